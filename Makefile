@@ -1,0 +1,68 @@
+# Every target first does what set-up is missing.
+#
+#   make serve   the built-in model on two CPU replicas, with a trainer, at http://127.0.0.1:8000
+#   make rl      submits the RL job to the running fleet (in a second terminal)
+#   make test    the test suite         make check   format, lint, types, import layers
+#   make bench   the benchmarks         make clean   removes caches and state, keeps the environment
+#
+# Variables: CONFIG=serve_config.yaml  ARGS="passed on to the program"  PYTHON=python3.12
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test rl check bench clean format
+
+VENV ?= .venv
+CONFIG ?= serve_config.yaml
+ARGS ?=
+# Where torch's CPU build is found when the configured indexes have none: only then is it asked.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PYTHON ?= $(shell python3.11 -c pass 2>/dev/null && echo python3.11 || echo python3)
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.stamp
+PIP := $(PY) -m pip --disable-pip-version-check install -q --no-deps --no-input
+
+help:
+	@sed -n '3,9s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): requirements-cpu.txt pyproject.toml
+	@test -x $(PY) || { echo "[1/3] creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@$(PY) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else \
+	  "Slipstream needs Python 3.11 to 3.13, but $(VENV) has %d.%d: make PYTHON=python3.11, after rm -r $(VENV)" % v[:2])'
+	@echo "[2/3] installing the pinned packages (minutes the first time)"
+	@$(PIP) -r requirements-cpu.txt 2>$(VENV)/pip.log || { \
+	  echo "      torch's CPU build is in none of the configured indexes: asking $(TORCH_INDEX)"; \
+	  $(PIP) -r requirements-cpu.txt --extra-index-url $(TORCH_INDEX) 2>>$(VENV)/pip.log; } || { \
+	  grep -v WARNING $(VENV)/pip.log | tail -n 20; echo "The packages could not be installed: see $(VENV)/pip.log" >&2; exit 1; }
+	@echo "[3/3] installing slipstream-rl from this folder"
+	@$(PIP) --no-build-isolation -e . 2>>$(VENV)/pip.log || { tail -n 20 $(VENV)/pip.log; exit 1; }
+	@touch $@
+
+serve: $(STAMP)
+	@exec $(PY) -m app.launch --config $(CONFIG) $(ARGS)
+
+rl: $(STAMP)
+	@exec $(PY) -m app.launch --submit $(ARGS)
+
+test: $(STAMP)
+	@exec $(PY) -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(STAMP)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: $(STAMP)
+	@exec $(PY) -m benchmarks $(ARGS)
+
+clean:
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .slipstream build dist
+	find app deployments trainers tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
