@@ -1,0 +1,203 @@
+"""One vLLM server in this process: an AsyncLLM, vLLM's own FastAPI application, and the swap.
+
+Everything that changes weights or the scheduler goes through here, so that a swap, the reset of
+the caches and the new version happen inside one pause.
+"""
+
+import asyncio
+import time
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+from fastapi import FastAPI
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.outputs import RequestOutput
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from deployments.spans import RECORDER, SpanRecorder
+from deployments.weights.protocol import CommitArgs, InFlight, KvCache, ReplicaTimings
+
+WORKER_EXTENSION = "deployments.weights.worker.StagingWorkerExtension"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What an engine is started with.
+
+    Attributes:
+        model: a directory that vLLM can load, or a hub id.
+        served_model_name: the name that clients use, whatever directory the weights came from.
+        backend: the weight transfer backend, by its name in vLLM's registry.
+        staging: device | host | none.
+        arguments: further fields of vLLM's `AsyncEngineArgs` and of its OpenAI server.
+    """
+
+    model: str
+    served_model_name: str
+    backend: str
+    staging: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RecordingLLM(AsyncLLM):
+    """An AsyncLLM that tells the request's `SpanRecorder` which versions made its tokens."""
+
+    salt_prefixes = False
+
+    def generate(  # type: ignore[override]
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        recorder = RECORDER.get()
+        if recorder is None:
+            return super().generate(prompt, sampling_params, request_id, **options)
+        if self.salt_prefixes and isinstance(prompt, dict):
+            # With `kv_cache: keep` a running request's blocks hold keys and values of two versions.
+            # The salt keeps requests that start later from reusing them as a prefix.
+            prompt["cache_salt"] = f"{recorder.version}/{prompt.get('cache_salt', '')}"
+        stream = super().generate(prompt, sampling_params, request_id, **options)
+        return self._recorded(stream, recorder, recorder.open_call(sampling_params.n))
+
+    async def _recorded(
+        self, stream: AsyncGenerator[RequestOutput, None], recorder: SpanRecorder, first_choice: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async for output in stream:
+            for completion in output.outputs:
+                if completion.weight_versions is not None:
+                    spans = [
+                        {"version": int(span.version), "start": span.start, "end": span.end}
+                        for span in completion.weight_versions
+                    ]
+                    recorder.record(first_choice + completion.index, spans)
+            yield output
+
+
+class Engine:
+    """An engine that is up. `version` names the weights that it computes with."""
+
+    def __init__(self, llm: RecordingLLM, app: FastAPI, version: int) -> None:
+        self.llm = llm
+        self.app = app
+        self.version = version
+        self.paused_by_user = False
+        self._lifespan = app.router.lifespan_context(app)
+
+    @classmethod
+    async def start(cls, spec: EngineSpec, *, version: int) -> "Engine":
+        """Start the engine's processes and build its application; about 30 s on a CPU."""
+        args = _server_arguments(spec)
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        llm = cast(RecordingLLM, _new_llm(config, engine_args))
+        tasks = await llm.get_supported_tasks()
+        app = build_app(args, tasks, llm.model_config)
+        await init_app_state(llm, app.state, args, tasks)
+        app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler wants a uvicorn server
+        engine = cls(llm, app, version)
+        await engine._lifespan.__aenter__()
+        await llm.update_weight_version(str(version))
+        return engine
+
+    @property
+    def world_size(self) -> int:
+        return self.llm.vllm_config.parallel_config.world_size_across_dp
+
+    @property
+    def dead(self) -> bool:
+        return self.llm.errored
+
+    async def workers(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of every worker of every data-parallel rank; one answer a worker."""
+        core: Any = self.llm.engine_core
+        if self.llm.vllm_config.parallel_config.data_parallel_size > 1:
+            # collective_rpc would run everywhere and return the first rank's answers only.
+            answers = await core.call_utility_all_async("collective_rpc", method, None, (), arguments)
+            return [answer for rank in answers for answer in rank]
+        return cast(list[Any], await self.llm.collective_rpc(method, kwargs=arguments))
+
+    async def commit(self, args: CommitArgs) -> ReplicaTimings:
+        """Make the staged version the live one between two decoding steps.
+
+        Stays paused if `args.hold`, or if a user has paused the engine.
+        """
+        core = self.llm.engine_core
+        recompute = args.kv_cache is KvCache.RECOMPUTE
+        begin = time.perf_counter()
+        # Not llm.pause_generation: it sleeps 20 ms after the pause for the sake of tidy logs. The
+        # answer is awaited, because a step in flight would be labelled with the new version.
+        await core.pause_scheduler_async(mode=args.in_flight.value, clear_cache=recompute)
+        if args.in_flight is InFlight.ABORT:
+            await asyncio.sleep(0)
+        paused = time.perf_counter()
+        calls = [self._swap(), core.set_weight_version_async(str(args.version))]
+        if not recompute:
+            calls.append(self.llm.reset_prefix_cache())
+        if not (args.hold or self.paused_by_user):
+            calls.append(core.resume_scheduler_async())
+        # Sent without waiting in between: the engine core handles them in this order.
+        failures = [r for r in await asyncio.gather(*calls, return_exceptions=True) if isinstance(r, Exception)]
+        if failures:
+            raise failures[0]
+        self.version = args.version
+        end = time.perf_counter()
+        return ReplicaTimings(swap_s=end - paused, gap_s=end - begin)
+
+    async def release(self) -> None:
+        """Go on after a commit that held."""
+        if not self.paused_by_user:
+            await self.llm.engine_core.resume_scheduler_async()
+
+    async def load(self, path: str, version: int) -> None:
+        """Load a checkpoint directory into the running engine (a joiner that catches up)."""
+        core = self.llm.engine_core
+        await core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await self.workers("load_checkpoint", path=path)
+        await core.set_weight_version_async(str(version))
+        self.version = version
+        await self.release()
+
+    async def stop(self) -> None:
+        """End the engine's processes. AsyncLLM's own `__del__` is too late and prints a TypeError."""
+        try:
+            await self._lifespan.__aexit__(None, None, None)
+        finally:
+            await asyncio.to_thread(self.llm.shutdown, 5.0)
+
+    async def _swap(self) -> None:
+        await self.workers("finish_weight_update")
+
+
+def _new_llm(config: VllmConfig, engine_args: AsyncEngineArgs) -> AsyncLLM:
+    return RecordingLLM.from_vllm_config(
+        vllm_config=config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=engine_args.enable_log_requests,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+
+
+def _server_arguments(spec: EngineSpec) -> Namespace:
+    """vLLM's own server arguments, so that every option of `vllm serve` has its usual default."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args([])
+    chosen = {
+        "model": spec.model,
+        "served_model_name": [spec.served_model_name],
+        "weight_transfer_config": {"backend": spec.backend},
+        "additional_config": {"staging": spec.staging},
+        "worker_extension_cls": WORKER_EXTENSION,
+        "log_error_stack": False,
+        **spec.arguments,
+    }
+    for name, value in chosen.items():
+        setattr(args, name, value)
+    validate_parsed_serve_args(args)
+    return cast(Namespace, args)

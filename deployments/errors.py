@@ -1,0 +1,65 @@
+"""One exception per decision that a caller can make.
+
+    SlipstreamError
+    ├── InvalidRequest            fix the call: what was expected and what came        400
+    ├── Conflict                  somebody else's turn, or a call out of order         409
+    │   └── StalePublisher        take a new lease
+    ├── RoundAborted              the fleet still serves the old version; try again    409 / 422
+    ├── ReplicaUnavailable        send the request to another replica                  503
+    └── FleetUnavailable          wait (Retry-After), then try again                   503
+"""
+
+from typing import Any
+
+
+class SlipstreamError(Exception):
+    """Base of every error that Slipstream raises on purpose.
+
+    Args:
+        message: a sentence for a person.
+        detail: JSON types only; what a program needs to decide (expected, actual, replicas).
+    """
+
+    status = 500
+    type = "internal_error"
+
+    def __init__(self, message: str, detail: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.detail = detail if detail is not None else {}
+
+    def __reduce__(self) -> tuple[Any, ...]:  # exceptions cross process boundaries pickled
+        return type(self), (self.message, self.detail)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body of an HTTP error answer."""
+        return {"error": {"type": self.type, "message": self.message, "detail": self.detail}}
+
+
+class InvalidRequest(SlipstreamError):
+    status = 400
+    type = "invalid_request"
+
+
+class Conflict(SlipstreamError):
+    status = 409
+    type = "conflict"
+
+
+class StalePublisher(Conflict):
+    type = "stale_publisher"
+
+
+class RoundAborted(SlipstreamError):
+    status = 409
+    type = "round_aborted"
+
+
+class ReplicaUnavailable(SlipstreamError):
+    status = 503
+    type = "replica_unavailable"
+
+
+class FleetUnavailable(SlipstreamError):
+    status = 503
+    type = "fleet_unavailable"

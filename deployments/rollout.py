@@ -1,0 +1,204 @@
+"""The replica: one whole vLLM server behind one Serve replica.
+
+It returns from `__init__` only when it serves the committed version, refuses requests that it must
+not answer (so that the router tries another replica), and fails its health check once it is
+fenced or its engine is dead, so that Serve replaces it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.asgi import AsgiCall, HttpAnswer, HttpRequest
+from deployments.engine import Engine, EngineSpec
+from deployments.errors import Conflict, ReplicaUnavailable
+from deployments.follower import Follower
+from deployments.member import EngineMember
+from deployments.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
+from deployments.weights.protocol import Directive, JoinAnswer, KvCache, Report
+
+POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
+logger = logging.getLogger("ray.serve")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VersionDemand:
+    """What a request asks of the weights that answer it."""
+
+    min_version: int
+    timeout_s: float
+
+
+class Rollout:
+    """Serve's deployment class of the fleet's replicas.
+
+    Args:
+        engine: what the engine is started with.
+        controller: the fleet's controller.
+        kv_cache: what the fleet does with running requests' caches at an update.
+        self_fence_s: without contact to the controller for this long, take no more requests:
+            the fleet may have moved on. Shorter than the time after which it does.
+    """
+
+    async def __init__(
+        self,
+        engine: EngineSpec,
+        controller: DeploymentHandle,
+        kv_cache: KvCache = KvCache.RECOMPUTE,
+        self_fence_s: float = 20.0,
+    ) -> None:
+        self._controller = controller
+        self._self_fence_s = self_fence_s
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._incarnation = uuid.uuid4().hex
+        answer = await self._join()
+        spec = engine if answer.path is None else dataclasses.replace(engine, model=answer.path)
+        self._engine = await Engine.start(spec, version=answer.version)
+        self._engine.llm.salt_prefixes = kv_cache is KvCache.KEEP
+        self._member = EngineMember(self._engine)
+        self._follower = Follower(
+            replica_id=self._replica_id, incarnation=self._incarnation, member=self._member, poll=self._poll
+        )
+        self._following = asyncio.create_task(self._follower.run())
+        await self._until_admitted()
+
+    async def http(
+        self, request: HttpRequest, demand: VersionDemand
+    ) -> AsyncIterator[HttpAnswer | bytes]:
+        """Answer one HTTP request: an `HttpAnswer`, then the rest of the body if it is a stream.
+
+        Raises:
+            ReplicaUnavailable: nothing was sent; another replica may answer.
+            Conflict: the demanded version was not reached in time.
+        """
+        await self._until_version(demand)
+        recorder = SpanRecorder(self._engine.version)
+        RECORDER.set(recorder)
+        call = AsgiCall(self._engine.app, request)
+        try:
+            answer = await self._first(call)
+            headers = [*answer.headers, (b"x-weight-version", str(recorder.version).encode())]
+            if not answer.streaming:
+                yield self._whole(answer, headers, recorder)
+                return
+            yield dataclasses.replace(answer, headers=headers)
+            annotate = StreamAnnotator(recorder)
+            async for piece in call.pieces():
+                yield annotate(piece)
+        finally:
+            await call.close()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What the router knows of this replica between two requests."""
+        return {"version": self._engine.version, "admitted": self._refusal() is None}
+
+    def check_health(self) -> None:
+        if self._member.fenced is not None:
+            raise RuntimeError(f"fenced: {self._member.fenced}")
+        if self._engine.dead:
+            raise RuntimeError("the engine is dead")
+        if self._following.done():
+            raise RuntimeError("the follower has ended")
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    async def __del__(self) -> None:
+        following = getattr(self, "_following", None)
+        if following is not None:
+            following.cancel()
+        engine = getattr(self, "_engine", None)
+        if engine is not None and self._member.fenced is None:
+            await engine.stop()
+
+    async def _join(self) -> JoinAnswer:
+        while True:
+            try:
+                return await self._controller.join.remote(self._replica_id, self._incarnation)
+            except Exception as error:  # the controller may start after us, or be restarting
+                logger.debug("controller not reached: %s", error)
+                await asyncio.sleep(1.0)
+
+    async def _poll(self, report: Report) -> Directive:
+        response = self._controller.poll.remote(report)
+        try:
+            return await asyncio.wait_for(response, POLL_TIMEOUT_S)
+        except TimeoutError:
+            with contextlib.suppress(Exception):  # a poll that nobody waits for any more
+                response.cancel()
+            raise
+
+    async def _until_admitted(self) -> None:
+        while not self._member.admitted:
+            self.check_health()
+            await asyncio.sleep(0.02)
+
+    def _refusal(self) -> str | None:
+        """Why this replica must not answer; None if it may."""
+        if self._member.fenced is not None:
+            return f"fenced: {self._member.fenced}"
+        if not self._member.admitted:
+            return "not admitted yet"
+        if self._engine.dead:
+            return "the engine is dead"
+        silent_s = time.monotonic() - self._follower.last_contact
+        if silent_s > self._self_fence_s:
+            return f"no contact to the controller for {silent_s:.0f} s"
+        return None
+
+    async def _until_version(self, demand: VersionDemand) -> None:
+        self._check()
+        changed = self._member.changed
+        if self._engine.version >= demand.min_version:
+            return
+        try:
+            async with asyncio.timeout(demand.timeout_s), changed:
+                await changed.wait_for(
+                    lambda: self._engine.version >= demand.min_version or self._refusal() is not None
+                )
+        except TimeoutError:
+            raise Conflict(
+                f"x-min-weight-version asks for version {demand.min_version}; the fleet serves "
+                f"{self._engine.version} and did not reach it within {demand.timeout_s:g} s",
+                {"expected": demand.min_version, "actual": self._engine.version},
+            ) from None
+        self._check()
+
+    def _check(self) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            raise ReplicaUnavailable(f"replica {self._replica_id}: {refusal}", {"replica": self._replica_id})
+
+    async def _first(self, call: AsgiCall) -> HttpAnswer:
+        try:
+            answer = await call.start()
+        except Exception as error:
+            self._check()
+            raise ReplicaUnavailable(
+                f"replica {self._replica_id} failed: {error}", {"replica": self._replica_id}
+            ) from error
+        if answer.status >= 500:
+            self._check()  # vLLM answers 500 when its engine has died: let another replica try
+        return answer
+
+    def _whole(
+        self, answer: HttpAnswer, headers: list[tuple[bytes, bytes]], recorder: SpanRecorder
+    ) -> HttpAnswer:
+        if dict(answer.headers).get(b"content-type", b"").startswith(b"application/json"):
+            body = annotate_json(answer.body, recorder)
+            headers = [(name, value) for name, value in headers[:-1] if name != b"content-length"]
+            headers += [
+                (b"content-length", str(len(body)).encode()),
+                (b"x-weight-version", str(recorder.version).encode()),
+            ]
+            return dataclasses.replace(answer, headers=headers, body=body)
+        return dataclasses.replace(answer, headers=headers)

@@ -1,0 +1,81 @@
+"""Which version produced which token: read from the engine, written into OpenAI answers.
+
+vLLM tells the spans with a request's last output, but its OpenAI answers do not carry them. The
+recorder listens to the engine calls that one HTTP request makes (a context variable ties the two),
+and the annotators add `weight_versions` per choice and `weight_version` to what goes out.
+"""
+
+import json
+from contextvars import ContextVar
+from typing import Any
+
+Span = dict[str, int]
+
+RECORDER: ContextVar["SpanRecorder | None"] = ContextVar("span_recorder", default=None)
+
+
+class SpanRecorder:
+    """The spans of one HTTP request, by choice index as the OpenAI answers count it."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version  # of the newest token so far
+        self.spans: dict[int, list[Span]] = {}
+        self._choices = 0
+
+    def open_call(self, choices: int) -> int:
+        """One engine call with `choices` samples begins; returns the index of its first choice."""
+        first = self._choices
+        self._choices += choices
+        return first
+
+    def record(self, choice: int, spans: list[Span]) -> None:
+        self.spans[choice] = spans
+        if spans:
+            self.version = max(self.version, spans[-1]["version"])
+
+
+def annotate_json(body: bytes, recorder: SpanRecorder) -> bytes:
+    """The JSON answer with versions; anything that is not a JSON object goes out as it came."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(answer, dict):
+        return body
+    _annotate(answer, recorder)
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+class StreamAnnotator:
+    """Rewrites the last events of a server-sent stream; the events before them pass untouched."""
+
+    def __init__(self, recorder: SpanRecorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, chunk: bytes) -> bytes:
+        # Spans are known once a choice has finished, and vLLM's event that says so comes after: no
+        # event before that needs to be parsed.
+        if not self._recorder.spans:
+            return chunk
+        return b"\n\n".join(self._event(event) for event in chunk.split(b"\n\n"))
+
+    def _event(self, event: bytes) -> bytes:
+        if not event.startswith(b"data: {"):
+            return event
+        try:
+            data = json.loads(event[len(b"data: ") :])
+        except ValueError:  # an event cut in two by the transport: leave it whole
+            return event
+        _annotate(data, self._recorder)
+        return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _annotate(answer: dict[str, Any], recorder: SpanRecorder) -> None:
+    if "error" in answer:
+        return
+    answer["weight_version"] = recorder.version
+    for choice in answer.get("choices", []):
+        spans = recorder.spans.get(choice.get("index", 0))
+        # vLLM's own /inference/v1/generate has its spans already, with its string labels.
+        if spans is not None and choice.get("finish_reason") and not choice.get("weight_versions"):
+            choice["weight_versions"] = spans

@@ -1,0 +1,89 @@
+"""A 64-bit digest of a tensor's bytes, computed where the bytes lie and equal on every device.
+
+Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): the bytes
+are read as 32-bit words, each word is multiplied by a random odd 64-bit number, and the products are
+summed modulo 2**64. It is done in two levels, so that the table of multipliers stays in the cache:
+words to rows of `ROW_WORDS`, then rows to one number. It finds faults of transport (a stale, torn,
+permuted or missing piece); it is no signature against an adversary.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+ROW_WORDS = 16384
+DIGEST_BYTES = 8
+_WORD_BYTES = 4
+
+Words = npt.NDArray[np.int32]
+Table = npt.NDArray[np.int64]
+
+
+@cache
+def multipliers(count: int, stream: int) -> Table:
+    """`count` fixed odd 64-bit numbers [count]; the wire format depends on them."""
+    numbers = np.random.Generator(np.random.PCG64(stream)).integers(
+        np.iinfo(np.int64).min, np.iinfo(np.int64).max, size=count, dtype=np.int64
+    )
+    return numbers | 1
+
+
+def row_multipliers(rows: int) -> Table:
+    """Multipliers of the second level [rows], drawn in powers of two so that few tables are made."""
+    return multipliers(1 << max(rows - 1, 1).bit_length(), 2)[:rows]
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """The digest of a contiguous tensor of any shape and dtype, as an unsigned 64-bit number."""
+    return digests([tensor])[0]
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The digests of contiguous tensors on one device, with one read-back for all of them."""
+    if tensors and tensors[0].is_cuda:
+        from deployments.weights.digest_cuda import device_digests
+
+        found = device_digests(tensors).cpu().tolist()
+    else:
+        found = [_host_digest(tensor) for tensor in tensors]
+    return [value % (1 << 64) for value in found]
+
+
+def _host_digest(tensor: torch.Tensor) -> int:
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = data.numel() // _WORD_BYTES * _WORD_BYTES
+    # torch's int64 multiply is eight times slower than numpy's fused product and sum (0.6 and
+    # 4.9 GB/s on one core of an EPYC 9004).
+    words = data[:whole].view(torch.int32).numpy()
+    if whole < data.numel():
+        last = np.zeros(_WORD_BYTES, dtype=np.uint8)
+        last[: data.numel() - whole] = data[whole:].numpy()
+        words = np.concatenate([words, last.view(np.int32)])
+    rows = _row_sums(words)
+    with np.errstate(over="ignore"):
+        return int(np.einsum("i,i->", rows, row_multipliers(len(rows)))) ^ data.numel()
+
+
+def _row_sums(words: Words) -> Table:
+    table = multipliers(ROW_WORDS, 1)
+    full = len(words) // ROW_WORDS
+    sums = np.zeros(full + (len(words) > full * ROW_WORDS), dtype=np.int64)
+    if full:
+        body = words[: full * ROW_WORDS].reshape(full, ROW_WORDS)
+        sums[:full] = np.einsum("ij,j->i", body, table, dtype=np.int64, casting="unsafe")
+    if len(sums) > full:
+        tail = words[full * ROW_WORDS :]
+        sums[full] = np.einsum("j,j->", tail, table[: len(tail)], dtype=np.int64, casting="unsafe")
+    return sums
+
+
+def combined(tensor_digests: dict[str, int]) -> str:
+    """One digest of a whole version, independent of the order in which tensors came."""
+    hasher = blake2b(digest_size=16)
+    for name in sorted(tensor_digests):
+        hasher.update(f"{name}={tensor_digests[name]:016x};".encode())
+    return hasher.hexdigest()

@@ -1,0 +1,142 @@
+"""How tensors lie in the chunks that a transport moves: a plan that both sides make alike.
+
+A chunk is one block of bytes: its tensors, each at a multiple of `ALIGNMENT`, then a table with one
+digest a tensor. Sender and receiver derive the plan from the same metadata and the same
+`chunk_bytes`, which the sender ships, so the two cannot disagree.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from deployments.weights.digest import DIGEST_BYTES, digests
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor in a chunk."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the chunk
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    entries: tuple[Entry, ...]
+    table_offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.table_offset + DIGEST_BYTES * len(self.entries)
+
+
+def plan_chunks(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], chunk_bytes: int) -> list[Chunk]:
+    """Lay (name, dtype, shape) out in chunks of about `chunk_bytes`; one larger tensor is a chunk alone."""
+    chunks: list[Chunk] = []
+    entries: list[Entry] = []
+    end = 0
+    for name, dtype, shape in tensors:
+        entry = Entry(name=name, dtype=dtype, shape=tuple(shape), offset=end)
+        if entries and end + entry.size_bytes > chunk_bytes:
+            chunks.append(Chunk(entries=tuple(entries), table_offset=end))
+            entry = Entry(name=name, dtype=dtype, shape=tuple(shape), offset=0)
+            entries = []
+        entries.append(entry)
+        end = _aligned(entry.offset + entry.size_bytes)
+    if entries:
+        chunks.append(Chunk(entries=tuple(entries), table_offset=end))
+    return chunks
+
+
+def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, Any]:
+    """The wire form that vLLM's own engines use for metadata: parallel lists, JSON types."""
+    return {
+        "names": [name for name, _, _ in tensors],
+        "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in tensors],
+        "shapes": [list(shape) for _, _, shape in tensors],
+    }
+
+
+def parse(
+    names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """The inverse of `describe`.
+
+    Raises:
+        ValueError: the lists differ in length, a dtype is unknown, a shape is not of whole numbers.
+    """
+    if not len(names) == len(dtype_names) == len(shapes):
+        raise ValueError(
+            "names, dtype_names and shapes must have one entry a tensor, "
+            f"got {len(names)}, {len(dtype_names)} and {len(shapes)}"
+        )
+    return [
+        (name, _dtype(name, dtype_name), _shape(name, shape))
+        for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True)
+    ]
+
+
+def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch.Tensor) -> None:
+    """Write the chunk's tensors, taken from the front of `tensors`, and their digests into `block`.
+
+    Args:
+        block: uint8 [chunk.size_bytes] on the device that sends.
+
+    Raises:
+        ValueError: the source yields another tensor than its metadata declared.
+    """
+    packed = []
+    for entry in chunk.entries:
+        name, tensor = next(tensors, (None, None))
+        if tensor is None or name != entry.name or tuple(tensor.shape) != entry.shape:
+            came = "nothing" if tensor is None else f"{name!r} {tuple(tensor.shape)}"
+            raise ValueError(f"the source declared {entry.name!r} {entry.shape} and yielded {came}")
+        target = view(entry, block)
+        target.copy_(tensor)
+        packed.append(target)
+    found = [value - (1 << 64) if value >= 1 << 63 else value for value in digests(packed)]
+    table = torch.tensor(found, dtype=torch.int64).view(torch.uint8)
+    block[chunk.table_offset : chunk.size_bytes].copy_(table)
+
+
+def unpack(chunk: Chunk, block: torch.Tensor) -> tuple[list[tuple[str, torch.Tensor]], list[int]]:
+    """Views of the chunk's tensors in `block` (uint8 [chunk.size_bytes]), and the digests sent along."""
+    table = block[chunk.table_offset : chunk.size_bytes].cpu().clone().view(torch.int64)
+    return (
+        [(entry.name, view(entry, block)) for entry in chunk.entries],
+        [value % (1 << 64) for value in table.tolist()],
+    )
+
+
+def view(entry: Entry, block: torch.Tensor) -> torch.Tensor:
+    """The entry's bytes in `block` as a tensor of its dtype and shape; no copy."""
+    flat = block[entry.offset : entry.offset + entry.size_bytes]
+    return flat.view(entry.dtype).view(entry.shape)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _dtype(name: str, dtype_name: str) -> torch.dtype:
+    dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"tensor {name!r}: expected the name of a torch dtype, got {dtype_name!r}")
+    return dtype
+
+
+def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError(f"tensor {name!r}: expected a shape of whole numbers, got {shape!r}")
+    return tuple(shape)

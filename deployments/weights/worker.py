@@ -1,0 +1,32 @@
+"""What the follower can ask of a vLLM worker beyond vLLM's own weight-transfer calls.
+
+vLLM mixes this class into its worker (`worker_extension_cls`); the follower reaches it with
+`collective_rpc` and gets one answer a worker.
+"""
+
+from typing import Any
+
+from deployments.weights.staging import StagedWeightTransferEngine
+
+
+class StagingWorkerExtension:
+    weight_transfer_engine: StagedWeightTransferEngine[Any, Any]
+    model_runner: Any
+    _weight_update_active: bool
+
+    def staging_connected(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.connected()
+
+    def staging_progress(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.progress()
+
+    def staging_verify(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.verify()
+
+    def staging_drop(self) -> None:
+        self.weight_transfer_engine.drop()
+        self._weight_update_active = False  # vLLM has no way to end an update without loading it
+
+    def load_checkpoint(self, path: str) -> None:
+        """Load a checkpoint directory into the live model; the scheduler must be paused."""
+        self.model_runner.reload_weights(weights_path=path)

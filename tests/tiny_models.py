@@ -1,0 +1,52 @@
+"""Models small enough that an engine starts in seconds and answers in milliseconds."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def save_tokenizer(directory: Path) -> int:
+    """A byte-level tokenizer without merges; returns its vocabulary size."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {byte: index + 2 for index, byte in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+    return len(vocabulary)
+
+
+def tiny_llama(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
+    """Two layers, 128 wide (vLLM on CPU wants heads of 32 or more), float32; weights large enough that different seeds answer differently."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.3,
+        dtype="float32",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def save_tiny_llama(directory: Path, seed: int, *, tied: bool = False) -> Path:
+    tiny_llama(seed, tied=tied).save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
