@@ -1,0 +1,77 @@
+"""pydantic's complaints, as sentences for a person: which setting, what was expected, what came."""
+
+import difflib
+from collections.abc import Iterator
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the text says where, what was expected and what came."""
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line per wrong setting, without pydantic's types and links."""
+    return "\n".join(_sentence(detail, model) for detail in error.errors(include_url=False))
+
+
+def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
+    path = ".".join(str(part) for part in detail["loc"])
+    match detail["type"]:
+        case "extra_forbidden":
+            return f"unknown setting '{path}'{_suggestion(detail['loc'], model)}"
+        case "missing":
+            return f"missing setting '{path}': expected a value, but none came"
+        case "value_error" | "assertion_error":
+            return str(detail.get("ctx", {}).get("error", detail["msg"]))
+        case "model_type" | "model_attributes_type" | "dict_type":
+            keys = ", ".join(_section(detail["loc"], model))
+            asked = f"a section with settings of its own ({keys})" if keys else "a mapping"
+            return f"'{path or 'args'}': expected {asked}, but {_shown(detail['input'])} came"
+    asked = detail["msg"].removeprefix("Input should be ").split(", unable to ")[0]
+    asked = asked.replace("String should have", "a string with")
+    return f"'{path}': expected {asked}, but {_shown(detail['input'])} came"
+
+
+def _shown(value: Any) -> str:
+    text = "none" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _suggestion(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    """A setting of the same section that is spelt nearly so, else one of the same name elsewhere."""
+    name, section = str(loc[-1]), _section(loc[:-1], model)
+    if close := difflib.get_close_matches(name, section, n=1):
+        return f" (did you mean '{close[0]}'?)"
+    if elsewhere := [path for path in _paths(model) if path.rsplit(".", 1)[-1] == name]:
+        return " (did you mean " + " or ".join(f"'{path}'" for path in elsewhere) + "?)"
+    return f" (expected one of {', '.join(section)})" if section else ""
+
+
+def _section(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    """The names of the settings in the section at `loc`; none if it is not a section."""
+    current: type[BaseModel] | None = model
+    for part in loc:
+        field = current.model_fields.get(str(part)) if current is not None else None
+        current = _model_in(field.annotation) if field is not None else None
+    return list(current.model_fields) if current is not None else []
+
+
+def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        inner = _model_in(field.annotation)
+        if inner is not None:
+            yield from _paths(inner, f"{prefix}{name}.")
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section class in `Section` or `Section | None`."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
