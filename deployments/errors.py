@@ -2,6 +2,7 @@
 
     SlipstreamError
     ├── InvalidRequest            fix the call: what was expected and what came        400
+    │   └── PayloadTooLarge       send less                                            413
     ├── Conflict                  somebody else's turn, or a call out of order         409
     │   └── StalePublisher        take a new lease
     ├── RoundAborted              the fleet still serves the old version; try again    409 / 422
@@ -39,6 +40,11 @@ class SlipstreamError(Exception):
 class InvalidRequest(SlipstreamError):
     status = 400
     type = "invalid_request"
+
+
+class PayloadTooLarge(InvalidRequest):
+    status = 413
+    type = "payload_too_large"
 
 
 class Conflict(SlipstreamError):

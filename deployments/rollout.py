@@ -23,19 +23,12 @@ from deployments.engine import Engine, EngineSpec
 from deployments.errors import Conflict, ReplicaUnavailable
 from deployments.follower import Follower
 from deployments.member import EngineMember
+from deployments.routing import Demand
 from deployments.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 from deployments.weights.protocol import Directive, JoinAnswer, KvCache, Report
 
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
 logger = logging.getLogger("ray.serve")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class VersionDemand:
-    """What a request asks of the weights that answer it."""
-
-    min_version: int
-    timeout_s: float
 
 
 class Rollout:
@@ -72,7 +65,7 @@ class Rollout:
         await self._until_admitted()
 
     async def http(
-        self, request: HttpRequest, demand: VersionDemand
+        self, request: HttpRequest, demand: Demand
     ) -> AsyncIterator[HttpAnswer | bytes]:
         """Answer one HTTP request: an `HttpAnswer`, then the rest of the body if it is a stream.
 
@@ -155,7 +148,7 @@ class Rollout:
             return f"no contact to the controller for {silent_s:.0f} s"
         return None
 
-    async def _until_version(self, demand: VersionDemand) -> None:
+    async def _until_version(self, demand: Demand) -> None:
         self._check()
         changed = self._member.changed
         if self._engine.version >= demand.min_version:
