@@ -1,0 +1,97 @@
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trainers.tiny import trajectory
+from trainers.batching import collate, plan_micro_batches, share_of_rank
+from trainers.trajectory import Trajectory
+
+CPU = torch.device("cpu")
+BATCHES = st.lists(
+    st.builds(
+        trajectory,
+        st.sampled_from([(5,), (6, 7), (8, 9, 10, 11, 12, 13)]),
+        st.lists(st.integers(1, 30), min_size=1, max_size=12).map(tuple),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+def test_one_answer_a_row_is_the_plain_layout() -> None:
+    batch = collate(
+        [trajectory((5, 6), (7,), logprobs=(-0.5,)), trajectory((8,), (9, 10))],
+        [(0,), (1,)],
+        pad_token_id=0,
+        device=CPU,
+    )
+    assert batch.input_ids.tolist() == [[5, 6, 7, 0], [0, 8, 9, 10]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 0], [0, 1, 1, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0], [0, 0, 1, 2]]
+    assert batch.predictors.tolist() == [1, 2]
+    assert batch.response_ids.tolist() == [[7, 0], [9, 10]]
+    assert batch.response_mask.tolist() == [[True, False], [True, True]]
+    assert batch.rollout_logprobs.tolist() == [[-0.5, 0.0], [-1.0, -1.0]]
+
+
+def test_answers_beside_each_other_see_the_prompt_and_themselves() -> None:
+    batch = collate(
+        [trajectory((5, 6), (7, 8), advantage=1.0), trajectory((5, 6), (9,), advantage=-1.0)],
+        [(0, 1)],
+        pad_token_id=0,
+        device=CPU,
+    )
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0]]
+    assert batch.predictors.tolist() == [1, 2, 1, 4]
+    assert batch.advantages.tolist() == [1.0, -1.0]
+    assert batch.response_mask.tolist() == [[True, True], [True, False]]
+    assert batch.attention_mask[0, 0].long().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 0, 1, 1],
+    ]
+
+
+@given(BATCHES, st.integers(1, 100), st.booleans())
+def test_every_trajectory_is_planned_once_and_budgets_hold(
+    batch: list[Trajectory], budget: int, share: bool
+) -> None:
+    plan = plan_micro_batches(batch, token_budget=budget, share_prompts=share)
+    assert Counter(i for rows in plan for row in rows for i in row) == Counter(range(len(batch)))
+    for rows in plan:
+        assert all(len({batch[i].prompt_token_ids for i in row}) == 1 for row in rows)
+        if sum(map(len, rows)) > 1:
+            assert collate(batch, rows, pad_token_id=0, device=CPU).input_ids.numel() <= budget
+
+
+@given(BATCHES, st.booleans())
+def test_collating_loses_no_token(batch: list[Trajectory], share: bool) -> None:
+    (rows,) = plan_micro_batches(batch, token_budget=10**6, share_prompts=share)
+    tensors = collate(batch, rows, pad_token_id=0, device=CPU)
+    places = len(tensors.advantages) // len(rows)
+    for r, row in enumerate(rows):
+        for g, index in enumerate(row):
+            mask = tensors.response_mask[r * places + g]
+            assert tuple(tensors.response_ids[r * places + g][mask].tolist()) == batch[index].token_ids
+    assert int(tensors.response_mask.sum()) == sum(len(t.token_ids) for t in batch)
+
+
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_every_rank_runs_as_many_micro_batches_as_every_other(count: int, world_size: int) -> None:
+    plan = [[(i,)] for i in range(count)]
+    shares = [share_of_rank(plan, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert len({len(share) for share in shares}) == 1
+    counted = [rows for share in shares for rows, counts in share if counts]
+    assert sorted(counted) == sorted(plan)
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="token_budget must be positive, got 0"):
+        plan_micro_batches([trajectory((1,), (2,))], token_budget=0)

@@ -1,0 +1,132 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainers import tiny
+from trainers.learner import Learner, LearnerConfig
+from trainers.losses import LossConfig
+from trainers.optimizer import OptimizerConfig
+from trainers.policy import Policy
+from trainers.trajectory import Trajectory
+
+CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=3))
+PROMPT = (3, 4, 5)
+
+
+def on_policy(policy: Policy, answers: dict[tuple[int, ...], float]) -> list[Trajectory]:
+    """Trajectories whose log-probabilities are the policy's own."""
+    made = []
+    for answer, advantage in answers.items():
+        ids = torch.tensor([PROMPT + answer])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(policy.model(input_ids=ids).logits[0].float(), -1)
+        own = tuple(float(logprobs[len(PROMPT) - 1 + i, token]) for i, token in enumerate(answer))
+        made.append(tiny.trajectory(PROMPT, answer, advantage=advantage, logprobs=own))
+    return made
+
+
+ANSWERS = {(6, 7, 1): 1.0, (8, 1): -1.0, (9, 10, 11): 0.5}
+
+
+def state(policy: Policy) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in policy.model.parameters()]
+
+
+def test_a_step_makes_good_answers_likelier_and_bad_ones_less_likely(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    before = {t.token_ids: sum(t.logprobs) for t in on_policy(policy, ANSWERS)}
+    metrics = Learner(policy, CONFIG).step(on_policy(policy, ANSWERS))
+    after = {t.token_ids: sum(t.logprobs) for t in on_policy(policy, ANSWERS)}
+    assert after[(6, 7, 1)] > before[(6, 7, 1)]
+    assert after[(8, 1)] < before[(8, 1)]
+    assert metrics["importance_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["ratio_mean"] == pytest.approx(1.0)
+    assert metrics["tokens"] == 8 and metrics["step"] == 1 and metrics["skipped"] is False
+    assert metrics["learning_rate"] == pytest.approx(0.25e-3)
+
+
+def test_the_gradient_is_that_of_reinforce_written_out(tmp_path: Path) -> None:
+    policy, plain = tiny.policy(tmp_path), Policy.load(tmp_path)
+    batch = on_policy(policy, ANSWERS)
+    loss = torch.tensor(0.0)
+    for answer in batch:
+        ids = torch.tensor([answer.prompt_token_ids + answer.token_ids])
+        logprobs = torch.log_softmax(plain.model(input_ids=ids).logits[0], -1)
+        for i, token in enumerate(answer.token_ids):
+            loss = loss - answer.advantage * logprobs[len(PROMPT) - 1 + i, token] / 8
+    loss.backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.model.parameters() if p.grad is not None])
+    assert Learner(policy, CONFIG).step(batch)["grad_norm"] == pytest.approx(float(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_micro_batches_change_nothing_but_memory(tmp_path: Path, share_prompts: bool) -> None:
+    whole, parts = tiny.policy(tmp_path), Policy.load(tmp_path)
+    batch = on_policy(whole, ANSWERS)
+    Learner(whole, replace(CONFIG, share_prompts=True)).step(batch)
+    Learner(parts, replace(CONFIG, micro_batch_tokens=6, share_prompts=share_prompts)).step(batch)
+    for left, right in zip(state(whole), state(parts), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("field", ["advantage", "logprobs"])
+def test_what_is_not_finite_changes_nothing(tmp_path: Path, field: str) -> None:
+    policy = tiny.policy(tmp_path)
+    learner = Learner(policy, CONFIG)
+    before = state(policy)
+    bad = float("nan") if field == "advantage" else (float("nan"),) * 3
+    metrics = learner.step([replace(on_policy(policy, ANSWERS)[0], **{field: bad})])
+    assert metrics["skipped"] is True and metrics["step"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, state(policy), strict=True))
+    assert learner.step(on_policy(policy, ANSWERS))["skipped"] is False
+
+
+def test_a_learner_that_resumes_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    straight = tiny.policy(tmp_path / "a")
+    batch = on_policy(straight, ANSWERS)
+    learner = Learner(straight, CONFIG)
+    learner.step(batch)
+    straight.save_pretrained(tmp_path / "b")
+    torch.save(learner.state_dict(), tmp_path / "state.pt")
+    learner.step(batch)
+
+    resumed = Policy.load(tmp_path / "b")
+    second = Learner(resumed, CONFIG)
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert second.step(batch)["step"] == 2
+    assert all(torch.equal(a, b) for a, b in zip(state(straight), state(resumed), strict=True))
+
+
+def test_several_updates_on_a_batch_move_the_ratio_away_from_one(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    config = replace(CONFIG, updates_per_step=3, optimizer=OptimizerConfig(learning_rate=1e-2))
+    metrics = Learner(policy, config).step(on_policy(policy, ANSWERS))
+    assert metrics["ratio_mean"] != pytest.approx(1.0, abs=1e-3)
+    assert metrics["clipped_fraction"] > 0
+    assert metrics["step"] == 1
+
+
+def test_a_reference_holds_the_policy_back(tmp_path: Path) -> None:
+    moved = []
+    for coefficient in (0.0, 10.0):
+        policy, reference = tiny.policy(tmp_path), Policy.load(tmp_path)
+        config = replace(
+            CONFIG, optimizer=OptimizerConfig(learning_rate=1e-3), loss=LossConfig(kl_coefficient=coefficient)
+        )
+        learner = Learner(policy, config, reference=reference if coefficient else None)
+        batch = on_policy(policy, ANSWERS)
+        for _ in range(20):
+            learner.step(batch)
+        now = on_policy(policy, ANSWERS)
+        moved.append(sum(abs(sum(a.logprobs) - sum(b.logprobs)) for a, b in zip(batch, now, strict=True)))
+    assert moved[1] < moved[0] / 2
+
+
+def test_a_missing_reference_and_an_empty_batch_are_refused(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    with pytest.raises(ValueError, match="reference policy is needed"):
+        Learner(policy, LearnerConfig(loss=LossConfig(kl_coefficient=0.1)))
+    with pytest.raises(ValueError, match="at least one trajectory"):
+        Learner(policy, CONFIG).step([])

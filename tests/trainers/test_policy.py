@@ -1,0 +1,96 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainers import tiny
+from trainers.batching import collate, plan_micro_batches
+from trainers.policy import Policy
+from trainers.trajectory import Trajectory
+
+ANSWERS = [
+    tiny.trajectory((3, 4, 5), (6, 7)),
+    tiny.trajectory((3, 4, 5), (8, 9, 10, 1)),
+    tiny.trajectory((11,), (12, 13, 14)),
+    tiny.trajectory((3, 4, 5), (15,)),
+]
+
+
+def alone(policy: Policy, answer: Trajectory) -> torch.Tensor:
+    """Log-probabilities of one answer, the plainest way."""
+    ids = torch.tensor([answer.prompt_token_ids + answer.token_ids])
+    logits = policy.model(input_ids=ids).logits[0].float()
+    start = len(answer.prompt_token_ids)
+    return torch.log_softmax(logits[start - 1 : -1], -1).gather(-1, ids[0, start:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("share", [False, True])
+def test_scores_of_a_padded_batch_equal_those_of_each_answer_alone(
+    tmp_path: Path, kind: str, share: bool
+) -> None:
+    policy = tiny.policy(tmp_path, kind)
+    assert policy.can_share_prompts
+    (rows,) = plan_micro_batches(ANSWERS, token_budget=1000, share_prompts=share)
+    batch = collate(ANSWERS, rows, pad_token_id=policy.pad_token_id, device=policy.device)
+    scores = policy.scores(batch, with_entropies=True)
+    assert scores.entropies is not None and not scores.entropies.requires_grad
+    places = len(batch.advantages) // len(rows)
+    for r, row in enumerate(rows):
+        for g, index in enumerate(row):
+            entry = r * places + g
+            expected = alone(policy, ANSWERS[index])
+            torch.testing.assert_close(
+                scores.logprobs[entry][batch.response_mask[entry]], expected, rtol=1e-4, atol=1e-4
+            )
+
+
+def test_a_padded_batch_gives_finite_gradients(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    (rows,) = plan_micro_batches(ANSWERS, token_budget=1000, share_prompts=True)
+    batch = collate(ANSWERS, rows, pad_token_id=0, device=policy.device)
+    torch.where(batch.response_mask, policy.scores(batch).logprobs, 0.0).sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in policy.model.parameters() if p.grad is not None)
+
+
+def test_what_is_saved_is_a_checkpoint_with_its_tokenizer_files(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    policy.save_pretrained(tmp_path / "b")
+    assert (tmp_path / "b" / "tokenizer.json").read_text() == "{}"
+    again = Policy.load(tmp_path / "b")
+    for left, right in zip(policy.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_weights_of_another_checkpoint_are_loaded_in_place(tmp_path: Path, kind: str) -> None:
+    policy, other = tiny.policy(tmp_path / "a", kind), tiny.policy(tmp_path / "b", kind, seed=1)
+    addresses = [p.data_ptr() for p in policy.model.parameters()]
+    policy.load_weights(tmp_path / "b")
+    assert [p.data_ptr() for p in policy.model.parameters()] == addresses
+    for left, right in zip(policy.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path / "a", "llama")
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    tiny.policy(tmp_path / "b", "qwen3-moe")
+    with pytest.raises(ValueError, match="do not fit the model"):
+        policy.load_weights(tmp_path / "b")
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
+
+
+def test_tied_names_are_those_that_the_file_leaves_out(tmp_path: Path) -> None:
+    assert tiny.policy(tmp_path / "a", "llama-tied").tied_names == {"lm_head.weight"}
+    assert "lm_head.weight" not in load_file(tmp_path / "a" / "model.safetensors")
+    assert tiny.policy(tmp_path / "b", "llama").tied_names == frozenset()
+
+
+def test_a_missing_checkpoint_and_an_unknown_dtype_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json, got .*nowhere"):
+        Policy.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"dtype must be one of .*, got 'int3'"):
+        Policy.load(tmp_path, dtype="int3")

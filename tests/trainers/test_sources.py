@@ -1,0 +1,62 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainers import tiny
+from trainers.sources import ParameterSource, layer_groups
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_names_shapes_and_values_are_those_of_the_saved_checkpoint(tmp_path: Path, kind: str) -> None:
+    model = tiny.model(kind)
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    source = ParameterSource(model)
+    sent = list(source)
+    assert sorted(name for name, _ in sent) == sorted(expected)
+    for name, tensor in sent:
+        assert torch.equal(tensor, expected[name]), name
+        assert tensor.is_contiguous()
+    assert [(name, t.dtype, tuple(t.shape)) for name, t in sent] == [
+        (spec.name, spec.dtype, spec.shape) for spec in source.specs()
+    ]
+
+
+def test_fused_experts_come_as_one_tensor_an_expert() -> None:
+    names = {spec.name for spec in ParameterSource(tiny.model("qwen3-moe")).specs()}
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in names
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in names
+    assert not any("gate_up_proj" in name for name in names)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_dtypes_are_cast_on_the_way(kind: str) -> None:
+    model = tiny.model(kind)
+    source = ParameterSource(model, dtype=torch.bfloat16)
+    assert {tensor.dtype for _, tensor in source} == {torch.bfloat16}
+    assert {spec.dtype for spec in source.specs()} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_an_iteration_reads_the_weights_as_they_are_now() -> None:
+    model = tiny.model("llama")
+    source = ParameterSource(model)
+    before = {name: tensor.clone() for name, tensor in source}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    for name, tensor in source:
+        torch.testing.assert_close(tensor, before[name] + 1.0)
+
+
+def test_a_layer_is_a_group_and_an_expert_is_not() -> None:
+    names = [
+        "model.embed.weight",
+        "model.layers.0.a",
+        "model.layers.0.mlp.experts.3.b",
+        "model.layers.10.a",
+        "norm",
+    ]
+    assert layer_groups(names) == [names[:1], names[1:3], names[3:4], names[4:]]

@@ -1,0 +1,70 @@
+"""Models of a few thousand parameters, one for each way of holding weights."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from trainers.policy import Policy
+from trainers.trajectory import Trajectory
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def model(kind: str, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    match kind:
+        case "llama":
+            return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+        case "llama-tied":
+            return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+        case "qwen3":
+            return Qwen3ForCausalLM(Qwen3Config(**SIZES))
+        case "qwen3-moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))
+    raise ValueError(kind)
+
+
+KINDS = ("llama", "llama-tied", "qwen3", "qwen3-moe")
+
+
+def policy(directory: Path, kind: str = "llama", seed: int = 0) -> Policy:
+    model(kind, seed).save_pretrained(directory)
+    return Policy.load(directory)
+
+
+def trajectory(
+    prompt: tuple[int, ...],
+    answer: tuple[int, ...],
+    *,
+    advantage: float = 1.0,
+    logprobs: tuple[float, ...] | None = None,
+) -> Trajectory:
+    return Trajectory(
+        prompt_token_ids=prompt,
+        token_ids=answer,
+        logprobs=logprobs if logprobs is not None else (-1.0,) * len(answer),
+        advantage=advantage,
+    )

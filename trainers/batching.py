@@ -1,0 +1,173 @@
+"""From trajectories of any length to padded tensors and micro-batches of bounded size.
+
+Answers to one prompt share it: a row is a prompt and up to G answers side by side, which see the
+prompt and themselves but not each other, at the positions they would have alone. With eight answers
+of a few tokens to a prompt of a hundred, this is a sixth of the work of eight separate rows, and
+the same numbers. Prompts are padded on the left and answers on the right, so that every answer
+starts in the same column of every row. One selection of the logits then holds every answer token of
+the batch, and none are computed for prompts (they would be the largest tensor of a step).
+
+    columns   0 ............ P-1 | P ...... P+T-1 | P+T ... P+2T-1
+    row 0     pad pad p0 p1 p2   | r0 r1 r2 pad   | s0 s1 pad pad
+    row 1     p0  p1  p2 p3 p4   | r0 pad pad pad | pad pad pad pad
+
+With G = 1 that is the plain layout, whose mask any attention kernel takes.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainers.trajectory import Trajectory
+
+Row = tuple[int, ...]  # indices of trajectories with one prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """Padded tensors of R rows: P prompt columns, then G answers of T columns; L = P + G * T.
+
+    Answer g of row r is entry r * G + g of everything whose first dimension is R * G. An empty place
+    is an answer without tokens.
+    """
+
+    input_ids: torch.Tensor  # int64 [R, L]
+    attention_mask: torch.Tensor  # int64 [R, L] if G is 1, else bool [R, 1, L, L], true where attended
+    position_ids: torch.Tensor  # int64 [R, L]; 0 at the first real token
+    predictors: torch.Tensor  # int64 [G * T]: the column whose logits predict each answer column
+    response_ids: torch.Tensor  # int64 [R * G, T]
+    response_mask: torch.Tensor  # bool [R * G, T]
+    rollout_logprobs: torch.Tensor  # float32 [R * G, T]; 0 where padded
+    advantages: torch.Tensor  # float32 [R * G]
+
+
+def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool) -> list[Row]:
+    """Which trajectories share a row: those with the same prompt, as many as fit into the budget."""
+    if not share_prompts:
+        return [(index,) for index in range(len(trajectories))]
+    rows: list[Row] = []
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, trajectory in enumerate(trajectories):
+        groups.setdefault(trajectory.prompt_token_ids, []).append(index)
+    for prompt, members in groups.items():
+        longest = max(len(trajectories[index].token_ids) for index in members)
+        places = max(1, (token_budget - len(prompt)) // longest)
+        rows += [tuple(members[i : i + places]) for i in range(0, len(members), places)]
+    return rows
+
+
+def plan_micro_batches(
+    trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = False
+) -> list[list[Row]]:
+    """Rows that fit together into `token_budget` padded tokens, a micro-batch each.
+
+    Longest first, so that similar lengths meet and little is padding. A trajectory that is longer
+    than the budget gets a micro-batch of its own.
+    """
+    if token_budget <= 0:
+        raise ValueError(f"token_budget must be positive, got {token_budget}")
+
+    def measure(row: Row) -> tuple[int, int, int]:
+        longest = max(len(trajectories[index].token_ids) for index in row)
+        return len(trajectories[row[0]].prompt_token_ids), len(row), longest
+
+    def size(measures: Iterable[tuple[int, int, int]]) -> int:
+        prompt, places, longest = (max(column) for column in zip(*measures, strict=True))
+        return prompt + places * longest
+
+    rows = plan_rows(trajectories, token_budget=token_budget, share_prompts=share_prompts)
+    plan: list[list[Row]] = []
+    measures: list[tuple[int, int, int]] = []
+    for row in sorted(rows, key=lambda row: (-size([measure(row)]), row)):
+        measures.append(measure(row))
+        if plan and size(measures) * len(measures) <= token_budget:
+            plan[-1].append(row)
+        else:
+            plan.append([row])
+            measures = [measure(row)]
+    return plan
+
+
+def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> list[tuple[list[Row], bool]]:
+    """The micro-batches of one rank, each with whether it counts.
+
+    Every rank gets as many as every other: a sharded model gathers its layers in every forward and
+    backward, so a rank that runs one less leaves the others waiting for good. What is missing is
+    filled with a micro-batch that is run but does not count.
+    """
+    if not plan:
+        raise ValueError("a plan needs at least one micro-batch, got none")
+    rounds = math.ceil(len(plan) / world_size)
+    mine = [(plan[i], True) for i in range(rank, len(plan), world_size)]
+    filler = min(plan, key=len)
+    return mine + [(filler, False)] * (rounds - len(mine))
+
+
+def collate(
+    trajectories: Sequence[Trajectory], rows: Sequence[Row], *, pad_token_id: int, device: torch.device
+) -> TokenBatch:
+    """Pad rows of trajectories to one rectangle, see the module's picture."""
+    if not rows:
+        raise ValueError("collate needs at least one row, got none")
+    P = max(len(trajectories[row[0]].prompt_token_ids) for row in rows)
+    G = max(len(row) for row in rows)
+    T = max(len(trajectories[index].token_ids) for row in rows for index in row)
+    input_ids = torch.full((len(rows), P + G * T), pad_token_id, dtype=torch.int64)
+    real = torch.zeros_like(input_ids, dtype=torch.bool)
+    positions = torch.zeros_like(input_ids)
+    rollout_logprobs = torch.zeros(len(rows), G, T)
+    advantages = torch.zeros(len(rows), G)
+    for r, row in enumerate(rows):
+        prompt = trajectories[row[0]].prompt_token_ids
+        _put(input_ids[r], real[r], positions[r], prompt, column=P - len(prompt), position=0)
+        for g, index in enumerate(row):
+            answer = trajectories[index]
+            _put(
+                input_ids[r], real[r], positions[r], answer.token_ids, column=P + g * T, position=len(prompt)
+            )
+            rollout_logprobs[r, g, : len(answer.token_ids)] = torch.tensor(answer.logprobs)
+            advantages[r, g] = answer.advantage
+    return TokenBatch(
+        input_ids=input_ids.to(device),
+        attention_mask=(real.long() if G == 1 else _side_by_side(real, P, G, T)).to(device),
+        position_ids=positions.to(device),
+        predictors=_predictors(P, G, T).to(device),
+        response_ids=input_ids[:, P:].reshape(-1, T).to(device),
+        response_mask=real[:, P:].reshape(-1, T).to(device),
+        rollout_logprobs=rollout_logprobs.reshape(-1, T).to(device),
+        advantages=advantages.reshape(-1).to(device),
+    )
+
+
+def _put(
+    ids: torch.Tensor,
+    real: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: Sequence[int],
+    *,
+    column: int,
+    position: int,
+) -> None:
+    where = slice(column, column + len(tokens))
+    ids[where] = torch.tensor(tokens)
+    real[where] = True
+    positions[where] = torch.arange(position, position + len(tokens))
+
+
+def _side_by_side(real: torch.Tensor, P: int, G: int, T: int) -> torch.Tensor:
+    """Who sees whom, bool [R, 1, L, L]: causal, and an answer never sees another answer."""
+    length = P + G * T
+    segment = torch.cat([torch.zeros(P, dtype=torch.int64), 1 + torch.arange(G).repeat_interleave(T)])
+    related = (segment[:, None] == segment[None, :]) | (segment[None, :] == 0)
+    allowed = related & torch.ones(length, length, dtype=torch.bool).tril()
+    # A padded column sees itself: a softmax over nothing is NaN, and NaN spreads through gradients.
+    return (allowed & real[:, None, None, :]) | torch.eye(length, dtype=torch.bool)
+
+
+def _predictors(P: int, G: int, T: int) -> torch.Tensor:
+    """The first token of every answer is predicted by the prompt's last column."""
+    columns = P + torch.arange(G * T).reshape(G, T) - 1
+    columns[:, 0] = P - 1
+    return columns.reshape(-1)

@@ -1,0 +1,178 @@
+"""One optimisation step: trajectories in, changed weights and metrics out."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainers.batching import Row, TokenBatch, collate, plan_micro_batches, share_of_rank
+from trainers.losses import LossConfig, LossTerms, policy_loss, token_weights
+from trainers.optimizer import OptimizerConfig, build_optimizer
+from trainers.policy import Policy
+from trainers.trajectory import Trajectory
+
+Metrics = dict[str, float | int | bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerConfig:
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 4096  # padded tokens of one forward: bounds the memory of activations
+    updates_per_step: int = 1  # optimizer steps over the same batch; the clip matters from the second on
+    share_prompts: bool = True  # where the model's attention can, see trainers.batching
+    with_entropy: bool = True
+
+
+class Learner:
+    """A policy and its optimizer.
+
+    On several ranks each takes its share of the micro-batches; every rank must call `step` with the
+    same trajectories, because all of them join the collectives inside.
+    """
+
+    def __init__(self, policy: Policy, config: LearnerConfig, *, reference: Policy | None = None) -> None:
+        if (reference is not None) != (config.loss.kl_coefficient != 0.0):
+            raise ValueError(
+                "a reference policy is needed if and only if loss.kl_coefficient is not 0, "
+                f"got kl_coefficient {config.loss.kl_coefficient} and {'a' if reference else 'no'} reference"
+            )
+        self.policy = policy
+        self.config = config
+        self.steps_done = 0
+        self._reference = reference
+        self._optimizer, self._schedule = build_optimizer(policy.model.parameters(), config.optimizer)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+
+    def step(self, trajectories: Sequence[Trajectory]) -> Metrics:
+        """Change the weights once (`updates_per_step` times) by the policy loss of these trajectories.
+
+        A loss or gradient that is not finite changes nothing: `skipped` is true in the metrics, and
+        the schedule does not advance.
+
+        Raises:
+            ValueError: there are no trajectories.
+        """
+        if not trajectories:
+            raise ValueError("a step needs at least one trajectory, got none")
+        started = time.perf_counter()
+        micro_batches = self._micro_batches(trajectories)
+        old = self._old_logprobs(micro_batches) if self.config.updates_per_step > 1 else None
+        for _ in range(self.config.updates_per_step):
+            metrics = self._update(micro_batches, old, trajectories)
+            if metrics["skipped"]:
+                break
+        else:
+            self._schedule.step()
+            self.steps_done += 1
+        return metrics | {"step": self.steps_done, "step_s": time.perf_counter() - started}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a restarted learner needs besides the weights: optimizer, schedule, step.
+
+        Under FSDP2 the moments in it are this rank's shards: save it once a rank.
+        """
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "steps_done": self.steps_done,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        self.steps_done = state["steps_done"]
+
+    def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[TokenBatch, bool]]:
+        plan: list[list[Row]] = plan_micro_batches(
+            trajectories,
+            token_budget=self.config.micro_batch_tokens,
+            share_prompts=self.config.share_prompts and self.policy.can_share_prompts,
+        )
+        pad, device = self.policy.pad_token_id, self.policy.device
+        return [
+            (collate(trajectories, rows, pad_token_id=pad, device=device), counts)
+            for rows, counts in share_of_rank(plan, rank=self._rank, world_size=self._world_size)
+        ]
+
+    @torch.no_grad()
+    def _old_logprobs(self, micro_batches: Sequence[tuple[TokenBatch, bool]]) -> list[torch.Tensor]:
+        return [self.policy.scores(batch).logprobs for batch, _ in micro_batches]
+
+    def _update(
+        self,
+        micro_batches: Sequence[tuple[TokenBatch, bool]],
+        old: Sequence[torch.Tensor] | None,
+        trajectories: Sequence[Trajectory],
+    ) -> Metrics:
+        total_tokens = sum(len(trajectory.token_ids) for trajectory in trajectories)
+        terms: list[LossTerms] = []
+        entropy = 0.0
+        for number, (batch, counts) in enumerate(micro_batches):
+            scores = self.policy.scores(batch, with_entropies=self.config.with_entropy)
+            before = old[number] if old is not None else None
+            term = self._loss(batch, scores.logprobs, before, total_tokens, len(trajectories))
+            # A sharded model averages gradients over ranks; the loss is normalised over all of them.
+            (term.loss * (self._world_size if counts else 0.0)).backward()
+            if counts:
+                terms.append(term)
+                if scores.entropies is not None:
+                    entropy += float(scores.entropies[batch.response_mask].sum())
+        return self._apply(self._over_ranks(LossTerms.sums(terms) | {"entropy": entropy}))
+
+    def _loss(
+        self, batch: TokenBatch, logprobs: torch.Tensor, old: torch.Tensor | None, tokens: int, sequences: int
+    ) -> LossTerms:
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference = self._reference.scores(batch).logprobs
+        counts = batch.response_mask.sum(dim=1).clamp(min=1)
+        return policy_loss(
+            logprobs=logprobs,
+            # With one update the policy has not moved yet: old is current, the ratio is 1.
+            old_logprobs=logprobs.detach() if old is None else old,
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=batch.advantages,
+            mask=batch.response_mask,
+            weights=token_weights(counts, tokens, sequences, self.config.loss),
+            config=self.config.loss,
+            reference_logprobs=reference,
+        )
+
+    def _over_ranks(self, sums: dict[str, float]) -> dict[str, float]:
+        if self._world_size == 1:
+            return sums
+        values = torch.tensor(list(sums.values()), dtype=torch.float64, device=self.policy.device)
+        dist.all_reduce(values)
+        return dict(zip(sums, values.tolist(), strict=True))
+
+    def _apply(self, sums: dict[str, float]) -> Metrics:
+        """Clip the gradient and let the optimizer step, unless something is not finite."""
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        learning_rate = float(self._schedule.get_last_lr()[0])
+        skipped = not (math.isfinite(sums["loss"]) and math.isfinite(grad_norm))
+        if not skipped:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        tokens = sums["tokens"]
+        return {
+            "loss": sums["loss"],
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens": int(tokens),
+            "entropy": sums["entropy"] / tokens,
+            "importance_mean": sums["importance"] / tokens,
+            "truncated_fraction": sums["truncated"] / tokens,
+            "ratio_mean": sums["ratio"] / tokens,
+            "clipped_fraction": sums["clipped"] / tokens,
+            "rollout_kl": sums["rollout_kl"] / tokens,
+            "skipped": skipped,
+        }

@@ -1,0 +1,153 @@
+"""The causal language model that learns: loading, log-probabilities of its answers, saving."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from trainers.batching import TokenBatch
+from trainers.sources import load_parameters, tied_names
+
+# Copied as they are: reading and writing a tokenizer again may change it, and needs its libraries.
+TOKENIZER_FILES: Sequence[str] = (
+    "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "generation_config.json",
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """What the model thinks of a batch's answers; both float32 [R * G, T], meaningless where padded."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor | None  # in nats, without gradient
+
+
+class Policy:
+    """A Hugging Face causal language model and the directory that it came from.
+
+    Log-probabilities are those of sampling at temperature 1, which is what vLLM reports by default
+    (`logprobs_mode: raw_logprobs`) at any temperature: roll out at 1, or they are of another policy.
+    """
+
+    def __init__(self, model: PreTrainedModel, directory: Path) -> None:
+        self.model = model
+        self.directory = directory
+        self.device = next(model.parameters()).device
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        gradient_checkpointing: bool = False,
+    ) -> Self:
+        """Read a checkpoint directory.
+
+        Raises:
+            ValueError: no such directory, or a dtype that is not known.
+        """
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        directory = Path(path)
+        if not (directory / "config.json").is_file():
+            raise ValueError(
+                f"expected a Hugging Face checkpoint directory with a config.json, got {directory}"
+            )
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).to(device)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # No dropout: the current policy must be the one whose log-probabilities are compared.
+        # Checkpointing needs train(); models of this kind differ in nothing else but dropout.
+        _without_dropout(model)
+        model.train(gradient_checkpointing)
+        return cls(model, directory)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def max_length(self) -> int:
+        return int(self.model.config.get_text_config().max_position_embeddings)
+
+    @property
+    def pad_token_id(self) -> int:
+        pad = self.model.config.get_text_config().pad_token_id
+        return pad if pad is not None and pad >= 0 else 0  # masked everywhere: any valid id will do
+
+    @property
+    def can_share_prompts(self) -> bool:
+        """Whether its attention takes a mask of its own for each row, see `trainers.batching`."""
+        config = self.model.config.get_text_config()
+        windowed = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
+        return config._attn_implementation == "sdpa" and not windowed
+
+    @property
+    def tied_names(self) -> frozenset[str]:
+        """Parameters that are another name of an earlier one; checkpoints and updates leave them out."""
+        return tied_names(self.model)
+
+    def scores(self, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
+        """Log-probabilities of every answer token, with gradient unless the caller forbids it."""
+        rows = batch.input_ids.shape[0]
+        logits = self.model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            logits_to_keep=batch.predictors,
+            use_cache=False,
+        ).logits.float()  # [R, G * T, V]
+        targets = batch.response_ids.reshape(rows, -1, 1)
+        logprobs = logits.gather(-1, targets).squeeze(-1) - logits.logsumexp(-1)
+        entropies = _entropies(logits.detach()).reshape(batch.response_ids.shape) if with_entropies else None
+        return TokenScores(logprobs=logprobs.reshape(batch.response_ids.shape), entropies=entropies)
+
+    def copy_tokenizer(self, directory: Path) -> None:
+        for pattern in TOKENIZER_FILES:
+            for file in self.directory.glob(pattern):
+                shutil.copyfile(file, directory / file.name)
+
+    def save_pretrained(self, directory: Path) -> None:
+        """An ordinary Hugging Face checkpoint: config, weights as safetensors, tokenizer files."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(directory)
+        self.copy_tokenizer(directory)
+
+    def load_weights(self, directory: Path) -> None:
+        """Replace the weights, in place, by those of another checkpoint of the same model.
+
+        Raises:
+            ValueError: it is of another model; nothing has been changed then.
+        """
+        other = AutoModelForCausalLM.from_pretrained(directory, dtype=self.model.dtype)
+        load_parameters(self.model, other.state_dict())
+
+
+def _without_dropout(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+@torch.no_grad()
+def _entropies(logits: torch.Tensor) -> torch.Tensor:
+    """float [R, N, V] -> [R, N]; row by row, because it copies what is the largest tensor."""
+    return torch.stack(
+        [torch.distributions.Categorical(logits=row, validate_args=False).entropy() for row in logits]
+    )

@@ -1,0 +1,128 @@
+"""A model's parameters as its checkpoint has them: the names and shapes that vLLM loads.
+
+transformers 5 holds some weights otherwise than checkpoints do (the experts of a layer fused into
+one 3-D tensor, renamed modules) and knows the way back, which `save_pretrained` takes for the whole
+model at once. Here the same way is taken one layer at a time, so that never more than one layer
+exists twice.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+_LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class ParameterSource:
+    """The parameters of a plain or sharded (FSDP2) model; each iteration reads them anew.
+
+    Sharded tensors are gathered as they come, and gathering is a collective: every rank must iterate,
+    and to the end. What is yielded may be the model's own memory: it changes with the next step.
+
+    Args:
+        dtype: floating-point tensors are cast to it on their device; None leaves them.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._groups = layer_groups(_held_names(model))
+        self._specs: list[ParameterSpec] | None = None
+
+    def specs(self) -> list[ParameterSpec]:
+        """What iteration will yield, in its order; gathers nothing."""
+        if self._specs is None:
+            self._specs = [
+                ParameterSpec(name=name, dtype=self._wire_dtype(tensor), shape=tuple(tensor.shape))
+                for group in self._convert(_Shapes())
+                for name, tensor in group.items()
+            ]
+        return self._specs
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for group in self._convert(_Values()):
+            for name in list(group):
+                tensor = group.pop(name)  # not held any longer than its reader wants it
+                yield name, tensor.to(self._wire_dtype(tensor)).contiguous()
+
+    def _convert(self, read: "_Shapes | _Values") -> Iterator[dict[str, torch.Tensor]]:
+        # Read anew: loading a state or sharding the model replaces tensors.
+        state = self._model.state_dict()
+        for names in self._groups:
+            yield revert_weight_conversion(self._model, {name: read(state[name]) for name in names})
+
+    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def tied_names(model: PreTrainedModel) -> frozenset[str]:
+    # Also listed where the configuration switches tying off, hence the second condition.
+    keys = frozenset(getattr(model, "all_tied_weights_keys", None) or {})
+    return keys if model.config.get_text_config().tie_word_embeddings else frozenset()
+
+
+class _Shapes:
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+class _Values:
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return materialised(tensor)
+
+
+def materialised(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor; a collective if it is sharded (a DTensor)."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if callable(gather) else tensor.detach()
+
+
+def _held_names(model: PreTrainedModel) -> list[str]:
+    """Names in the model's state, without second names of the same weight."""
+    left_out = tied_names(model) | frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return [name for name in model.state_dict() if name not in left_out]
+
+
+def layer_groups(names: list[str]) -> list[list[str]]:
+    """Names of one layer together, in order of first appearance; what belongs to no layer by itself."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        match = _LAYER.match(name)
+        groups.setdefault(match.group(1) if match else name, []).append(name)
+    return list(groups.values())
+
+
+def load_parameters(model: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy full tensors, named as in the model's state, into a plain or sharded model, in place.
+
+    Raises:
+        ValueError: a tensor is missing or has another shape; nothing has been changed then.
+    """
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names(model)}
+    wrong = [
+        f"{name!r} must have shape {list(tensor.shape)}, "
+        f"got {list(values[name].shape) if name in values else 'nothing'}"
+        for name, tensor in state.items()
+        if name not in values or values[name].shape != tensor.shape
+    ]
+    if wrong:
+        raise ValueError(f"{len(wrong)} tensors do not fit the model; the first: {wrong[0]}")
+    with torch.no_grad():
+        for name, tensor in state.items():
+            value = values[name].to(tensor.device, tensor.dtype)
+            if isinstance(tensor, DTensor):
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+            tensor.copy_(value)
