@@ -1,4 +1,4 @@
-"""Which settings do not go together: pure rules; each gives a sentence with what was expected and what came."""
+"""Which settings do not go together: pure rules that yield sentences (what was expected, what came)."""
 
 from __future__ import annotations
 

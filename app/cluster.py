@@ -1,0 +1,188 @@
+"""A Ray cluster of our own on this machine: started, deployed to, and stopped without a trace.
+
+`ray stop` ends every Ray process of the machine, other people's too. Here every process inherits a mark
+in its environment instead, and exactly those that carry it are ended.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+MARK = "SLIPSTREAM_CLUSTER"
+# Ray replaces 127.0.0.1 by the address of the network card, and would listen to others there.
+_NODE_ADDRESS = "127.0.0.2"
+_START_TIMEOUT_S = 120.0
+_STOP_TIMEOUT_S = 15.0
+
+
+class ClusterError(RuntimeError):
+    """The cluster could not be started, or died; the text says what a person can do."""
+
+
+class LocalCluster:
+    """One head node on 127.0.0.1. The caller chooses only the dashboard's port: jobs are submitted there."""
+
+    def __init__(self, *, dashboard_port: int, environment: Mapping[str, str]) -> None:
+        self.mark = uuid.uuid4().hex
+        self.address = f"http://127.0.0.1:{dashboard_port}"
+        self._dashboard_port = dashboard_port
+        self._environment = {**environment, MARK: self.mark}
+        # Short on purpose: Ray puts Unix sockets below it, whose paths end at 107 bytes.
+        self.directory = Path(tempfile.mkdtemp(prefix="slip-", dir="/tmp"))
+        self._head: subprocess.Popen[bytes] | None = None
+        self._client = httpx.Client(base_url=self.address, timeout=60, trust_env=False)
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / "session_latest" / "logs"
+
+    def start(self) -> None:
+        """Start the head node; return when it takes deployments.
+
+        Raises:
+            ClusterError: a port is taken, or Ray did not come up.
+        """
+        require_free_port(self._dashboard_port, "Ray's dashboard")
+        with (self.directory / "ray-start.log").open("wb") as log:
+            self._head = subprocess.Popen(
+                self._command(),
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in the terminal is for us: we stop Serve before Ray
+            )
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while not self._answers():
+            self.require_alive()
+            if time.monotonic() > deadline_s:
+                raise ClusterError(
+                    f"Ray did not come up within {_START_TIMEOUT_S:.0f} s: see {self.directory}"
+                )
+            time.sleep(0.25)
+
+    def require_alive(self) -> None:
+        if self._head is None or self._head.poll() is not None:
+            log = (self.directory / "ray-start.log").read_text(encoding="utf-8", errors="replace")
+            raise ClusterError(f"Ray has stopped (logs: {self.directory}):\n{log[-2000:].strip()}")
+
+    def deploy(self, document: Mapping[str, Any]) -> None:
+        answer = self._client.put("/api/serve/applications/", json=document)
+        if answer.is_error:
+            raise ClusterError(f"Serve refused the configuration: {answer.text[-2000:].strip()}")
+
+    def details(self) -> dict[str, Any]:
+        """What Serve knows of its applications."""
+        answer = self._client.get("/api/serve/applications/")
+        answer.raise_for_status()
+        details: dict[str, Any] = answer.json()
+        return details
+
+    def undeploy(self, timeout_s: float) -> None:
+        """Let Serve shut its replicas down in good order; what does not go is ended by `stop`."""
+        try:
+            self._client.delete("/api/serve/applications/", timeout=timeout_s)
+        except httpx.HTTPError as error:
+            print(f"Serve did not shut down by itself ({error!r}); ending it", file=sys.stderr)
+
+    def stop(self, *, keep_logs: bool) -> None:
+        """End every process of this cluster, whatever state it is in; return when they are gone."""
+        self._client.close()
+        if self._head is not None and self._head.poll() is None:
+            self._head.terminate()  # `ray start --block` ends its children
+            _wait(self._head, _STOP_TIMEOUT_S)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+            while (left := list(marked_processes(self.mark))) and time.monotonic() < deadline_s:
+                for pid in left:
+                    _send(pid, number)
+                time.sleep(0.2)
+        if self._head is not None:
+            _wait(self._head, 1)
+        if not keep_logs:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        try:
+            return self._client.get("/api/serve/applications/", timeout=5).is_success
+        except httpx.HTTPError:
+            return False
+
+    def _command(self) -> list[str]:
+        # Every port is explicit: with SO_REUSEPORT two clusters can share a default one in silence.
+        ports = iter(free_ports(7))
+        return [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            *(f"--node-ip-address={_NODE_ADDRESS}", f"--temp-dir={self.directory}", "--disable-usage-stats"),
+            *("--dashboard-host=127.0.0.1", f"--dashboard-port={self._dashboard_port}"),
+            f"--port={next(ports)}",
+            f"--node-manager-port={next(ports)}",
+            f"--object-manager-port={next(ports)}",
+            f"--dashboard-agent-listen-port={next(ports)}",
+            f"--dashboard-agent-grpc-port={next(ports)}",
+            f"--metrics-export-port={next(ports)}",
+            f"--ray-client-server-port={next(ports)}",  # cannot be switched off
+            # Else workers take any of 10002 to 19999, and Ray refuses to start if another port lies there.
+            *("--min-worker-port=0", "--max-worker-port=0"),
+        ]
+
+
+def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
+    """Raise ClusterError if anybody listens there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ClusterError(
+                f"port {port} ({purpose}) is taken on {host}: is another fleet or Ray cluster running? "
+                f"({error.strerror})"
+            ) from error
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def marked_processes(mark: str) -> Iterator[int]:
+    """Ids of the live processes that inherited this mark, this one excepted."""
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name)
+        except OSError:  # it has ended, or belongs to another user, and is then none of ours
+            continue
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return  # `stop` goes on with its processes one by one

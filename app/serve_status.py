@@ -1,0 +1,61 @@
+"""What Serve says of an application, and what of it a person wants to read while it starts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+
+class Verdict(Enum):
+    STARTING = auto()
+    RUNNING = auto()
+    FAILED = auto()  # it will not come up by itself
+    UNHEALTHY = auto()  # it was up; Serve goes on trying to repair it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplicationStatus:
+    status: str
+    message: str
+    deployments: Mapping[str, str] = field(default_factory=dict)  # name -> "1 of 2 ready"
+
+    @property
+    def verdict(self) -> Verdict:
+        match self.status:
+            case "RUNNING":
+                return Verdict.RUNNING
+            case "DEPLOY_FAILED":
+                return Verdict.FAILED
+            case "UNHEALTHY":
+                return Verdict.UNHEALTHY
+        return Verdict.STARTING
+
+
+def read_status(details: Mapping[str, Any], application: str) -> ApplicationStatus:
+    """Read the answer of Serve's REST API (GET /api/serve/applications/)."""
+    found = details.get("applications", {}).get(application)
+    if found is None:
+        return ApplicationStatus(status="NOT_STARTED", message="")
+    deployments = {
+        name: _readiness(deployment) for name, deployment in sorted(found.get("deployments", {}).items())
+    }
+    messages = [found.get("message", "")]
+    messages += [d.get("message", "") for d in found.get("deployments", {}).values()]
+    return ApplicationStatus(
+        status=found["status"],
+        message="\n".join(dict.fromkeys(message.strip() for message in messages if message.strip())),
+        deployments=deployments,
+    )
+
+
+def news(before: ApplicationStatus | None, now: ApplicationStatus) -> list[str]:
+    """The deployments whose readiness has changed, one line each."""
+    known = before.deployments if before is not None else {}
+    return [f"{name}: {text}" for name, text in now.deployments.items() if known.get(name) != text]
+
+
+def _readiness(deployment: Mapping[str, Any]) -> str:
+    replicas = deployment.get("replicas", [])
+    ready = sum(replica.get("state") == "RUNNING" for replica in replicas)
+    target = deployment.get("target_num_replicas", len(replicas))
+    return f"{ready} of {target} ready"
