@@ -1,0 +1,73 @@
+"""Making, keeping and dropping the publisher's connection: who was told to connect, and who could."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
+from deployments.weights.connection import Connection, check_world_size
+from deployments.weights.fleet import Fleet
+from deployments.weights.members import Member, Task
+from deployments.weights.protocol import InstructionKind
+from deployments.weights.round import judge, sentence
+
+
+class Connections:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._made = 0
+        self.current: Connection | None = None
+
+    def connect(self, publisher: str, init_info: Mapping[str, Any], now: float) -> Task:
+        """Every member, each with its own rank offset. The task's result is the connection's id."""
+        members = self._fleet.live()
+        if not members:
+            raise FleetUnavailable("no replica is registered to connect to", {"expected": 1, "actual": 0})
+        check_world_size(init_info, members)
+        self._made += 1
+        connection = Connection(
+            connection_id=self._made,
+            publisher=publisher,
+            init_info=dict(init_info),
+            members=tuple(members),
+            epoch=self._fleet.epoch,
+        )
+        self.current = connection
+        args = {each.replica_id: {"init_info": connection.init_info_of(each)} for each in members}
+        task = self._fleet.ask(InstructionKind.CONNECT, args, now, then=self._connected)
+        task.result = connection.connection_id
+        return task
+
+    def taken_by(self, publisher: str) -> None:
+        """A connection belongs to its publisher; the next one makes its own."""
+        if self.current is not None and self.current.publisher != publisher:
+            self.current = None
+
+    def drop(self) -> None:
+        self.current = None
+
+    def welcome(self, member: Member, now: float) -> None:
+        """A connection that is not a communicator is made with each replica alone: a joiner gets it."""
+        connection = self.current
+        if connection is not None and not connection.collective:
+            args = {member.replica_id: {"init_info": connection.init_info_of(member)}}
+            self._fleet.ask(InstructionKind.CONNECT, args, now, then=self._welcomed)
+
+    def _welcomed(self, task: Task, now: float) -> None:
+        self._fleet.fence_each(judge(task).all_wrong, "connect", now)
+
+    def _connected(self, task: Task, now: float) -> None:
+        """If it failed everywhere it was the publisher or the network, and no weight was touched."""
+        verdict = judge(task)
+        wrong, absent = verdict.all_wrong, task.absent
+        if not wrong and not absent:
+            return
+        if self.current is not None and self.current.connection_id == task.result:
+            self.current = None
+        if wrong and not verdict.done:
+            reason = f"no replica could connect: {sentence(wrong)}"
+            task.finish(error=InvalidRequest(reason, {"replicas": wrong}))
+            return
+        self._fleet.fence_each(wrong, "connect", now)
+        missing = {**absent, **wrong}
+        reason = f"connect again, these replicas are gone: {sentence(missing)}"
+        task.finish(error=Conflict(reason, {"connect_again": True, "replicas": missing}))

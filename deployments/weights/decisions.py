@@ -1,0 +1,122 @@
+"""What the ledger must not forget: each decision is durable before any replica can hear of it.
+
+The set is closed and small; `recover` folds it back into a ledger, `compact` keeps what that fold
+still needs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from deployments.weights.protocol import CommitMode, InFlight, KvCache
+
+KEPT_FENCES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A controller process began; its sequence numbers are above those of every earlier one."""
+
+    generation: int
+    kind: Literal["started"] = "started"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseIssued:
+    token: int
+    publisher: str
+    kind: Literal["lease_issued"] = "lease_issued"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochChanged:
+    epoch: int
+    kind: Literal["epoch_changed"] = "epoch_changed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A round id was used. Without it a replica's leftovers could be taken for a new round's."""
+
+    round_id: int
+    kind: Literal["opened"] = "opened"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Participant:
+    replica_id: str
+    incarnation: str
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """From here on the round only rolls forward."""
+
+    round_id: int
+    version: int
+    label: str | None
+    participants: tuple[Participant, ...]
+    commit: CommitMode
+    kv_cache: KvCache
+    in_flight: InFlight
+    kind: Literal["committed"] = "committed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Every participant of a committed round serves its version, or is certain not to serve."""
+
+    round_id: int
+    kind: Literal["finished"] = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aborted:
+    round_id: int
+    reason: str
+    kind: Literal["aborted"] = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    version: int
+    path: str
+    label: str | None
+    kind: Literal["stored"] = "stored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced:
+    """This incarnation never serves again, whoever asks."""
+
+    replica_id: str
+    incarnation: str
+    reason: str
+    kind: Literal["fenced"] = "fenced"
+
+
+Decision = Started | LeaseIssued | EpochChanged | Opened | Committed | Finished | Aborted | Stored | Fenced
+
+_ADAPTER: TypeAdapter[Decision] = TypeAdapter(Annotated[Decision, Field(discriminator="kind")])
+
+
+def encode(decision: Decision) -> bytes:
+    """One line of JSON, without the newline."""
+    return _ADAPTER.dump_json(decision)
+
+
+def decode(line: bytes) -> Decision:
+    """Raises pydantic's ValidationError (a ValueError) for what is not a decision."""
+    return _ADAPTER.validate_json(line)
+
+
+def compact(decisions: Iterable[Decision]) -> list[Decision]:
+    """The shortest list, in order, that recovers the same ledger."""
+    decided = list(decisions)
+    last_of_kind = {decision.kind: index for index, decision in enumerate(decided)}
+    fences = [index for index, decision in enumerate(decided) if isinstance(decision, Fenced)]
+    kept = set(last_of_kind.values()) | set(fences[-KEPT_FENCES:])
+    return [decided[index] for index in sorted(kept)]

@@ -1,0 +1,281 @@
+"""The ledger: who is a member, which version the fleet is at, and what everybody does next.
+
+A pure state machine. It never waits, reads no clock and does no I/O: `now` is an argument, in
+seconds; what others wait for is a `Task` that some later call completes. Each public method ends in
+`_advance`, which runs whatever became possible.
+
+    publisher   acquire, connect, open_round, send, close_round ─► Task      waits for the replicas
+    replica     poll(Report) ─► Directive                                    waits for news (the shell)
+    shell       tick, lost, take_decisions                                   waits for the disk
+
+Durability: the shell writes what `take_decisions` returns before anybody polls again; `recover`
+folds it into a new ledger.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from deployments.errors import Conflict, InvalidRequest, ReplicaUnavailable, RoundAborted
+from deployments.weights.admission import Admission
+from deployments.weights.commit_phase import CommitPhase
+from deployments.weights.connections import Connections
+from deployments.weights.decisions import Decision, LeaseIssued
+from deployments.weights.event_log import EventLog
+from deployments.weights.fleet import Fleet
+from deployments.weights.lease import LeaseDesk
+from deployments.weights.ledger_config import LedgerConfig
+from deployments.weights.members import Task
+from deployments.weights.protocol import (
+    Directive,
+    FleetOperation,
+    InstructionKind,
+    JoinAnswer,
+    Lease,
+    Manifest,
+    Report,
+    RoundOptions,
+    RoundReport,
+)
+from deployments.weights.recovery import recover
+from deployments.weights.round import judge, sentence
+from deployments.weights.round_book import RoundBook
+from deployments.weights.staging_phase import StagingPhase
+from deployments.weights.status import fleet_status
+
+
+class Ledger:
+    def __init__(self, config: LedgerConfig | None = None) -> None:
+        self.config = LedgerConfig() if config is None else config
+        self._events = EventLog()
+        self._fleet = Fleet(self.config, self._events)
+        self._book = RoundBook(self._fleet)
+        self._lease = LeaseDesk(self.config.lease_s)
+        self._commit_phase = CommitPhase(self._fleet, self._book)
+        self._connections = Connections(self._fleet)
+        self._staging = StagingPhase(self._fleet, self._book, self._commit_phase)
+        self._admission = Admission(
+            self._fleet, self._book, self._commit_phase, self._staging, self._connections
+        )
+
+    # -- replicas -----------------------------------------------------------------------------
+
+    def join(self, replica_id: str, incarnation: str, now: float) -> JoinAnswer:
+        """What a starting replica loads. It becomes a member with its first poll, not before."""
+        answer = self._admission.first_weights()
+        self._events.record("join", now, replica=replica_id, incarnation=incarnation, version=answer.version)
+        return answer
+
+    def poll(self, report: Report, now: float) -> Directive:
+        """Registration, heartbeat and acknowledgements in one; idempotent."""
+        self.hear(report, now)
+        return self.directive(report, now)
+
+    def hear(self, report: Report, now: float) -> None:
+        self._admission.hear(report, now)
+        self._advance(now)
+
+    def directive(self, report: Report, now: float) -> Directive:
+        """What this replica is told now; a fence counts as told from here on."""
+        directive = self._admission.directive(report)
+        self._advance(now)
+        return directive
+
+    def has_news(self, report: Report) -> bool:
+        """Whether a directive would say anything that the last one to this replica did not."""
+        return self._admission.has_news(report)
+
+    def is_busy(self, report: Report) -> bool:
+        """Whether this replica has instructions that it did not acknowledge yet."""
+        member = self._fleet.members.get(report.replica_id)
+        return member is not None and bool(member.orders)
+
+    def lost(self, replica_id: str, incarnation: str, reason: str, now: float) -> None:
+        """The shell learned that this process is gone."""
+        member = self._fleet.members.get(replica_id)
+        if member is not None and member.incarnation == incarnation:
+            self._fleet.lose(member, reason, now)
+            self._advance(now)
+
+    def silent_since(self, before: float) -> list[tuple[str, str]]:
+        """(replica id, incarnation) of the members that have not polled since `before`."""
+        members = self._fleet.members.values()
+        return [(each.replica_id, each.incarnation) for each in members if each.seen < before]
+
+    # -- publisher ----------------------------------------------------------------------------
+
+    def acquire(self, publisher: str, now: float) -> Lease:
+        """The same publisher may come again: its old token is stale from then on, its open round gone."""
+        self._expire_lease(now)
+        before = self._lease.held
+        lease = self._lease.acquire(publisher, now)
+        self._fleet.decisions.append(LeaseIssued(token=lease.token, publisher=publisher))
+        self._events.record("lease", now, publisher=publisher, token=lease.token)
+        if before is not None:
+            self._abort_undecided(f"{publisher!r} took a new lease", now)
+        self._connections.taken_by(publisher)
+        self._advance(now)
+        return lease
+
+    def renew(self, token: int, now: float) -> Lease:
+        self._expire_lease(now)
+        return self._lease.renew(token, now)
+
+    def release(self, token: int, now: float) -> None:
+        self.renew(token, now)
+        self._abort_undecided("its publisher released the lease", now)
+        self._lease.release()
+        self._advance(now)
+
+    def connect(self, token: int, init_info: Mapping[str, Any], now: float) -> Task:
+        """Every member joins the publisher's transfer group, each with its own rank offset."""
+        publisher = self.renew(token, now).publisher
+        self._no_round("connect")
+        task = self._connections.connect(publisher, init_info, now)
+        self._advance(now)
+        return task
+
+    def disconnect(self, token: int, now: float) -> Task:
+        self.renew(token, now)
+        self._no_round("disconnect")
+        self._connections.drop()
+        return self._ask_operation(FleetOperation.DISCONNECT, {}, now)
+
+    def open_round(self, token: int, manifest: Manifest | None, options: RoundOptions, now: float) -> Task:
+        """The task's result is the round's id; it is done when every participant has begun."""
+        self.renew(token, now)
+        task = self._staging.open(manifest, options, self._connections.current, now)
+        self._advance(now)
+        return task
+
+    def send(self, token: int, round_id: int, payload: Any, now: float) -> Task:
+        self.renew(token, now)
+        task = self._staging.send(round_id, payload, now)
+        self._advance(now)
+        return task
+
+    def close_round(
+        self, token: int, round_id: int, manifest: Manifest | None, label: str | None, now: float
+    ) -> Task:
+        """The task's result is a RoundReport, its error why the round was aborted."""
+        self.renew(token, now)
+        task = self._staging.close(round_id, manifest, label, now)
+        self._advance(now)
+        return task
+
+    def abort_round(self, token: int, round_id: int, reason: str, now: float) -> None:
+        self.renew(token, now)
+        current = self._book.undecided(round_id)
+        error = RoundAborted(f"round {round_id} aborted by its publisher: {reason}", {"round_id": round_id})
+        self._staging.abort(current, error, now)
+        self._advance(now)
+
+    def call(self, operation: FleetOperation, arguments: Mapping[str, Any], now: float) -> Task:
+        """The task's result is {replica id: value} of every serving member, or its error names those
+        that could not."""
+        return self._ask_operation(operation, arguments, now)
+
+    def set_stored(self, version: int, path: str, label: str | None, now: float) -> None:
+        """A version is on disk now. Joiners may load it from there."""
+        self._admission.set_stored(version, path, label, now)
+        self._advance(now)
+
+    # -- time and memory ----------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        self._fleet.check_deadlines(now)
+        self._advance(now)
+        self._expire_lease(now)
+        self._advance(now)
+
+    def take_decisions(self) -> list[Decision]:
+        """Decisions made since the last call; to be durable before anybody polls."""
+        taken, self._fleet.decisions = self._fleet.decisions, []
+        return taken
+
+    def recover(self, decisions: Iterable[Decision], now: float) -> None:
+        """Fold an earlier process's decisions into this new ledger; called once, also with none."""
+        recover(
+            list(decisions),
+            fleet=self._fleet,
+            book=self._book,
+            lease=self._lease,
+            commit_phase=self._commit_phase,
+            now=now,
+        )
+        self._advance(now)
+
+    # -- queries ------------------------------------------------------------------------------
+
+    @property
+    def committed_version(self) -> int:
+        return self._book.committed_version
+
+    def history(self) -> list[RoundReport]:
+        """Rounds that ended, oldest first; bounded."""
+        return list(self._book.history)
+
+    def events_since(self, event_id: int) -> list[dict[str, Any]]:
+        return self._events.since(event_id)
+
+    def status(self, now: float) -> dict[str, Any]:
+        """JSON for `/fleet`."""
+        return fleet_status(self._fleet, self._book, self._lease, self._connections.current, now)
+
+    # -- what follows -------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        """Run what became possible until nothing more does."""
+        self._staging.check_quorum(now)
+        while self._fleet.settle(now):
+            self._staging.check_quorum(now)
+        self._admission.advance(now)
+
+    def _no_round(self, action: str) -> None:
+        current = self._book.current
+        if current is not None:
+            raise Conflict(
+                f"cannot {action} while round {current.round_id} is {current.phase}",
+                {"round_id": current.round_id},
+            )
+
+    def _expire_lease(self, now: float) -> None:
+        """From the close on the round needs its publisher no more, and the wait is not held against it."""
+        held = self._lease.held
+        if held is None:
+            return
+        current = self._book.current
+        closing = current is not None and current.close is not None
+        if closing:
+            self._lease.renew(held.token, now)
+        elif self._lease.remaining_s(now) <= 0:
+            self._lease.release()
+            self._events.record("lease_expired", now, publisher=held.publisher, token=held.token)
+            self._abort_undecided(f"the lease of {held.publisher!r} expired", now)
+
+    def _abort_undecided(self, reason: str, now: float) -> None:
+        current = self._book.current
+        if current is not None and not current.decided:
+            error = RoundAborted(
+                f"round {current.round_id} aborted: {reason}", {"round_id": current.round_id}
+            )
+            self._staging.abort(current, error, now)
+
+    def _ask_operation(self, operation: FleetOperation, arguments: Mapping[str, Any], now: float) -> Task:
+        members = self._fleet.serving()
+        args = {"operation": operation.value, "arguments": dict(arguments)}
+        task = self._fleet.ask(
+            InstructionKind.CALL, {member.replica_id: args for member in members}, now, then=self._called
+        )
+        self._advance(now)
+        return task
+
+    def _called(self, task: Task, now: float) -> None:
+        verdict = judge(task)
+        self._fleet.fence_each(verdict.failed, "call", now)
+        if verdict.rejected:
+            wrong = dict(verdict.rejected)
+            task.finish(error=InvalidRequest(f"rejected by {sentence(wrong)}", {"replicas": wrong}))
+        elif verdict.failed or task.absent:
+            missing = {**task.absent, **verdict.failed}
+            task.finish(error=ReplicaUnavailable(f"not done by {sentence(missing)}", {"replicas": missing}))
+        task.finish(result={replica_id: answer.value for replica_id, answer in task.answers.items()})

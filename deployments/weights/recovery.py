@@ -1,0 +1,67 @@
+"""A restarted controller: what the decisions of its predecessor say about where the fleet is.
+
+An undecided round is gone: replicas that still hold its staging are told to drop it. A decided one
+that had not finished is taken up again.
+"""
+
+from collections.abc import Sequence
+
+from deployments.weights.commit_phase import CommitPhase
+from deployments.weights.decisions import (
+    Aborted,
+    Committed,
+    Decision,
+    EpochChanged,
+    Fenced,
+    Finished,
+    LeaseIssued,
+    Opened,
+    Started,
+    Stored,
+)
+from deployments.weights.fleet import Fleet
+from deployments.weights.lease import LeaseDesk
+from deployments.weights.round_book import RoundBook
+
+
+def recover(
+    decisions: Sequence[Decision],
+    *,
+    fleet: Fleet,
+    book: RoundBook,
+    lease: LeaseDesk,
+    commit_phase: CommitPhase,
+    now: float,
+) -> None:
+    generation = 0
+    committed: Committed | None = None
+    open_round: int | None = None
+    for decision in decisions:
+        match decision:
+            case Started():
+                generation = decision.generation
+            case LeaseIssued():
+                lease.restart_after(decision.token)
+            case EpochChanged():
+                fleet.epoch = decision.epoch
+            case Fenced():
+                fleet.fences[decision.incarnation] = decision.reason
+            case Stored():
+                book.stored = decision
+            case Opened():
+                book.last_round_id = open_round = decision.round_id
+            case Committed():
+                committed, open_round = decision, None
+                book.committed_version, book.label = decision.version, decision.label
+            case Aborted():
+                open_round = None
+            case Finished():
+                committed = None
+    fleet.start_generation(generation + 1)
+    fleet.decisions.append(Started(generation=generation + 1))
+    fleet.events.record("start", now, generation=generation + 1, version=book.committed_version)
+    if open_round is not None:
+        fleet.decisions.append(Aborted(round_id=open_round, reason="the controller restarted"))
+        fleet.events.record("round", now, round_id=open_round, phase="aborted", version=None)
+    if committed is not None:
+        commit_phase.resume(committed, now)

@@ -1,0 +1,205 @@
+"""A round up to its decision: opened, filled, closed and verified, or aborted. No live weight is touched.
+
+open ─► BEGIN ─► send* ─► RECEIVE ─► close ─► VERIFY ─► all equal ─► the decision to commit
+  └──────────────── abort: publisher, lease, bad payload, too few replicas ─► DROP
+"""
+
+from typing import Any
+
+from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, RoundAborted, SlipstreamError
+from deployments.weights.commit_phase import CommitPhase
+from deployments.weights.connection import Connection, payload_of
+from deployments.weights.fleet import Fleet
+from deployments.weights.members import Member, Task
+from deployments.weights.protocol import InstructionKind, Manifest, RoundOptions
+from deployments.weights.round import Round, RoundPhase, digest_minority, judge, sentence
+from deployments.weights.round_book import RoundBook
+
+STAGING_KINDS = (InstructionKind.BEGIN, InstructionKind.RECEIVE, InstructionKind.VERIFY)
+
+
+class StagingPhase:
+    def __init__(self, fleet: Fleet, book: RoundBook, commit_phase: CommitPhase) -> None:
+        self._fleet = fleet
+        self._book = book
+        self._commit_phase = commit_phase
+
+    def open(
+        self, manifest: Manifest | None, options: RoundOptions, connection: Connection | None, now: float
+    ) -> Task:
+        """Everyone alive takes part, joiners too: a round carries whole weights, so any base will do."""
+        members = self._eligible(connection)
+        config = self._fleet.config
+        current = Round(
+            round_id=self._book.new_round_id(),
+            version=self._book.committed_version + 1,
+            label=options.label,
+            epoch=self._fleet.epoch,
+            opened=now,
+            participants=tuple(members),
+            connection=connection,
+            manifest=manifest,
+            commit=config.commit if options.commit is None else options.commit,
+            kv_cache=config.kv_cache if options.kv_cache is None else options.kv_cache,
+            in_flight=config.in_flight if options.in_flight is None else options.in_flight,
+        )
+        self._book.current = current
+        self._book.enter(current, RoundPhase.OPEN, now)
+        for member in members:
+            self._fleet.withdraw(member, [InstructionKind.CATCH_UP], sent=False)
+        task = self._ask(current, InstructionKind.BEGIN, {}, now)
+        task.result = current.round_id
+        return task
+
+    def send(self, round_id: int, payload: Any, now: float) -> Task:
+        current = self._open_round(round_id)
+        parts = payload_of(payload, current.participants)
+        return self._ask(current, InstructionKind.RECEIVE, {"payload": parts}, now)
+
+    def close(self, round_id: int, manifest: Manifest | None, label: str | None, now: float) -> Task:
+        current = self._open_round(round_id)
+        if manifest is not None:
+            check_same_tensors(current.manifest, manifest)
+            current.manifest = manifest
+        if label is not None:
+            current.label = label
+        current.close = Task(kind="close_round", round_id=round_id)
+        self._book.enter(current, RoundPhase.VERIFYING, now)
+        encoded = None if current.manifest is None else encode_manifest(current.manifest)
+        parts = {member.replica_id: encoded for member in current.participants}
+        self._ask(current, InstructionKind.VERIFY, {"manifest": parts}, now)
+        return current.close
+
+    def abort(self, current: Round, error: SlipstreamError, now: float) -> None:
+        """The fleet goes on serving what it served. Those who may hold staged bytes drop them."""
+        self._book.abort(current, error, now)
+        for member in current.remaining():
+            self._fleet.withdraw(member, STAGING_KINDS, sent=True)
+            self.drop(member, current.round_id, now)
+
+    def drop(self, member: Member, round_id: int, now: float) -> None:
+        if not member.has_order(InstructionKind.DROP):
+            self._fleet.order(member, InstructionKind.DROP, {"round_id": round_id}, now, None)
+
+    def check_quorum(self, now: float) -> None:
+        """A round that lost too many members ends here."""
+        current = self._book.current
+        if current is None or current.decided:
+            return
+        remaining, needed = current.remaining(), self._fleet.config.min_replicas
+        if len(remaining) >= needed:
+            return
+        left = {member.replica_id: member.reason for member in current.participants if member.out}
+        self.abort(
+            current,
+            RoundAborted(
+                f"round {current.round_id} aborted: {len(remaining)} of {len(current.participants)} replicas "
+                f"remain, at least {needed} must: {sentence(left)}",
+                {"round_id": current.round_id, "remaining": len(remaining), "min_replicas": needed,
+                 "replicas": left},
+            ),
+            now,
+        )  # fmt: skip
+
+    def _eligible(self, connection: Connection | None) -> list[Member]:
+        current = self._book.current
+        if current is not None:
+            raise Conflict(
+                f"round {current.round_id} is {current.phase}: close or abort it before opening another",
+                {"round_id": current.round_id, "phase": current.phase.value},
+            )
+        members, needed = self._fleet.live(), self._fleet.config.min_replicas
+        if len(members) < needed:
+            raise FleetUnavailable(
+                f"a round needs at least {needed} replicas, {len(members)} are registered",
+                {"expected": needed, "actual": len(members)},
+            )
+        if connection is None:
+            reason = "connect before opening a round: no publisher is connected"
+            raise Conflict(reason, {"connect_again": True})
+        connection.check_members(members)
+        return members
+
+    def _open_round(self, round_id: int) -> Round:
+        current = self._book.undecided(round_id)
+        if current.phase is not RoundPhase.OPEN:
+            raise Conflict(f"round {round_id} is {current.phase}, expected open", {"round_id": round_id})
+        return current
+
+    def _ask(
+        self, current: Round, kind: InstructionKind, parts: dict[str, dict[str, Any]], now: float
+    ) -> Task:
+        """`parts` are arguments that differ by member: name -> replica id -> value."""
+        args = {
+            member.replica_id: {
+                "round_id": current.round_id,
+                **{name: values[member.replica_id] for name, values in parts.items()},
+            }
+            for member in current.remaining()
+        }
+        return self._fleet.ask(kind, args, now, then=self._answered, round_id=current.round_id)
+
+    def _answered(self, task: Task, now: float) -> None:
+        current = self._book.current
+        if current is None or current.round_id != task.round_id or current.decided:
+            return  # it ended before the last answer came
+        current.note(task)
+        verdict = judge(task)
+        self._fleet.fence_each(verdict.to_fence, task.kind, now)
+        if verdict.publisher_at_fault:
+            self.abort(current, publisher_error(current, task, dict(verdict.rejected)), now)
+        elif task.kind == InstructionKind.VERIFY:
+            self._decide(current, task, now)
+
+    def _decide(self, current: Round, task: Task, now: float) -> None:
+        digests = {
+            member.replica_id: str(current.values.get(member.replica_id, {}).get("digest"))
+            for member in current.remaining()
+            if member.replica_id in task.answers
+        }
+        minority = digest_minority(digests)
+        if minority is None:
+            reason = f"round {current.round_id} aborted: replicas disagree, no majority: {sentence(digests)}"
+            self.abort(current, RoundAborted(reason, {"replicas": digests}), now)
+            return
+        self._fleet.fence_each(minority, "verify", now)
+        self.check_quorum(now)
+        if self._book.current is current:
+            self._commit_phase.decide(current, now)
+
+
+def publisher_error(current: Round, task: Task, rejected: dict[str, str]) -> InvalidRequest:
+    return InvalidRequest(
+        f"round {current.round_id} aborted: every replica rejected {task.kind}: {sentence(rejected)}",
+        {"round_id": current.round_id, "phase": task.kind, "replicas": rejected},
+    )
+
+
+def encode_manifest(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "tensors": {
+            name: {"dtype": spec.dtype, "shape": list(spec.shape), "digest": spec.digest}
+            for name, spec in manifest.tensors.items()
+        }
+    }
+
+
+def check_same_tensors(opened: Manifest | None, closed: Manifest) -> None:
+    """Only digests may be new at the close: the replicas planned with what was announced."""
+    if opened is None:
+        return
+    wrong = [
+        f"{name}: announced {_form(opened, name)}, closed with {_form(closed, name)}"
+        for name in sorted({*opened.tensors, *closed.tensors})
+        if _form(opened, name) != _form(closed, name)
+    ]
+    if wrong:
+        raise InvalidRequest(
+            f"{len(wrong)} tensors differ from those the round was opened with, first: {wrong[0]}",
+            {"tensors": wrong[:100]},
+        )
+
+
+def _form(manifest: Manifest, name: str) -> str:
+    spec = manifest.tensors.get(name)
+    return "nothing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
