@@ -45,7 +45,7 @@ serve: $(STAMP)
 	@exec $(PY) -m app.launch --config $(CONFIG) $(ARGS)
 
 rl: $(STAMP)
-	@exec $(PY) -m app.launch --submit $(ARGS)
+	@exec $(PY) -m app.submit $(ARGS)
 
 test: $(STAMP)
 	@exec $(PY) -m pytest $(ARGS)

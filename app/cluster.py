@@ -41,7 +41,10 @@ class LocalCluster:
         # Short on purpose: Ray puts Unix sockets below it, whose paths end at 107 bytes.
         self.directory = Path(tempfile.mkdtemp(prefix="slip-", dir="/tmp"))
         self._head: subprocess.Popen[bytes] | None = None
-        self._client = httpx.Client(base_url=self.address, timeout=60, trust_env=False)
+        # Only if the user has switched Ray's own authentication on.
+        ray_token = environment.get("RAY_AUTH_TOKEN")
+        headers = {"authorization": f"Bearer {ray_token}"} if ray_token else {}
+        self._client = httpx.Client(base_url=self.address, headers=headers, timeout=60, trust_env=False)
 
     @property
     def logs(self) -> Path:
