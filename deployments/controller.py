@@ -115,6 +115,13 @@ class Controller:
         self._publish()
         return lease
 
+    async def session(self, publisher: str) -> tuple[int, int | None]:
+        """The token and the open round of a publisher whose calls carry no token; acquires if need be."""
+        self._enter()
+        session = self._ledger.session(publisher, self._clock())
+        self._publish()
+        return session
+
     async def renew(self, token: int) -> Lease:
         """To be called well within the lease's duration, also while waiting for another call."""
         self._enter()
@@ -143,6 +150,7 @@ class Controller:
     ) -> int:
         """Returns the round's id once every participant is ready to receive."""
         self._enter()
+        await self._wait(self._ledger.is_complete, None)
         chosen = RoundOptions() if options is None else options
         task = self._ledger.open_round(token, manifest, chosen, self._clock())
         return int(await self._result(task))
@@ -226,7 +234,7 @@ class Controller:
         decisions = self._ledger.take_decisions()
         try:
             self._journal.append(decisions)
-        except OSError as error:
+        except Exception as error:  # whatever it was, the decision is not on the disk
             self._broken = str(error)
             logger.error("decisions lost: %s", error)
             self._enter()

@@ -71,6 +71,7 @@ class Admission:
         self._drop_leftovers(member, report, now)
 
     def directive(self, report: Report) -> Directive:
+        fence = self._fleet.fences.get(report.incarnation)
         heard = tuple(each.seq for each in report.acknowledgements)
         member = self._member(report)
         if member is not None:
@@ -85,7 +86,7 @@ class Admission:
             epoch=self._fleet.epoch,
             instructions=() if member is None else tuple(order.instruction for order in member.orders),
             heard=heard,
-            fenced=self._fleet.fences.get(report.incarnation),
+            fenced=None if fence is None else fence.reason,
         )
 
     def has_news(self, report: Report) -> bool:

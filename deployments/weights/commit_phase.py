@@ -53,29 +53,31 @@ class CommitPhase:
 
     def resume(self, decision: Committed, now: float) -> None:
         """Take a decided round up again in a new process, before any member has registered."""
-        members = [self._returning(each, decision.version - 1, now) for each in decision.participants]
+        members = [self._fleet.returning(each, decision.version - 1, now) for each in decision.participants]
         current = Round(
             round_id=decision.round_id,
             version=decision.version,
             label=decision.label,
             epoch=self._fleet.epoch,
             opened=now,
-            participants=tuple(members),
+            participants=tuple(member for member in members if member is not None),
             connection=None,
             manifest=None,
             commit=decision.commit,
             kv_cache=decision.kv_cache,
             in_flight=decision.in_flight,
         )
-        self._fleet.members.update({member.replica_id: member for member in current.participants})
         self._book.current = current
         self._begin(current, now)
 
     def returned(self, member: Member, report: Report, now: float) -> None:
         """A participant of a resumed round registered again: it has swapped, can swap, or starts over."""
         current = self._book.current
-        assert current is not None, "a returning member exists only while its round is resumed"
         member.world_size = report.world_size
+        if current is None or member not in current.commits:
+            at_committed = report.version == self._book.committed_version
+            member.state = MemberState.SERVING if at_committed and current is None else MemberState.JOINING
+            return
         task = current.commits[member]
         if report.version == current.version:
             member.state = MemberState.SERVING
@@ -88,19 +90,6 @@ class CommitPhase:
             current.left_behind[member.replica_id] = "lost its staging while the controller restarted"
             task.waiting.discard(member)
         self._roll(current, now)
-
-    def _returning(self, participant: Participant, version: int, now: float) -> Member:
-        """One that was fenced meanwhile may not have been told: it is waited for all the same."""
-        reason = self._fleet.fences.get(participant.incarnation)
-        return Member(
-            replica_id=participant.replica_id,
-            incarnation=participant.incarnation,
-            world_size=participant.world_size,
-            version=version,
-            state=MemberState.RETURNING if reason is None else MemberState.FENCED,
-            reason="" if reason is None else reason,
-            seen=now,
-        )
 
     def _begin(self, current: Round, now: float) -> None:
         self._book.committed_version, self._book.label = current.version, current.label

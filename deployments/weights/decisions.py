@@ -89,16 +89,36 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """It may take requests from now on, and goes on doing so while the controller restarts."""
+
+    member: Participant
+    kind: Literal["admitted"] = "admitted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fenced:
     """This incarnation never serves again, whoever asks."""
 
     replica_id: str
     incarnation: str
     reason: str
+    told: bool  # it knows, or is gone; before that it may still take a request
     kind: Literal["fenced"] = "fenced"
 
 
-Decision = Started | LeaseIssued | EpochChanged | Opened | Committed | Finished | Aborted | Stored | Fenced
+Decision = (
+    Started
+    | LeaseIssued
+    | EpochChanged
+    | Opened
+    | Committed
+    | Finished
+    | Aborted
+    | Stored
+    | Admitted
+    | Fenced
+)
 
 _ADAPTER: TypeAdapter[Decision] = TypeAdapter(Annotated[Decision, Field(discriminator="kind")])
 
@@ -116,7 +136,27 @@ def decode(line: bytes) -> Decision:
 def compact(decisions: Iterable[Decision]) -> list[Decision]:
     """The shortest list, in order, that recovers the same ledger."""
     decided = list(decisions)
-    last_of_kind = {decision.kind: index for index, decision in enumerate(decided)}
-    fences = [index for index, decision in enumerate(decided) if isinstance(decision, Fenced)]
-    kept = set(last_of_kind.values()) | set(fences[-KEPT_FENCES:])
-    return [decided[index] for index in sorted(kept)]
+    last = {_subject(decision): index for index, decision in enumerate(decided)}
+    fences = [decided[index] for index in sorted(last.values()) if isinstance(decided[index], Fenced)]
+    void = {each.incarnation for each in fences if isinstance(each, Fenced) and each.told}
+    forgotten = set(map(id, fences[:-KEPT_FENCES]))
+    return [
+        decided[index]
+        for index in sorted(last.values())
+        if id(decided[index]) not in forgotten and not _admits_one_of(decided[index], void)
+    ]
+
+
+def _subject(decision: Decision) -> str:
+    """A later decision on the same subject makes an earlier one void."""
+    match decision:
+        case Admitted():
+            return f"admitted {decision.member.incarnation}"
+        case Fenced():
+            return f"fenced {decision.incarnation}"
+        case _:
+            return decision.kind
+
+
+def _admits_one_of(decision: Decision, incarnations: set[str]) -> bool:
+    return isinstance(decision, Admitted) and decision.member.incarnation in incarnations

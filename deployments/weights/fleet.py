@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deployments.weights.decisions import KEPT_FENCES, Decision, EpochChanged, Fenced
+from deployments.weights.decisions import KEPT_FENCES, Admitted, Decision, EpochChanged, Fenced, Participant
 from deployments.weights.event_log import ID_SPAN, EventLog
 from deployments.weights.ledger_config import LedgerConfig
 from deployments.weights.members import Member, MemberState, Order, Task, Then
@@ -23,7 +23,7 @@ class Fleet:
         self.config = config
         self.events = events
         self.members: dict[str, Member] = {}  # by replica id, in order of registration
-        self.fences: OrderedDict[str, str] = OrderedDict()  # incarnation -> reason; never forgiven
+        self.fences: OrderedDict[str, Fenced] = OrderedDict()  # by incarnation; never forgiven
         self.epoch = 0
         self.decisions: list[Decision] = []
         self.tasks: list[Task] = []  # those that still wait for a member
@@ -36,6 +36,16 @@ class Fleet:
 
     def live(self) -> list[Member]:
         return [member for member in self.members.values() if member.alive]
+
+    def uncertain(self) -> list[Member]:
+        """Those that may take requests without the ledger's consent: fenced but not told, or not heard
+        of since a restart."""
+        return [
+            member
+            for member in self.members.values()
+            if member.state is MemberState.RETURNING
+            or (member.state is MemberState.FENCED and not member.fence_told)
+        ]
 
     def serving(self) -> list[Member]:
         return [member for member in self.members.values() if member.state is MemberState.SERVING]
@@ -63,8 +73,31 @@ class Fleet:
         self.events.record("register", now, replica=joiner.replica_id, version=joiner.version)
         return joiner
 
+    def returning(self, participant: Participant, version: int, now: float) -> Member | None:
+        """A member of before a restart, waited for; None if it is certain never to serve again. One that
+        was fenced meanwhile may not have been told, and is waited for all the same."""
+        fence = self.fences.get(participant.incarnation)
+        if fence is not None and fence.told:
+            return None
+        return self.members.setdefault(
+            participant.replica_id,
+            Member(
+                replica_id=participant.replica_id,
+                incarnation=participant.incarnation,
+                world_size=participant.world_size,
+                version=version,
+                state=MemberState.RETURNING if fence is None else MemberState.FENCED,
+                reason="" if fence is None else fence.reason,
+                seen=now,
+            ),
+        )
+
     def admit(self, member: Member, now: float) -> None:
         member.state = MemberState.SERVING
+        participant = Participant(
+            replica_id=member.replica_id, incarnation=member.incarnation, world_size=member.world_size
+        )
+        self.decisions.append(Admitted(member=participant))
         self._change_epoch()
         self.events.record("admit", now, replica=member.replica_id, version=member.version, epoch=self.epoch)
 
@@ -72,19 +105,18 @@ class Fleet:
         """Out of routing at once and for good. Those who need to be certain wait until it was told."""
         if member.out:
             return
-        self._forbid(member, MemberState.FENCED, reason)
+        self._forbid(member, reason)
         self.events.record("fence", now, replica=member.replica_id, reason=reason, epoch=self.epoch)
 
     def lose(self, member: Member, reason: str, now: float) -> None:
         """Its process is gone, or has been silent for so long that it stopped serving by itself."""
         if member.state is MemberState.LOST:
             return
-        if member.state is MemberState.FENCED:
-            member.state = MemberState.LOST
-        else:
-            self._forbid(member, MemberState.LOST, reason)
+        if not member.out:
+            self._forbid(member, reason)
+        self.told_fence(member)
+        member.state = MemberState.LOST
         del self.members[member.replica_id]
-        self._stop_waiting_for(member, certain=True)
         self.events.record("lost", now, replica=member.replica_id, reason=reason, epoch=self.epoch)
 
     def fence_each(self, reasons: Mapping[str, str], doing: str, now: float) -> None:
@@ -95,19 +127,29 @@ class Fleet:
                 self.fence(member, f"{doing}: {reason}", now)
 
     def told_fence(self, member: Member) -> None:
+        if not member.fence_told:
+            member.fence_told = True
+            self._decide_fence(member)
         self._stop_waiting_for(member, certain=True)
 
-    def _forbid(self, member: Member, state: MemberState, reason: str) -> None:
-        member.state, member.reason = state, reason
+    def _forbid(self, member: Member, reason: str) -> None:
+        member.state, member.reason = MemberState.FENCED, reason
         member.orders.clear()
-        self.fences[member.incarnation] = reason
-        while len(self.fences) > KEPT_FENCES:
-            self.fences.popitem(last=False)
-        self.decisions.append(
-            Fenced(replica_id=member.replica_id, incarnation=member.incarnation, reason=reason)
-        )
+        self._decide_fence(member)
         self._change_epoch()
         self._stop_waiting_for(member, certain=False)
+
+    def _decide_fence(self, member: Member) -> None:
+        fence = Fenced(
+            replica_id=member.replica_id,
+            incarnation=member.incarnation,
+            reason=member.reason,
+            told=member.fence_told,
+        )
+        self.decisions.append(fence)
+        self.fences[member.incarnation] = fence
+        while len(self.fences) > KEPT_FENCES:
+            self.fences.popitem(last=False)
 
     def _change_epoch(self) -> None:
         self.epoch += 1

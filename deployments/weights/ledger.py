@@ -24,7 +24,7 @@ from deployments.weights.event_log import EventLog
 from deployments.weights.fleet import Fleet
 from deployments.weights.lease import LeaseDesk
 from deployments.weights.ledger_config import LedgerConfig
-from deployments.weights.members import Task
+from deployments.weights.members import MemberState, Task
 from deployments.weights.protocol import (
     Directive,
     FleetOperation,
@@ -84,6 +84,10 @@ class Ledger:
         """Whether a directive would say anything that the last one to this replica did not."""
         return self._admission.has_news(report)
 
+    def is_complete(self) -> bool:
+        """Whether every replica that served before a restart was heard of again, or given up."""
+        return not any(each.state is MemberState.RETURNING for each in self._fleet.members.values())
+
     def is_busy(self, report: Report) -> bool:
         """Whether this replica has instructions that it did not acknowledge yet."""
         member = self._fleet.members.get(report.replica_id)
@@ -115,6 +119,16 @@ class Ledger:
         self._connections.taken_by(publisher)
         self._advance(now)
         return lease
+
+    def session(self, publisher: str, now: float) -> tuple[int, int | None]:
+        """The token and the open round of a publisher whose calls carry no token (vLLM's clients)."""
+        self._expire_lease(now)
+        held = self._lease.held
+        if held is None or held.publisher != publisher:
+            return self.acquire(publisher, now).token, None
+        self._lease.renew(held.token, now)
+        current = self._book.current
+        return held.token, None if current is None else current.round_id
 
     def renew(self, token: int, now: float) -> Lease:
         self._expire_lease(now)
@@ -225,9 +239,11 @@ class Ledger:
 
     def _advance(self, now: float) -> None:
         """Run what became possible until nothing more does."""
-        self._staging.check_quorum(now)
-        while self._fleet.settle(now):
+        progress = True
+        while progress:
+            progress = self._fleet.settle(now)
             self._staging.check_quorum(now)
+            self._staging.decide(now)
         self._admission.advance(now)
 
     def _no_round(self, action: str) -> None:

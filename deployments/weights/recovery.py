@@ -1,7 +1,8 @@
 """A restarted controller: what the decisions of its predecessor say about where the fleet is.
 
-An undecided round is gone: replicas that still hold its staging are told to drop it. A decided one
-that had not finished is taken up again.
+Replicas that served go on serving, so they are waited for until they register again. An undecided
+round is gone: replicas that still hold its staging are told to drop it. A decided one that had not
+finished is taken up again.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from deployments.weights.commit_phase import CommitPhase
 from deployments.weights.decisions import (
     Aborted,
+    Admitted,
     Committed,
     Decision,
     EpochChanged,
@@ -36,6 +38,7 @@ def recover(
     generation = 0
     committed: Committed | None = None
     open_round: int | None = None
+    admitted: list[Admitted] = []
     for decision in decisions:
         match decision:
             case Started():
@@ -45,7 +48,9 @@ def recover(
             case EpochChanged():
                 fleet.epoch = decision.epoch
             case Fenced():
-                fleet.fences[decision.incarnation] = decision.reason
+                fleet.fences[decision.incarnation] = decision
+            case Admitted():
+                admitted.append(decision)
             case Stored():
                 book.stored = decision
             case Opened():
@@ -63,5 +68,7 @@ def recover(
     if open_round is not None:
         fleet.decisions.append(Aborted(round_id=open_round, reason="the controller restarted"))
         fleet.events.record("round", now, round_id=open_round, phase="aborted", version=None)
+    for each in admitted:
+        fleet.returning(each.member, book.committed_version, now)
     if committed is not None:
         commit_phase.resume(committed, now)

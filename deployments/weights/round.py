@@ -22,6 +22,7 @@ from deployments.weights.protocol import (
 class RoundPhase(StrEnum):
     OPEN = "open"  # payloads arrive
     VERIFYING = "verifying"  # closed; digests are awaited
+    VERIFIED = "verified"  # only those that may serve without consent are awaited
     COMMITTING = "committing"  # decided: only forward from here
     RELEASING = "releasing"  # all have swapped and hold; they are let go
     COMMITTED = "committed"

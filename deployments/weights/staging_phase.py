@@ -10,8 +10,8 @@ from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, Round
 from deployments.weights.commit_phase import CommitPhase
 from deployments.weights.connection import Connection, payload_of
 from deployments.weights.fleet import Fleet
-from deployments.weights.members import Member, Task
-from deployments.weights.protocol import InstructionKind, Manifest, RoundOptions
+from deployments.weights.members import Member, MemberState, Task
+from deployments.weights.protocol import CommitMode, InstructionKind, Manifest, RoundOptions
 from deployments.weights.round import Round, RoundPhase, digest_minority, judge, sentence
 from deployments.weights.round_book import RoundBook
 
@@ -108,6 +108,7 @@ class StagingPhase:
                 f"round {current.round_id} is {current.phase}: close or abort it before opening another",
                 {"round_id": current.round_id, "phase": current.phase.value},
             )
+        self._check_returned()
         members, needed = self._fleet.live(), self._fleet.config.min_replicas
         if len(members) < needed:
             raise FleetUnavailable(
@@ -119,6 +120,17 @@ class StagingPhase:
             raise Conflict(reason, {"connect_again": True})
         connection.check_members(members)
         return members
+
+    def _check_returned(self) -> None:
+        """After a restart: a round without those that still serve would leave them behind."""
+        absent = [
+            each.replica_id for each in self._fleet.members.values() if each.state is MemberState.RETURNING
+        ]
+        if absent:
+            raise FleetUnavailable(
+                f"the controller restarted and has not heard of {absent} yet; try again",
+                {"replicas": absent},
+            )
 
     def _open_round(self, round_id: int) -> Round:
         current = self._book.undecided(round_id)
@@ -149,9 +161,9 @@ class StagingPhase:
         if verdict.publisher_at_fault:
             self.abort(current, publisher_error(current, task, dict(verdict.rejected)), now)
         elif task.kind == InstructionKind.VERIFY:
-            self._decide(current, task, now)
+            self._compare(current, task, now)
 
-    def _decide(self, current: Round, task: Task, now: float) -> None:
+    def _compare(self, current: Round, task: Task, now: float) -> None:
         digests = {
             member.replica_id: str(current.values.get(member.replica_id, {}).get("digest"))
             for member in current.remaining()
@@ -163,8 +175,15 @@ class StagingPhase:
             self.abort(current, RoundAborted(reason, {"replicas": digests}), now)
             return
         self._fleet.fence_each(minority, "verify", now)
-        self.check_quorum(now)
-        if self._book.current is current:
+        self._book.enter(current, RoundPhase.VERIFIED, now)
+
+    def decide(self, now: float) -> None:
+        """Commit what is verified. Together means that nobody may still serve the old version behind our
+        back, so the decision waits until each that was fenced knows it; meanwhile the fleet serves on."""
+        current = self._book.current
+        if current is None or current.phase is not RoundPhase.VERIFIED:
+            return
+        if current.commit is CommitMode.ROLLING or not self._fleet.uncertain():
             self._commit_phase.decide(current, now)
 
 
