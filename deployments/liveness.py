@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import ray
+from ray import serve
 
 IsAlive = Callable[[str], bool]  # a replica id, as it reports it; may block
 
@@ -14,14 +15,15 @@ class ServeReplicas:
     """Looks replicas up by the names that Serve gives their actors.
 
     Args:
-        app_name, deployment: of the rollout deployment; for replicas that report only their unique id.
+        deployment: the rollout deployment of the application that asks.
     """
 
-    def __init__(self, app_name: str, deployment: str) -> None:
-        self._prefix = f"{PREFIX}{app_name}#{deployment}#"
+    def __init__(self, deployment: str) -> None:
+        self._deployment = deployment
 
     def __call__(self, replica_id: str) -> bool:
-        name = replica_id if replica_id.startswith(PREFIX) else f"{self._prefix}{replica_id}"
+        app_name = serve.get_replica_context().app_name
+        name = f"{PREFIX}{app_name}#{self._deployment}#{replica_id}"
         try:
             ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:  # Ray: no actor of this name, or it is dead

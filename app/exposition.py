@@ -1,0 +1,37 @@
+"""The fleet's state in Prometheus' text format."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+
+def exposition(fleet: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> str:
+    """Gauges of the fleet and of the last round of the history."""
+    registry = CollectorRegistry()
+
+    def gauge(name: str, text: str, value: float, **labels: str) -> None:
+        family = families.get(name)
+        if family is None:
+            family = Gauge(f"slipstream_{name}", text, sorted(labels), registry=registry)
+            families[name] = family
+        (family.labels(**labels) if labels else family).set(value)
+
+    families: dict[str, Gauge] = {}
+    gauge("weight_version", "version that the fleet has committed", fleet["committed_version"])
+    gauge("epoch", "number of the membership", fleet["epoch"])
+    for member in fleet["members"]:
+        name = str(member["replica_id"])
+        gauge("replica_weight_version", "version of one replica", member["version"], replica=name)
+        gauge("replica_serving", "1 if it takes requests", member["state"] == "serving", replica=name)
+    for phase in ("committed", "aborted"):
+        ended = sum(entry["phase"] == phase for entry in rounds)
+        gauge("rounds", "rounds in the history, by how they ended", ended, phase=phase)
+    committed = [entry for entry in rounds if entry["phase"] == "committed"]
+    if committed:
+        last = committed[-1]
+        gauge("last_round_duration_seconds", "the last committed round", last["duration_s"])
+        for name, timings in last["replicas"].items():
+            gauge("last_round_gap_seconds", "pause of one replica", timings["gap_s"], replica=str(name))
+            gauge("last_round_stage_seconds", "staging of one replica", timings["stage_s"], replica=str(name))
+    return generate_latest(registry).decode()

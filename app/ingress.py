@@ -1,0 +1,105 @@
+"""The ingress: fleet, train and weight routes of our own; everything else goes to a replica."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from app.auth import Guard
+from app.fleet_routes import FleetRoutes
+from app.page import page
+from app.train_routes import TrainRoutes
+from app.weight_routes import WeightRoutes
+from deployments.errors import SlipstreamError
+from deployments.router import Router, RouterLimits
+
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
+logger = logging.getLogger("ray.serve")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Ingress:
+    """Serve's deployment class of the router.
+
+    Args:
+        trainer: None where an outside program publishes.
+        token: of control and train routes; None leaves them open (loopback only).
+    """
+
+    def __init__(
+        self,
+        rollout: DeploymentHandle,
+        controller: DeploymentHandle,
+        trainer: DeploymentHandle | None,
+        limits: RouterLimits,
+        token: str | None,
+        allow_pickled_ipc: bool,
+    ) -> None:
+        self._router = Router(rollout, limits)
+        self._guard = Guard(token)
+        self._fleet = FleetRoutes(controller, trainer)
+        self._weights = WeightRoutes(controller, limits.max_body_bytes, allow_pickled_ipc=allow_pickled_ipc)
+        self._train = TrainRoutes(trainer, limits.max_body_bytes)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        guarded = [*self._fleet.table(), *self._weights.table(), *self._train.table()]
+        return Starlette(
+            routes=[
+                Route("/", page, methods=["GET"]),
+                *[Route(path, self._guarded(call), methods=[method]) for method, path, call in guarded],
+                Route("/{path:path}", self._router.forward, methods=METHODS),
+            ],
+            exception_handlers={
+                SlipstreamError: _say,
+                HTTPException: _say_http,
+                Exception: _say_unexpected,
+            },
+        )
+
+    def _guarded(self, call: Endpoint) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            self._guard.check(request)
+            return await call(request)
+
+        return endpoint
+
+
+async def _say(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SlipstreamError)
+    headers = {}
+    if error.status == 503:
+        headers["retry-after"] = str(round(error.detail.get("retry_after_s", 1)))
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def _say_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = {
+        "error": {
+            "type": "method_not_allowed" if error.status_code == 405 else "http_error",
+            "message": f"{request.method} {request.url.path}: {error.detail}",
+            "detail": {},
+        }
+    }
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _say_unexpected(request: Request, error: Exception) -> Response:
+    # Serve hands errors of other deployments over as RayTaskError; its cause is what was raised.
+    cause: Any = getattr(error, "cause", None)
+    if isinstance(cause, SlipstreamError):
+        return await _say(request, cause)
+    if isinstance(error, SlipstreamError):
+        return await _say(request, error)
+    logger.error(
+        "%s %s: %s", request.method, request.url.path, str(error).splitlines()[0] if str(error) else error
+    )
+    body = {"error": {"type": "internal_error", "message": f"{type(error).__name__}: {error}", "detail": {}}}
+    return JSONResponse(body, status_code=500)

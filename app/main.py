@@ -1,0 +1,147 @@
+"""The composition root: `serve run serve_config.yaml` imports `build` from here.
+
+No `from __future__ import annotations` in this module: Serve reads the annotation of `build` to
+validate its arguments, and with it would pass a raw dict.
+"""
+
+import os
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from app.config import AppConfig, Device
+from app.engine_args import check_engine_args
+from app.ingress import Ingress
+from app.models import resolve_model
+from deployments.controller import Controller
+from deployments.engine import EngineSpec
+from deployments.liveness import ServeReplicas
+from deployments.rollout import Rollout
+from deployments.router import RouterLimits
+from deployments.routing import FleetRequestRouter
+
+# A replica reserves one CPU unless told otherwise, and requests to one that cannot be placed
+# hang in silence.
+NO_CPU = {"num_cpus": 0}
+UNLIMITED = 1_000_000
+HEALTH_PERIOD_S = 1.0
+STATS_PERIOD_S = 0.5
+ROLLOUT = "rollout"
+
+
+def build(args: AppConfig) -> Application:
+    """The application of one configuration.
+
+    Raises:
+        ConfigError: a setting that only the installed vLLM or the environment can judge is wrong.
+    """
+    check_engine_args(args.engine.extra)
+    token = args.security.token()
+    model = str(resolve_model(args.model))
+    controller = serve.deployment(
+        Controller,
+        name="controller",
+        num_replicas=1,
+        max_ongoing_requests=UNLIMITED,
+        ray_actor_options=NO_CPU,
+        health_check_period_s=HEALTH_PERIOD_S,
+    ).bind(
+        config=args.weights.ledger(),
+        state_dir=str(args.state_dir),
+        store_dir=str(args.store_path),
+        is_alive=ServeReplicas(ROLLOUT),
+    )
+    rollout = serve.deployment(
+        Rollout,
+        name=ROLLOUT,
+        num_replicas=args.engine.num_replicas,
+        max_ongoing_requests=UNLIMITED,
+        ray_actor_options=_engine_resources(args),
+        health_check_period_s=HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=args.engine.drain_timeout_s,
+        request_router_config=RequestRouterConfig(
+            request_router_class=FleetRequestRouter, request_routing_stats_period_s=STATS_PERIOD_S
+        ),
+    ).bind(
+        _engine_spec(args, model), controller, args.weights.kv_cache, args.weights.heartbeat_timeout_s * 2 / 3
+    )
+    trainer = None
+    if args.trainer is not None:
+        from deployments.trainer import Trainer
+
+        trainer = serve.deployment(
+            Trainer,
+            name="trainer",
+            num_replicas=1,
+            max_ongoing_requests=UNLIMITED,
+            ray_actor_options=NO_CPU,
+            health_check_period_s=HEALTH_PERIOD_S,
+        ).bind(args.trainer, model, controller, args.weights, args.store_path)
+    ingress = serve.ingress()(Ingress)
+    return serve.deployment(
+        ingress,
+        name="router",
+        num_replicas=args.router.num_replicas,
+        max_ongoing_requests=UNLIMITED,  # the router counts itself, to answer 503 with Retry-After
+        ray_actor_options=NO_CPU,
+        health_check_period_s=HEALTH_PERIOD_S,
+    ).bind(
+        rollout,
+        controller,
+        trainer,
+        RouterLimits(
+            max_in_flight=args.router.max_ongoing_requests + args.router.max_queued_requests,
+            max_body_bytes=args.router.max_body_bytes,
+            retry_after_s=args.router.retry_after_s,
+            find_replica_timeout_s=args.router.request_timeout_s,
+            weight_timeout_s=args.router.request_timeout_s,
+        ),
+        None if token is None else token.get_secret_value(),
+        args.weights.allow_pickled_ipc_over_http,
+    )
+
+
+def _engine_spec(args: AppConfig, model: str) -> EngineSpec:
+    engine = args.engine
+    arguments = {
+        "dtype": engine.dtype,
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "seed": engine.seed,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "pipeline_parallel_size": engine.pipeline_parallel_size,
+        "data_parallel_size": engine.data_parallel_size,
+        "enable_expert_parallel": engine.enable_expert_parallel,
+        "gpu_memory_utilization": engine.gpu_memory_utilization,
+        "enforce_eager": engine.enforce_eager,
+        "load_format": engine.load_format,
+        "quantization": engine.quantization,
+        "enable_sleep_mode": engine.enable_sleep_mode,
+        **engine.extra,
+    }
+    return EngineSpec(
+        model=model,
+        served_model_name=args.public_model_name,
+        backend=args.weights.transport.value,
+        staging=args.weights.staging.value,
+        arguments=arguments,
+    )
+
+
+def _engine_resources(args: AppConfig) -> dict[str, object]:
+    """What Ray reserves for a replica, and the environment of its processes."""
+    environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if args.device is Device.CPU:
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(args.engine.cpu_kv_cache_gib),
+            # Ray allows an actor without CPUs one thread; vLLM would bind each engine to all cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.engine.num_replicas)),
+        }
+    gpus = args.engine.gpus_per_rank * args.engine.world_size if args.device is Device.CUDA else 0
+    return {
+        "num_cpus": args.engine.num_cpus,
+        "num_gpus": gpus,
+        "runtime_env": {"env_vars": environment},
+    }

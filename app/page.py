@@ -1,0 +1,12 @@
+"""The web page at `/`: the fleet, live."""
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+HTML = Path(__file__).with_name("page.html")
+
+
+async def page(request: Request) -> Response:
+    return HTMLResponse(HTML.read_text(encoding="utf-8"))
