@@ -1,0 +1,233 @@
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from app.config import (
+    AppConfig,
+    LossConfig,
+    OptimizerConfig,
+    SecurityConfig,
+    WeightsConfig,
+    parse_config,
+)
+from app.config_errors import ConfigError
+from app.engine_args import check_names
+from deployments.weights.ledger_config import LedgerConfig
+from deployments.weights.protocol import CommitMode
+
+COLOCATED: dict[str, Any] = {
+    "device": "cuda",
+    "placement": "colocated",
+    "engine": {"num_replicas": 2, "gpus_per_rank": 0.6},
+    "weights": {"transport": "ipc", "staging": "device"},
+    "trainer": {"strategy": "fsdp2", "world_size": 2, "gpus_per_rank": 0.4},
+}
+
+
+def complaint(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"model": "m", **settings})
+    return str(caught.value)
+
+
+def test_only_the_model_is_required() -> None:
+    config = parse_config({"model": "m"})
+    assert config.public_model_name == "m"
+    assert config.trainer is None
+    assert config.state_dir.is_absolute()
+    assert config.store_path == config.state_dir / "store"
+
+
+def test_the_default_file_is_valid() -> None:
+    document = yaml.safe_load(Path("serve_config.yaml").read_text())
+    config = parse_config(document["applications"][0]["args"])
+    assert config.engine.num_replicas == 2
+    assert config.engine.dtype == "float32"
+    assert config.trainer is not None
+
+
+def test_colocated_gpus_are_accepted() -> None:
+    assert parse_config({"model": "m", **COLOCATED}).weights.transport == "ipc"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"engine": {"num_replica": 2}},
+            "unknown setting 'engine.num_replica' (did you mean 'num_replicas'?)",
+        ),
+        (
+            {"num_replicas": 2},
+            "unknown setting 'num_replicas' (did you mean 'engine.num_replicas' or 'router.num_replicas'?)",
+        ),
+        (
+            {"security": {"zzz": 2}},
+            "unknown setting 'security.zzz' (expected one of host, token_file)",
+        ),
+        (
+            {"engine": {"num_replicas": 0}},
+            "'engine.num_replicas': expected greater than 0, but 0 came",
+        ),
+        (
+            {"weights": {"commit": "one"}},
+            "'weights.commit': expected 'together' or 'rolling', but 'one' came",
+        ),
+        ({"store": 3}, "'store': expected a section with settings of its own (path, keep), but 3 came"),
+        ({"model": ""}, "'model': expected a string with at least 1 character, but '' came"),
+        (
+            {"weights": {"transport": "nccl"}},
+            "'weights.transport': expected 'shm' or 'gloo' with device 'cpu', but 'nccl' came "
+            "(CUDA IPC and NCCL need GPUs: device 'cuda')",
+        ),
+        (
+            {"weights": {"staging": "device"}},
+            "'weights.staging': expected 'host' with device 'cpu', but 'device' came "
+            "(a shadow of the parameters needs a GPU: device 'cuda')",
+        ),
+        (
+            {"weights": {"staging": "none"}},
+            "'weights.staging': expected 'host' with transport 'shm', but 'none' came "
+            "('none' means vLLM's own engines, which are 'ipc' and 'nccl')",
+        ),
+        (
+            {"device": "cuda"},
+            "'weights.transport': expected 'ipc' or 'nccl' with device 'cuda', but 'shm' came "
+            "('shm' and 'gloo' connect CPU engines)",
+        ),
+        (
+            {"weights": {"min_replicas": 3}},
+            "'weights.min_replicas': expected at most 2, but 3 came ('engine.num_replicas' is 2)",
+        ),
+        (
+            {"weights": {"max_unavailable": 3}},
+            "'weights.max_unavailable': expected at most 2, but 3 came ('engine.num_replicas' is 2)",
+        ),
+        (
+            {"engine": {"extra": {"dtype": "x"}}},
+            "'engine.extra.dtype': set 'engine.dtype' instead (one place for each setting)",
+        ),
+        (
+            {"trainer": {"world_size": 2}},
+            "'trainer.world_size': expected 1 with strategy 'single', but 2 came "
+            "(more than one rank needs strategy 'fsdp2')",
+        ),
+        (
+            {"trainer": {"optimizer": {"schedule": "cosine"}}},
+            "'trainer.optimizer.total_steps': expected a number with schedule 'cosine', but none came "
+            "(it says where to end)",
+        ),
+        (
+            COLOCATED | {"engine": {"gpus_per_rank": 0.7}},
+            "'engine.gpus_per_rank + trainer.gpus_per_rank': expected at most 1, but 0.7 + 0.4 = 1.1 came "
+            "(an engine rank and a trainer rank share each GPU when colocated)",
+        ),
+        (
+            COLOCATED | {"engine": {"num_replicas": 3, "gpus_per_rank": 0.5}},
+            "'trainer.world_size': expected 3 with placement 'colocated', but 2 came "
+            "(one trainer rank on every GPU of the replicas)",
+        ),
+        (
+            COLOCATED | {"placement": "separate"},
+            "'placement': expected 'colocated' with transport 'ipc' and a trainer, but 'separate' came "
+            "(CUDA IPC reaches only processes on the same GPU)",
+        ),
+        (
+            COLOCATED | {"trainer": None},
+            "'trainer': expected a trainer with placement 'colocated', but none came "
+            "(nothing shares the GPUs without one)",
+        ),
+        (
+            {"engine": {"enable_expert_parallel": True}},
+            "'engine.enable_expert_parallel': expected more than one rank in a replica, or false, "
+            "but true with 1 rank came (experts are spread over the ranks of one replica)",
+        ),
+    ],
+)
+def test_a_wrong_setting_gets_a_sentence(settings: dict[str, Any], sentence: str) -> None:
+    assert complaint(**settings) == sentence
+
+
+def test_every_wrong_setting_is_named_at_once() -> None:
+    lines = complaint(engine={"num_replicas": 0}, weights={"transport": "tcp"}, modle="x").splitlines()
+    assert [line.split("'")[1] for line in lines] == ["engine.num_replicas", "weights.transport", "modle"]
+
+
+def test_a_missing_model_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^missing setting 'model'"):
+        parse_config({})
+
+
+def test_pydantics_own_error_carries_the_sentence() -> None:
+    # Serve validates the arguments itself, and shows this text.
+    with pytest.raises(ValidationError, match=r"unknown setting 'engine.num_replica' \(did you mean"):
+        AppConfig.model_validate({"model": "m", "engine": {"num_replica": 2}})
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        parse_config({"model": "m"}).engine.num_replicas = 3  # type: ignore[misc]
+
+
+def test_the_ledger_gets_its_part() -> None:
+    ledger = WeightsConfig(commit=CommitMode.ROLLING, lease_s=90).ledger()
+    assert type(ledger) is LedgerConfig
+    assert (ledger.commit, ledger.lease_s) == (CommitMode.ROLLING, 90)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_loopback_needs_no_token(host: str) -> None:
+    assert SecurityConfig(host=host).token({}) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
+def test_any_other_address_needs_a_token(host: str) -> None:
+    with pytest.raises(ConfigError, match="expected a token in SLIPSTREAM_TOKEN"):
+        SecurityConfig(host=host).token({"SLIPSTREAM_TOKEN": " "})
+    token = SecurityConfig(host=host).token({"SLIPSTREAM_TOKEN": "s3cret"})
+    assert token is not None and token.get_secret_value() == "s3cret"
+
+
+def test_a_token_file_wins_and_must_hold_a_token(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    security = SecurityConfig(token_file=file)
+    with pytest.raises(ConfigError, match="No such file"):
+        security.token({})
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        security.token({"SLIPSTREAM_TOKEN": "other"})
+    file.write_text("s3cret\n")
+    token = security.token({"SLIPSTREAM_TOKEN": "other"})
+    assert token is not None and token.get_secret_value() == "s3cret"
+
+
+def test_engine_arguments_that_vllm_does_not_know_are_refused() -> None:
+    check_names({"block_size": 16}, ["block_size"])
+    with pytest.raises(ConfigError, match=r"'engine.extra.blok_size' \(did you mean 'block_size'\?\)"):
+        check_names({"blok_size": 16}, ["block_size"])
+
+
+def test_importing_the_configuration_and_the_launcher_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, app.config, app.launch, app.cli, app.submit\n"
+        "print([name for name in ('torch', 'ray', 'vllm', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_mirrored_settings_are_those_of_the_trainers() -> None:
+    from trainers import losses, optimizer
+
+    for mirror, original in ((LossConfig, losses.LossConfig), (OptimizerConfig, optimizer.OptimizerConfig)):
+        assert _defaults(mirror) == {field.name: field.default for field in dataclasses.fields(original)}
+
+
+def _defaults(section: type[BaseModel]) -> dict[str, Any]:
+    return {name: field.default for name, field in section.model_fields.items()}
