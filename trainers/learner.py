@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from trainers.batching import Row, TokenBatch, collate, plan_micro_batches, share_of_rank
 from trainers.losses import LossConfig, LossTerms, policy_loss, token_weights
-from trainers.optimizer import OptimizerConfig, build_optimizer
+from trainers.optimizer import OptimizerConfig, build_optimizer, learning_rate_factor
 from trainers.policy import Policy
 from trainers.trajectory import Trajectory
 
@@ -88,6 +88,19 @@ class Learner:
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         self.steps_done = state["steps_done"]
+
+    def restart(self, steps_done: int, *, keep_moments: bool) -> None:
+        """Go on from a step other than that of the optimizer's state: the schedule is set to it."""
+        factor = learning_rate_factor(self.config.optimizer)(steps_done)
+        if not keep_moments:
+            self._optimizer.state.clear()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.config.optimizer.learning_rate * factor
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._schedule.load_state_dict(
+            self._schedule.state_dict() | {"last_epoch": steps_done, "_last_lr": rates}
+        )
+        self.steps_done = steps_done
 
     def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[TokenBatch, bool]]:
         plan: list[list[Row]] = plan_micro_batches(

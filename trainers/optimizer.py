@@ -30,20 +30,20 @@ class OptimizerConfig:
 
 def learning_rate_factor(config: OptimizerConfig) -> Callable[[int], float]:
     """The factor on the learning rate in step 0, 1, ...: a linear warm-up, then the schedule."""
-    total, warmup = config.total_steps, config.warmup_steps
-    if config.schedule is not Schedule.CONSTANT and (total is None or total <= warmup):
+    total, warmup, schedule = config.total_steps, config.warmup_steps, Schedule(config.schedule)
+    if schedule is not Schedule.CONSTANT and (total is None or total <= warmup):
         raise ValueError(
-            f"schedule {config.schedule.value!r} needs total_steps above warmup_steps ({warmup}), got {total}"
+            f"schedule {schedule.value!r} needs total_steps above warmup_steps ({warmup}), got {total}"
         )
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        if config.schedule is Schedule.CONSTANT or total is None:
+        if schedule is Schedule.CONSTANT or total is None:
             return 1.0
         progress = min(1.0, (step - warmup) / (total - warmup))
         left = 1.0 - progress
-        if config.schedule is Schedule.COSINE:
+        if schedule is Schedule.COSINE:
             left = 0.5 * (1.0 + math.cos(math.pi * progress))
         return config.final_fraction + (1.0 - config.final_fraction) * left
 

@@ -130,3 +130,16 @@ def test_a_missing_reference_and_an_empty_batch_are_refused(tmp_path: Path) -> N
         Learner(policy, LearnerConfig(loss=LossConfig(kl_coefficient=0.1)))
     with pytest.raises(ValueError, match="at least one trajectory"):
         Learner(policy, CONFIG).step([])
+
+
+def test_a_learner_without_its_optimizer_state_keeps_its_place_in_the_schedule(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    config = replace(CONFIG, optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=3))
+    straight, second = Learner(policy, config), Learner(policy, config)
+    batch = on_policy(policy, ANSWERS)
+    straight.step(batch)
+    straight.step(batch)
+    second.restart(1, keep_moments=False)
+    metrics = second.step(batch)
+    assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(0.5e-3)
+    assert second.step(batch)["learning_rate"] == straight.step(batch)["learning_rate"]

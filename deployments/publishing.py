@@ -1,0 +1,182 @@
+"""The sending side of a round in a trainer rank: a source for vLLM's trainer engines, and the handshake."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from ray.serve.handle import DeploymentHandle
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+)
+
+from deployments.trainer_spec import TrainerSpec
+from deployments.weights.client import FleetWeightSyncClient
+from deployments.weights.plugin import register
+from deployments.weights.protocol import RoundOptions, RoundReport
+from trainers.sources import ParameterSource
+
+FLEET_TIMEOUT_S = 30.0
+logger = logging.getLogger("ray.serve")
+
+Snapshot = dict[str, torch.Tensor]
+
+
+class PublishSource(WeightSource):
+    """vLLM's view of a parameter source, which keeps a copy of what went out.
+
+    The copy is what the store writes later, while the next step already changes the weights: made
+    here, it costs one copy and no second gather.
+
+    Args:
+        keep_copy: on the rank that writes the store.
+    """
+
+    def __init__(self, source: ParameterSource, *, keep_copy: bool) -> None:
+        self._source = source
+        self._keep_copy = keep_copy
+        self._running: Iterator[tuple[str, torch.Tensor]] | None = None
+        self.copy: Snapshot = {}
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(spec.name, spec.dtype, spec.shape) for spec in self._source.specs()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._running = self._pass()
+        return self._running
+
+    def begin(self) -> None:
+        """Before each round."""
+        self._running = None
+        self.copy = {}
+
+    def drain(self) -> None:
+        """Run a pass that failed on this rank to its end: the others are in the same gathers, waiting."""
+        for _ in self._running if self._running is not None else iter(self):
+            pass
+
+    def take_copy(self) -> Snapshot:
+        taken, self.copy = self.copy, {}
+        return taken
+
+    def _pass(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._source:
+            if self._keep_copy:
+                self.copy[name] = tensor.to("cpu", copy=True)
+            yield name, tensor
+
+
+class Publisher:
+    """Publishes this rank's part of the policy; every rank must call `publish`.
+
+    The connection to the fleet is made anew for each membership: a group of processes that has lost
+    or won one cannot be used again, and a restarted controller knows no connection.
+    """
+
+    def __init__(
+        self, spec: TrainerSpec, rank: int, source: ParameterSource, controller: DeploymentHandle
+    ) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._controller = controller
+        self.source = PublishSource(source, keep_copy=rank == 0)
+        self._client = FleetWeightSyncClient(controller, "trainer", RoundOptions())
+        self._engine: TrainerWeightTransferEngine[Any] | None = None
+        self._epoch: int | None = None
+
+    def publish(self, label: str | None) -> RoundReport | None:
+        """One round. The report, on rank 0; None elsewhere.
+
+        Raises:
+            SlipstreamError: the round was aborted, or nobody can take it; the fleet is as it was.
+        """
+        self.source.begin()
+        self._client.options = replace(self._client.options, label=label)
+        try:
+            self._connected().send_weights()
+        except BaseException as error:
+            self._forget()
+            if self._rank == 0:
+                # What went wrong is already known; that the controller cannot be told either adds nothing.
+                with contextlib.suppress(Exception):
+                    self._client.abort(str(error))
+                if self._spec.world_size > 1:
+                    self.source.drain()
+            raise
+        return self._client.report
+
+    def close(self) -> None:
+        self._forget()
+
+    def _connected(self) -> TrainerWeightTransferEngine[Any]:
+        if self._rank != 0:
+            if self._engine is None:
+                self._engine = self._connect(workers=0)
+            return self._engine
+        fleet = self._controller.fleet.remote().result(timeout_s=FLEET_TIMEOUT_S)
+        if self._engine is None or fleet["epoch"] != self._epoch:
+            self._forget()
+            self._engine = self._connect(fleet["workers"])
+            self._epoch = fleet["epoch"]
+        return self._engine
+
+    def _connect(self, workers: int) -> TrainerWeightTransferEngine[Any]:
+        register()
+        return WeightTransferTrainerFactory.trainer_init(
+            init_info=trainer_init_info(self._spec, self._rank, workers),
+            client=self._client,
+            source=self.source,
+        )
+
+    def _forget(self) -> None:
+        engine, self._engine = self._engine, None
+        self._epoch = None
+        if engine is not None:
+            engine.shutdown()
+
+
+def trainer_init_info(spec: TrainerSpec, rank: int, workers: int) -> TrainerInitInfo:
+    """What the transport's sending half needs.
+
+    Args:
+        workers: of all replicas together, those that receive.
+
+    Raises:
+        ValueError: a transport that is not known.
+    """
+    match spec.transport:
+        case "shm":
+            from deployments.weights.shm import ShmTrainerInitInfo
+
+            return ShmTrainerInitInfo(rank=rank, chunk_bytes=spec.chunk_bytes)
+        case "gloo":
+            from deployments.weights.gloo import GlooTrainerInitInfo
+
+            return GlooTrainerInitInfo(
+                rank=rank,
+                master_address=own_address(),
+                master_port=free_port(),
+                world_size=1 + workers,
+                chunk_bytes=spec.chunk_bytes,
+            )
+    raise ValueError(f"transport must be one of 'shm', 'gloo', got {spec.transport!r}")
+
+
+def own_address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
