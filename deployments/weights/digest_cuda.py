@@ -1,0 +1,158 @@
+"""The digests of `digest.py` on a CUDA device, bit for bit, and the search for NaN, in one pass.
+
+A tensor's words are a matrix of rows of `ROW_WORDS`. The host sums a row first and multiplies the
+sums; modulo 2**64 the order is free, so a program here takes a band of columns over a group of rows,
+multiplies each word by its row's number while it passes, and by the column's numbers once at the
+end: the column table, twice as large as a row, is not read for every row.
+
+One launch handles any number of tensors: a table made on the host names the groups.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.triton_utils import tl, triton
+
+from deployments.weights.digest import ROW_WORDS, multipliers, row_multipliers
+
+ROW_BYTES = ROW_WORDS * 4
+GROUP_ROWS = 16
+COLUMNS = 2048
+_ALIGNMENT = 16  # the kernel promises this to the compiler, for wide loads
+_MAX_ROWS = 1 << 18  # of one tensor: 16 GiB
+
+# The exponent bits in the low and the high half of a word: all set means NaN or infinity.
+_EXPONENTS = {
+    torch.bfloat16: (0x7F80, 0x7F800000),
+    torch.float16: (0x7C00, 0x7C000000),
+    torch.float32: (0, 0x7F800000),
+}
+
+
+@triton.jit
+def _digest_groups(
+    groups: Any,  # int64 [g, 6]: address, bytes, first row, tensor, low and high exponent bits
+    column_table: Any,  # int64 [ROW]
+    row_table: Any,  # int64 [rows of the largest tensor]
+    found: Any,  # int64 [n], zero
+    bad: Any,  # int32 [n], zero
+    ROW: tl.constexpr,
+    BAND: tl.constexpr,
+) -> None:
+    entry = groups + tl.program_id(0).to(tl.int64) * 6
+    band = tl.program_id(1)
+    address = tl.load(entry)
+    size = tl.load(entry + 1)
+    first_row = tl.load(entry + 2)
+    tensor = tl.load(entry + 3)
+    low = tl.load(entry + 4).to(tl.int32)
+    high = tl.load(entry + 5).to(tl.int32)
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    columns = band * BAND + tl.arange(0, BAND)
+    sums = tl.zeros([BAND], dtype=tl.int64)
+    wrong = tl.zeros([BAND], dtype=tl.int32)
+    whole = size // 4
+    full_rows = (whole // ROW).to(tl.int32)
+    # Full rows without a mask: only then are the loads wide.
+    for row in range(0, full_rows):
+        word = tl.load(words + row * ROW + columns)
+        sums += word.to(tl.int64) * tl.load(row_table + first_row + row)
+        wrong |= ((low != 0) & ((word & low) == low)).to(tl.int32)
+        wrong |= ((high != 0) & ((word & high) == high)).to(tl.int32)
+    if full_rows * ROW < whole:
+        at = full_rows * ROW + columns
+        part = tl.load(words + at, mask=at < whole, other=0)
+        sums += part.to(tl.int64) * tl.load(row_table + first_row + full_rows)
+        wrong |= ((low != 0) & ((part & low) == low)).to(tl.int32)
+        wrong |= ((high != 0) & ((part & high) == high)).to(tl.int32)
+    total = tl.sum(sums * tl.load(column_table + columns), axis=0)
+    any_wrong = tl.max(wrong, axis=0)
+    rest = size - whole * 4
+    if (band == 0) & (rest > 0):
+        # The last one to three bytes make a word with zeros behind them.
+        lanes = tl.arange(0, 4)
+        tail = tl.load(address.to(tl.pointer_type(tl.uint8)) + whole * 4 + lanes, mask=lanes < rest, other=0)
+        last = tl.sum(tail.to(tl.int32) << (8 * lanes), axis=0)
+        row_number = tl.load(row_table + first_row + whole // ROW)
+        column_number = tl.load(column_table + whole % ROW)
+        total += last.to(tl.int64) * row_number * column_number
+        any_wrong = tl.maximum(any_wrong, ((low != 0) & ((last & low) == low)).to(tl.int32))
+    tl.atomic_add(found + tensor, total, sem="relaxed")
+    tl.atomic_max(bad + tensor, any_wrong, sem="relaxed")
+
+
+def device_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The digests (int64 [n], on the device) of contiguous tensors on one CUDA device."""
+    return inspect(tensors)[0]
+
+
+def inspect(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Digests (int64 [n]) and whether a tensor holds NaN or infinity (bool [n]), both on the device.
+
+    Nothing waits for the device: the work is queued on the current stream. A dtype whose NaN is not
+    known by its exponent alone (float8, float64) is never called bad.
+    """
+    device = tensors[0].device
+    flat = [_bytes(tensor) for tensor in tensors]
+    sizes = np.array([data.numel() for data in flat], dtype=np.int64)
+    groups = _groups(tensors, flat, sizes)
+    found = torch.zeros(len(flat), dtype=torch.int64, device=device)
+    bad = torch.zeros(len(flat), dtype=torch.int32, device=device)
+    # One upload for both tables, from pinned memory: a copy from pageable memory waits for the stream.
+    upload = torch.from_numpy(np.concatenate([groups.reshape(-1), sizes])).pin_memory()
+    table = upload.to(device, non_blocking=True)
+    if len(groups):
+        with torch.cuda.device(device):
+            _digest_groups[(len(groups), ROW_WORDS // COLUMNS)](
+                table,
+                _column_table(device),
+                _row_table(device),
+                found,
+                bad,
+                ROW=ROW_WORDS,
+                BAND=COLUMNS,
+                num_warps=4,
+            )
+    # `flat` may own copies of misaligned tensors: the allocator keeps their memory in stream order.
+    return found ^ table[groups.size :], bad != 0
+
+
+def _groups(
+    tensors: Sequence[torch.Tensor], flat: Sequence[torch.Tensor], sizes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The kernel's work list, int64 [g, 6]; see `_digest_groups`."""
+    span = GROUP_ROWS * ROW_BYTES
+    if len(sizes) and int(sizes.max()) > _MAX_ROWS * ROW_BYTES:
+        raise ValueError(f"a tensor of {sizes.max()} bytes; at most {_MAX_ROWS * ROW_BYTES} are digested")
+    counts = -(-sizes // span)
+    owner = np.repeat(np.arange(len(sizes)), counts)
+    place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    addresses = np.array([data.data_ptr() for data in flat], dtype=np.int64)
+    exponents = np.array([_EXPONENTS.get(t.dtype, (0, 0)) for t in tensors], dtype=np.int64).reshape(-1, 2)
+    table = np.empty((len(owner), 6), dtype=np.int64)
+    table[:, 0] = addresses[owner] + place * span
+    table[:, 1] = np.minimum(sizes[owner] - place * span, span)
+    table[:, 2] = place * GROUP_ROWS
+    table[:, 3] = owner
+    table[:, 4:] = exponents[owner]
+    return table
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    return data if data.data_ptr() % _ALIGNMENT == 0 else data.clone()
+
+
+@cache
+def _column_table(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(multipliers(ROW_WORDS, 1)).to(device)
+
+
+@cache
+def _row_table(device: torch.device) -> torch.Tensor:
+    # A shorter table is a prefix of a longer one: both are drawn from the start of one stream.
+    return torch.from_numpy(row_multipliers(_MAX_ROWS)).to(device)
