@@ -23,6 +23,8 @@ from deployments.trainer_worker import TrainerWorker
 PING_TIMEOUT_S = 30.0
 # After one rank has failed, the others may wait in a collective for good.
 STRAGGLER_S = 10.0
+# A second concurrency group, so that a ping is answered during a step; the first has one thread.
+_ACTOR = ray.remote(concurrency_groups={"control": 1})(TrainerWorker)
 logger = logging.getLogger("ray.serve")
 
 
@@ -40,20 +42,16 @@ class WorkerGroup:
         threads = spec.cpu_threads if spec.cpu_threads > 0 else os.cpu_count() or 1
         group = cls(
             [
-                ray.remote(TrainerWorker)
-                .options(
+                _ACTOR.options(
                     name=f"slipstream-trainer-{incarnation}-{rank}",
                     num_cpus=0,
                     num_gpus=spec.gpus_per_rank if spec.device == "cuda" else 0,
                     max_restarts=0,
-                    # A second group, so that a ping is answered during a step; the first has one thread.
-                    concurrency_groups={"control": 1},
                     # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU, so that torch
                     # would leave all cores but one idle. It counts for every thread of the process,
                     # which torch.set_num_threads does not.
                     runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
-                )
-                .remote(spec, rank, controller)
+                ).remote(spec, rank, controller)
                 for rank in range(spec.world_size)
             ]
         )
