@@ -1,0 +1,1 @@
+"""Ray jobs that run against a fleet over HTTP."""

@@ -1,0 +1,65 @@
+"""What is graded of an answer, and rewards of the user's own."""
+
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# (one line of the prompt file, or reasoning-gym's entry; what is graded of the answer) -> the reward
+Reward = Callable[[Mapping[str, Any], str], float]
+Extractor = Callable[[str], str]
+
+# A minus that touches its digits and follows neither a digit nor a blank after one is a sign, "5 - 3" is not.
+_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
+
+
+def whole(text: str) -> str:
+    """The answer as it is, without surrounding blanks."""
+    return text.strip()
+
+
+def last_number(text: str) -> str:
+    """The last number of the answer, as is usual for arithmetic: "6 + 2 = 8." is graded as "8"."""
+    found = _NUMBER.findall(text)
+    return found[-1] if found else ""
+
+
+def first_line(text: str) -> str:
+    return text.strip().partition("\n")[0].strip()
+
+
+EXTRACTORS: dict[str, Extractor] = {"last-number": last_number, "whole": whole, "first-line": first_line}
+
+
+def load_reward(path: str) -> Reward:
+    """A reward by its import path, `package.module:function`; called as `function(entry, answer)`.
+
+    Raises:
+        ValueError: no such module or function, or one that cannot be called with two arguments.
+    """
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"--reward must look like package.module:function, got {path!r}")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--reward {path!r} cannot be imported: {error}") from error
+    try:
+        inspect.signature(function).bind({}, "")
+    except TypeError as error:
+        raise ValueError(f"--reward {path!r} must take (entry, answer): {error}") from error
+    loaded: Reward = function
+    return loaded
+
+
+def checked(reward: Any, source: str) -> float:
+    """The reward as a number.
+
+    Raises:
+        ValueError: it is not a finite number.
+    """
+    if isinstance(reward, bool | int | float) and math.isfinite(reward):
+        return float(reward)
+    raise ValueError(f"{source} must return a finite number, got {reward!r}")

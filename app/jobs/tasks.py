@@ -1,0 +1,119 @@
+"""Where prompts come from, and what their answers are worth.
+
+The default is reasoning-gym's `chain_sum` with two one-digit terms. The small built-in model gets
+about one in ten right when asked for the answer alone; what it can learn within minutes is to write
+the sum out before its result ("6 + 2 = 8"), and then to compute it. The reward is the task's own
+score of the last number in the answer; nothing is added to it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from app.jobs.rewards import Extractor, Reward, checked
+
+Message = dict[str, str]
+
+INSTRUCTION = "Reply with the answer only."
+EXAMPLES_SEED = 5  # the examples in the prompt are the same in every run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    messages: list[Message]
+    entry: Mapping[str, Any]
+
+
+class Task(Protocol):
+    def problem(self, number: int) -> Problem:
+        """The same one for the same number, in every process."""
+
+    def score(self, problem: Problem, answer: str) -> float: ...
+
+
+class ReasoningGymTask:
+    """A data set of reasoning-gym, with some of its own problems solved in the prompt.
+
+    Args:
+        settings: of the data set, see reasoning-gym.
+        shots: solved examples before the question.
+        extract: what of an answer is graded.
+
+    Raises:
+        ValueError: reasoning-gym does not know the data set, or refuses its settings.
+    """
+
+    def __init__(
+        self, name: str, settings: Mapping[str, Any], *, shots: int, seed: int, extract: Extractor
+    ) -> None:
+        import reasoning_gym
+
+        try:
+            self._problems = reasoning_gym.create_dataset(name, seed=_spread(seed), size=1 << 40, **settings)
+            examples = reasoning_gym.create_dataset(name, seed=EXAMPLES_SEED, size=max(1, shots), **settings)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ValueError(f"reasoning-gym refuses {name!r} with {dict(settings)}: {error}") from error
+        self._extract = extract
+        self._head = [_message("system", INSTRUCTION)]
+        for number in range(shots):
+            self._head += [
+                _message("user", examples[number]["question"]),
+                _message("assistant", examples[number]["answer"]),
+            ]
+
+    def problem(self, number: int) -> Problem:
+        entry = self._problems[number]
+        return Problem(messages=[*self._head, _message("user", entry["question"])], entry=entry)
+
+    def score(self, problem: Problem, answer: str) -> float:
+        return checked(self._problems.score_answer(self._extract(answer), problem.entry), "reasoning-gym")
+
+
+class PromptFileTask:
+    """Prompts out of a JSON Lines file, scored by the user's own function; goes round and round.
+
+    Each line has `messages` (a conversation) or `prompt` (a user's message), and whatever else the
+    reward wants to see.
+
+    Raises:
+        ValueError: no prompts, or a line without one; the message has its number.
+    """
+
+    def __init__(self, path: Path, reward: Reward, *, extract: Extractor) -> None:
+        self._reward = reward
+        self._extract = extract
+        try:
+            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except OSError as error:
+            raise ValueError(f"--prompts {path} cannot be read: {error}") from error
+        self._problems = [_line(path, number, line) for number, line in enumerate(lines, start=1)]
+        if not self._problems:
+            raise ValueError(f"--prompts {path} must have at least one line, got none")
+
+    def problem(self, number: int) -> Problem:
+        return self._problems[number % len(self._problems)]
+
+    def score(self, problem: Problem, answer: str) -> float:
+        return checked(self._reward(problem.entry, self._extract(answer)), "the reward")
+
+
+def _line(path: Path, number: int, line: str) -> Problem:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}:{number} must be JSON: {error}") from error
+    if not isinstance(entry, dict) or not ("messages" in entry or "prompt" in entry):
+        raise ValueError(f"{path}:{number} must be an object with 'messages' or 'prompt', got {line[:80]!r}")
+    messages: Sequence[Message] = entry.get("messages") or [_message("user", str(entry["prompt"]))]
+    return Problem(messages=list(messages), entry=entry)
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _spread(seed: int) -> int:
+    # reasoning-gym draws problem i from Random(seed + i): neighbouring seeds are the same problems, shifted.
+    return (seed + 1) * 1_000_003

@@ -1,0 +1,94 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.jobs.groups import Answer, Group, GroupQueue
+from trainers.advantages import AdvantageEstimator
+from trainers.trajectory import VersionSpan, parse_trajectories
+
+
+def group(number: int, *versions: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
+    spans = tuple(VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(versions))
+    tokens = len(versions)
+    answer = Answer(token_ids=(3,) * tokens, logprobs=(-1.0,) * tokens, text="", weight_versions=spans)
+    return Group(number=number, prompt_token_ids=(1, 2), answers=[answer] * len(rewards), rewards=rewards)
+
+
+async def test_groups_come_out_in_order() -> None:
+    queue = GroupQueue(capacity=4, max_staleness=0)
+    for number in range(3):
+        await queue.put(group(number, 1))
+    assert [g.number for g in await queue.take(2, version=1)] == [0, 1]
+    assert len(queue) == 1
+
+
+async def test_a_producer_waits_while_the_queue_is_full() -> None:
+    queue = GroupQueue(capacity=1, max_staleness=0)
+    await queue.put(group(0, 1))
+    second = asyncio.ensure_future(queue.put(group(1, 1)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not second.done()
+    await queue.take(1, version=1)
+    await asyncio.wait_for(second, 5)
+    assert len(queue) == 1
+
+
+async def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
+    queue = GroupQueue(capacity=4, max_staleness=1)
+    await queue.put(group(0, 3, 4, 5))  # began at version 3: two behind
+    await queue.put(group(1, 4, 5))
+    assert [g.number for g in await queue.take(1, version=5)] == [1]
+    assert queue.dropped == 1
+
+
+async def test_what_is_dropped_makes_room_for_a_waiting_producer() -> None:
+    queue = GroupQueue(capacity=1, max_staleness=0)
+    await queue.put(group(0, 1))
+    waiting = asyncio.ensure_future(queue.put(group(1, 2)))
+    taken = await asyncio.wait_for(queue.take(1, version=2), 5)
+    await waiting
+    assert [g.number for g in taken] == [1] and queue.dropped == 1
+
+
+async def test_more_than_the_queue_holds_cannot_be_taken() -> None:
+    with pytest.raises(ValueError, match="a queue of 2 groups never holds 3"):
+        await GroupQueue(capacity=2, max_staleness=0).take(3, version=0)
+    with pytest.raises(ValueError, match="capacity of at least 1"):
+        GroupQueue(capacity=0, max_staleness=0)
+
+
+@given(
+    st.lists(st.integers(0, 10), min_size=1, max_size=20),
+    st.integers(0, 3),
+    st.integers(0, 12),
+)
+def test_nothing_too_old_is_ever_taken_and_nothing_fresh_is_lost(
+    versions: list[int], max_staleness: int, current: int
+) -> None:
+    async def run() -> None:
+        queue = GroupQueue(capacity=20, max_staleness=max_staleness)
+        for number, version in enumerate(versions):
+            await queue.put(group(number, version))
+        fresh = [n for n, v in enumerate(versions) if current - v <= max_staleness]
+        taken = await queue.take(len(fresh), current)
+        assert [g.number for g in taken] == fresh
+        assert queue.dropped == len(versions) - len(fresh)
+
+    asyncio.run(run())
+
+
+def test_trajectories_carry_the_spans_and_satisfy_the_trainer() -> None:
+    made = group(0, 4, 5).trajectories(AdvantageEstimator.DR_GRPO)
+    assert [t["advantage"] for t in made] == [-0.5, 0.5]
+    (first, _) = parse_trajectories(made, vocabulary_size=10, max_length=10)
+    assert first.weight_versions == (
+        VersionSpan(version=4, start=0, end=1),
+        VersionSpan(version=5, start=1, end=2),
+    )
+
+
+def test_a_group_of_equal_rewards_teaches_nothing() -> None:
+    assert group(0, 1, rewards=(1.0, 1.0)).trajectories(AdvantageEstimator.GRPO) == []

@@ -1,0 +1,71 @@
+from pathlib import Path
+
+import pytest
+
+from app.jobs.rewards import last_number, whole
+from app.jobs.tasks import INSTRUCTION, PromptFileTask, ReasoningGymTask
+
+SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def sums(seed: int = 0, shots: int = 2) -> ReasoningGymTask:
+    return ReasoningGymTask("chain_sum", SETTINGS, shots=shots, seed=seed, extract=last_number)
+
+
+def test_a_problem_is_the_same_every_time_and_differs_between_seeds() -> None:
+    first = [sums().problem(number).messages[-1] for number in range(20)]
+    assert first == [sums().problem(number).messages[-1] for number in range(20)]
+    other = [sums(seed=1).problem(number).messages[-1] for number in range(20)]
+    assert sum(a == b for a, b in zip(first, other, strict=True)) < 10
+    assert first[1:] != other[:-1]
+
+
+def test_solved_examples_come_before_the_question() -> None:
+    messages = sums().problem(3).messages
+    assert [message["role"] for message in messages] == ["system", *["user", "assistant"] * 2, "user"]
+    assert messages[0]["content"] == INSTRUCTION
+    assert len(sums(shots=0).problem(3).messages) == 2
+
+
+def test_the_score_is_the_tasks_own_of_the_last_number() -> None:
+    task = sums()
+    problem = task.problem(0)
+    right = problem.entry["answer"]
+    assert task.score(problem, right) == 1.0
+    assert task.score(problem, f"1 + 1 = {right}.") == 1.0
+    assert task.score(problem, f"{right}, no: 1234") < 0.5
+    assert task.score(problem, "") == 0.0
+
+
+@pytest.mark.parametrize(("name", "settings"), [("no_such_set", {}), ("chain_sum", {"min_terms": 0})])
+def test_a_data_set_that_cannot_be_made_is_named(name: str, settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"reasoning-gym refuses '{name}'"):
+        ReasoningGymTask(name, settings, shots=0, seed=0, extract=whole)
+
+
+def test_prompts_of_a_file_go_round_and_meet_the_users_reward(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "2 + 2?", "right": "4"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+    )
+    task = PromptFileTask(file, lambda entry, answer: answer == entry.get("right"), extract=whole)
+    assert task.problem(0) == task.problem(2)
+    assert task.problem(0).messages == [{"role": "user", "content": "2 + 2?"}]
+    assert task.problem(1).messages == [{"role": "user", "content": "hi"}]
+    assert task.score(task.problem(0), " 4 ") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "at least one line"),
+        ("{", ":1 must be JSON"),
+        ('{"a": 1}', ":1 must be an object with 'messages'"),
+    ],
+)
+def test_a_prompt_file_that_is_not_sound_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=sentence):
+        PromptFileTask(tmp_path / "p.jsonl", lambda entry, answer: 0.0, extract=whole)
+    with pytest.raises(ValueError, match="cannot be read"):
+        PromptFileTask(tmp_path / "nowhere", lambda entry, answer: 0.0, extract=whole)
