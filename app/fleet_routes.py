@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -52,7 +53,7 @@ class FleetRoutes:
         return JSONResponse(await self._controller.fleet.remote())
 
     async def rounds(self, request: Request) -> Response:
-        return JSONResponse({"rounds": await self._controller.rounds.remote()})
+        return JSONResponse({"rounds": [asdict(each) for each in await self._controller.rounds.remote()]})
 
     async def events(self, request: Request) -> Response:
         """Server-sent events; `Last-Event-ID` or `?since=N` goes on where the client left off."""
@@ -70,7 +71,7 @@ class FleetRoutes:
 
     async def metrics(self, request: Request) -> Response:
         fleet = await self._controller.fleet.remote()
-        rounds = await self._controller.rounds.remote()
+        rounds = [asdict(each) for each in await self._controller.rounds.remote()]
         return PlainTextResponse(exposition(fleet, rounds), media_type=CONTENT_TYPE_LATEST)
 
     async def _events(self, since: int) -> AsyncIterator[str]:

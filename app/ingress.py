@@ -4,6 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -59,7 +60,8 @@ class Ingress:
             exception_handlers={
                 SlipstreamError: _say,
                 HTTPException: _say_http,
-                Exception: _say_unexpected,
+                RayError: _say_foreign,
+                Exception: _say_foreign,
             },
         )
 
@@ -91,7 +93,7 @@ async def _say_http(request: Request, error: Exception) -> Response:
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
-async def _say_unexpected(request: Request, error: Exception) -> Response:
+async def _say_foreign(request: Request, error: Exception) -> Response:
     # Serve hands errors of other deployments over as RayTaskError; its cause is what was raised.
     cause: Any = getattr(error, "cause", None)
     if isinstance(cause, SlipstreamError):

@@ -14,12 +14,14 @@ from app.config import AppConfig, Device
 from app.engine_args import check_engine_args
 from app.ingress import Ingress
 from app.models import resolve_model
+from app.trainer_settings import trainer_spec
 from deployments.controller import Controller
 from deployments.engine import EngineSpec
 from deployments.liveness import ServeReplicas
 from deployments.rollout import Rollout
 from deployments.router import RouterLimits
 from deployments.routing import FleetRequestRouter
+from deployments.trainer import Trainer
 
 # A replica reserves one CPU unless told otherwise, and requests to one that cannot be placed
 # hang in silence.
@@ -68,8 +70,6 @@ def build(args: AppConfig) -> Application:
     )
     trainer = None
     if args.trainer is not None:
-        from deployments.trainer import Trainer
-
         trainer = serve.deployment(
             Trainer,
             name="trainer",
@@ -77,7 +77,7 @@ def build(args: AppConfig) -> Application:
             max_ongoing_requests=UNLIMITED,
             ray_actor_options=NO_CPU,
             health_check_period_s=HEALTH_PERIOD_S,
-        ).bind(args.trainer, model, controller, args.weights, args.store_path)
+        ).bind(trainer_spec(args, args.trainer, model), controller)
     ingress = serve.ingress()(Ingress)
     return serve.deployment(
         ingress,

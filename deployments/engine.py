@@ -24,7 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from deployments.spans import RECORDER, SpanRecorder
-from deployments.weights.protocol import CommitArgs, InFlight, KvCache, ReplicaTimings
+from deployments.weights.protocol import CommitArgs, KvCache, ReplicaTimings
 
 WORKER_EXTENSION = "deployments.weights.worker.StagingWorkerExtension"
 
@@ -134,8 +134,6 @@ class Engine:
         # Not llm.pause_generation: it sleeps 20 ms after the pause for the sake of tidy logs. The
         # answer is awaited, because a step in flight would be labelled with the new version.
         await core.pause_scheduler_async(mode=args.in_flight.value, clear_cache=recompute)
-        if args.in_flight is InFlight.ABORT:
-            await asyncio.sleep(0)
         paused = time.perf_counter()
         calls = [self._swap(), core.set_weight_version_async(str(args.version))]
         if not recompute:
@@ -143,7 +141,9 @@ class Engine:
         if not (args.hold or self.paused_by_user):
             calls.append(core.resume_scheduler_async())
         # Sent without waiting in between: the engine core handles them in this order.
-        failures = [r for r in await asyncio.gather(*calls, return_exceptions=True) if isinstance(r, Exception)]
+        failures = [
+            r for r in await asyncio.gather(*calls, return_exceptions=True) if isinstance(r, Exception)
+        ]
         if failures:
             raise failures[0]
         self.version = args.version

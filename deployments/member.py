@@ -29,6 +29,7 @@ class EngineMember:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._payloads = 0
+        self._staged: dict[str, Any] = {}
         self.staged_round: int | None = None
         self.admitted = False
         self.committed_version = engine.version
@@ -107,12 +108,12 @@ class EngineMember:
         if len(names) > 1:
             raise RuntimeError(f"workers of one replica staged different tensors: {sorted(names)}")
         self.staged_round = args["round_id"]
-        return {
-            "digest": states[0]["digest"],
+        self._staged = {
             "bytes": sum(state["bytes"] for state in states),
             "stage_s": max(state["stage_s"] for state in states),
             "verify_s": max(state["verify_s"] for state in states),
         }
+        return {"digest": states[0]["digest"], **self._staged}
 
     async def _commit(self, args: dict[str, Any]) -> dict[str, Any]:
         timings = await self._engine.commit(
@@ -126,7 +127,7 @@ class EngineMember:
             )
         )
         self.staged_round = None
-        return asdict(timings)
+        return asdict(timings) | self._staged
 
     async def _release(self, args: dict[str, Any]) -> None:
         await self._engine.release()

@@ -64,9 +64,7 @@ class Rollout:
         self._following = asyncio.create_task(self._follower.run())
         await self._until_admitted()
 
-    async def http(
-        self, request: HttpRequest, demand: Demand
-    ) -> AsyncIterator[HttpAnswer | bytes]:
+    async def http(self, request: HttpRequest, demand: Demand) -> AsyncIterator[HttpAnswer | bytes]:
         """Answer one HTTP request: an `HttpAnswer`, then the rest of the body if it is a stream.
 
         Raises:
@@ -187,7 +185,7 @@ class Rollout:
         self, answer: HttpAnswer, headers: list[tuple[bytes, bytes]], recorder: SpanRecorder
     ) -> HttpAnswer:
         if dict(answer.headers).get(b"content-type", b"").startswith(b"application/json"):
-            body = annotate_json(answer.body, recorder)
+            body = annotate_json(answer.body, recorder, answer.status)
             headers = [(name, value) for name, value in headers[:-1] if name != b"content-length"]
             headers += [
                 (b"content-length", str(len(body)).encode()),

@@ -73,7 +73,9 @@ class Router:
                 headers=[(k, v) for k, v in request.headers.raw if k not in HOP_BY_HOP],
                 body=await read_body(request, self._limits.max_body_bytes),
             )
-            answer, rest = await self._answer(inner, demand_of(request.headers, self._limits.weight_timeout_s))
+            answer, rest = await self._answer(
+                inner, demand_of(request.headers, self._limits.weight_timeout_s)
+            )
         except BaseException:
             self.in_flight -= 1
             raise
@@ -85,9 +87,7 @@ class Router:
         response.raw_headers = [(k, v) for k, v in answer.headers if k != b"content-length"]
         return response
 
-    async def _answer(
-        self, request: HttpRequest, demand: Demand
-    ) -> tuple[HttpAnswer, "ReplicaStream"]:
+    async def _answer(self, request: HttpRequest, demand: Demand) -> tuple[HttpAnswer, "ReplicaStream"]:
         """The first message of a replica's answer; tries replica after replica."""
         deadline = time.monotonic() + self._limits.find_replica_timeout_s
         reason = "no replica is ready"

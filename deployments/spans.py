@@ -34,15 +34,25 @@ class SpanRecorder:
             self.version = max(self.version, spans[-1]["version"])
 
 
-def annotate_json(body: bytes, recorder: SpanRecorder) -> bytes:
-    """The JSON answer with versions; anything that is not a JSON object goes out as it came."""
+def annotate_json(body: bytes, recorder: SpanRecorder, status: int) -> bytes:
+    """The JSON answer with versions, or an error in the shape that all of ours have.
+
+    Anything that is not a JSON object goes out as it came.
+    """
     try:
         answer = json.loads(body)
     except ValueError:
         return body
     if not isinstance(answer, dict):
         return body
-    _annotate(answer, recorder)
+    if status >= 400:
+        if "error" not in answer:  # FastAPI's own, as for a route that does not exist
+            message = str(answer.get("detail", answer))
+            answer = {"error": {"type": "not_found" if status == 404 else "http_error", "message": message}}
+        if isinstance(answer["error"], dict):
+            answer["error"].setdefault("detail", {})
+    else:
+        _annotate(answer, recorder)
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
@@ -66,13 +76,12 @@ class StreamAnnotator:
             data = json.loads(event[len(b"data: ") :])
         except ValueError:  # an event cut in two by the transport: leave it whole
             return event
-        _annotate(data, self._recorder)
+        if "error" not in data:
+            _annotate(data, self._recorder)
         return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _annotate(answer: dict[str, Any], recorder: SpanRecorder) -> None:
-    if "error" in answer:
-        return
     answer["weight_version"] = recorder.version
     for choice in answer.get("choices", []):
         spans = recorder.spans.get(choice.get("index", 0))
