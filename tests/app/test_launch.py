@@ -1,4 +1,6 @@
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -146,6 +148,9 @@ def test_a_fleet_that_cannot_start_says_why_and_ends(tmp_path: Path, end_later: 
     text = fleet.output.read_text()
     assert "the fleet could not be started" in text
     assert "RuntimeError: no weights here" in text
+    (kept,) = re.findall(r"logs are in (/tmp/slip-\w+)", text)
+    assert (Path(kept) / "session_latest" / "logs").is_dir()
+    shutil.rmtree(kept)
 
 
 def test_a_wrong_setting_ends_the_launcher_before_anything_starts(tmp_path: Path) -> None:
