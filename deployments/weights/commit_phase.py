@@ -31,6 +31,7 @@ class CommitPhase:
 
     def decide(self, current: Round, now: float) -> None:
         """The point of no return: this decision is durable before any replica hears of it."""
+        current.left_behind |= {each.replica_id: each.reason for each in current.participants if each.out}
         current.participants = tuple(current.remaining())
         participants = tuple(
             Participant(
@@ -53,7 +54,10 @@ class CommitPhase:
 
     def resume(self, decision: Committed, now: float) -> None:
         """Take a decided round up again in a new process, before any member has registered."""
-        members = [self._fleet.returning(each, decision.version - 1, now) for each in decision.participants]
+        members = [
+            self._fleet.returning(each, version=decision.version - 1, was_serving=False, now=now)
+            for each in decision.participants
+        ]
         current = Round(
             round_id=decision.round_id,
             version=decision.version,
@@ -74,18 +78,16 @@ class CommitPhase:
         """A participant of a resumed round registered again: it has swapped, can swap, or starts over."""
         current = self._book.current
         member.world_size = report.world_size
+        member.state = MemberState.SERVING if member.was_serving else MemberState.JOINING
         if current is None or member not in current.commits:
-            at_committed = report.version == self._book.committed_version
-            member.state = MemberState.SERVING if at_committed and current is None else MemberState.JOINING
+            if report.version != self._book.committed_version:
+                member.state = MemberState.JOINING
             return
         task = current.commits[member]
         if report.version == current.version:
-            member.state = MemberState.SERVING
             task.answers[member.replica_id] = Acknowledgement(seq=0, outcome=Outcome.DONE)
             task.waiting.discard(member)
-        elif report.staged_round == current.round_id:
-            member.state = MemberState.SERVING
-        else:
+        elif report.staged_round != current.round_id:
             member.state = MemberState.JOINING
             current.left_behind[member.replica_id] = "lost its staging while the controller restarted"
             task.waiting.discard(member)
@@ -108,7 +110,7 @@ class CommitPhase:
         """Give COMMIT to as many as may be unavailable at once, then look whether all are through."""
         together = current.commit is CommitMode.TOGETHER
         limit = len(current.participants) if together else self._fleet.config.max_unavailable
-        busy = [member for member in current.ordered if current.commits[member].waiting]
+        busy = [member for member in current.ordered if not current.commits[member].done]
         ready = [
             member
             for member, task in current.commits.items()
@@ -117,9 +119,8 @@ class CommitPhase:
         for member in ready[: max(0, limit - len(busy))]:
             current.ordered.add(member)
             self._order_commit(current, member, now)
-        if current.phase is RoundPhase.COMMITTING and not any(
-            task.waiting for task in current.commits.values()
-        ):
+        through = all(task.done for task in current.commits.values())
+        if current.phase is RoundPhase.COMMITTING and through:
             self._release(current, now)
 
     def _order_commit(self, current: Round, member: Member, now: float) -> None:
@@ -146,6 +147,7 @@ class CommitPhase:
                 reason = f"acknowledged version {current.version} but holds {member.version}"
             if reason is not None:
                 self._fence_until_certain(current, member, f"commit: {reason}", now)
+        task.finish()
         self._roll(current, now)
 
     def _fence_until_certain(self, current: Round, member: Member, reason: str, now: float) -> None:

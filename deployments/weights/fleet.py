@@ -73,7 +73,9 @@ class Fleet:
         self.events.record("register", now, replica=joiner.replica_id, version=joiner.version)
         return joiner
 
-    def returning(self, participant: Participant, version: int, now: float) -> Member | None:
+    def returning(
+        self, participant: Participant, *, version: int, was_serving: bool, now: float
+    ) -> Member | None:
         """A member of before a restart, waited for; None if it is certain never to serve again. One that
         was fenced meanwhile may not have been told, and is waited for all the same."""
         fence = self.fences.get(participant.incarnation)
@@ -86,6 +88,7 @@ class Fleet:
                 incarnation=participant.incarnation,
                 world_size=participant.world_size,
                 version=version,
+                was_serving=was_serving,
                 state=MemberState.RETURNING if fence is None else MemberState.FENCED,
                 reason="" if fence is None else fence.reason,
                 seen=now,

@@ -10,7 +10,7 @@ from deployments.weights.protocol import Acknowledgement, Instruction, Instructi
 
 
 class MemberState(StrEnum):
-    RETURNING = "returning"  # served before the controller restarted; not heard of since
+    RETURNING = "returning"  # a member before the controller restarted; not heard of since
     JOINING = "joining"  # alive, takes no requests yet
     SERVING = "serving"
     FENCED = "fenced"  # never serves again; not gone yet
@@ -28,6 +28,7 @@ class Member:
     reason: str = ""  # why it is fenced or lost
     orders: list["Order"] = field(default_factory=list)  # in order, not acknowledged yet
     told: tuple[Any, ...] | None = None  # what the last directive said
+    was_serving: bool = False  # before the controller restarted
     fence_told: bool = False  # it knows that it is fenced; until then it may still take a request
 
     @property

@@ -69,6 +69,6 @@ def recover(
         fleet.decisions.append(Aborted(round_id=open_round, reason="the controller restarted"))
         fleet.events.record("round", now, round_id=open_round, phase="aborted", version=None)
     for each in admitted:
-        fleet.returning(each.member, book.committed_version, now)
+        fleet.returning(each.member, version=book.committed_version, was_serving=True, now=now)
     if committed is not None:
         commit_phase.resume(committed, now)
