@@ -199,6 +199,12 @@ class Controller:
             )
         return str(self._store.path_of(version))
 
+    async def set_label(self, label: str) -> None:
+        """Name the committed version anew."""
+        self._enter()
+        self._ledger.set_label(label, self._clock())
+        self._publish()
+
     # -- queries ------------------------------------------------------------------------------
 
     async def fleet(self) -> dict[str, Any]:

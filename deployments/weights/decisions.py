@@ -66,6 +66,15 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Labelled:
+    """The committed version got another label."""
+
+    version: int
+    label: str
+    kind: Literal["labelled"] = "labelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """Every participant of a committed round serves its version, or is certain not to serve."""
 
@@ -113,6 +122,7 @@ Decision = (
     | EpochChanged
     | Opened
     | Committed
+    | Labelled
     | Finished
     | Aborted
     | Stored

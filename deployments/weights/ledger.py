@@ -184,14 +184,17 @@ class Ledger:
         self._advance(now)
 
     def call(self, operation: FleetOperation, arguments: Mapping[str, Any], now: float) -> Task:
-        """The task's result is {replica id: value} of every serving member, or its error names those
-        that could not."""
+        """The task's result is {replica id: value}; its error names the replicas that could not."""
         return self._ask_operation(operation, arguments, now)
 
     def set_stored(self, version: int, path: str, label: str | None, now: float) -> None:
         """A version is on disk now. Joiners may load it from there."""
         self._admission.set_stored(version, path, label, now)
         self._advance(now)
+
+    def set_label(self, label: str, now: float) -> None:
+        """Name the committed version anew."""
+        self._book.relabel(label, now)
 
     # -- time and memory ----------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from deployments.weights.decisions import (
     EpochChanged,
     Fenced,
     Finished,
+    Labelled,
     LeaseIssued,
     Opened,
     Started,
@@ -58,6 +59,8 @@ def recover(
             case Committed():
                 committed, open_round = decision, None
                 book.committed_version, book.label = decision.version, decision.label
+            case Labelled() if decision.version == book.committed_version:
+                book.label = decision.label
             case Aborted():
                 open_round = None
             case Finished():

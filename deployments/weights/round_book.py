@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 
 from deployments.errors import Conflict, SlipstreamError
-from deployments.weights.decisions import Aborted, Finished, Opened, Stored
+from deployments.weights.decisions import Aborted, Finished, Labelled, Opened, Stored
 from deployments.weights.fleet import Fleet
 from deployments.weights.protocol import RoundReport
 from deployments.weights.round import Round, RoundPhase
@@ -45,6 +45,11 @@ class RoundBook:
             f"round {round_id} is not open: {state}; the fleet is at version {self.committed_version}",
             {"round_id": round_id, "committed_version": self.committed_version},
         )
+
+    def relabel(self, label: str, now: float) -> None:
+        self.label = label
+        self._fleet.decisions.append(Labelled(version=self.committed_version, label=label))
+        self._fleet.events.record("label", now, version=self.committed_version, label=label)
 
     def finish(self, current: Round, now: float) -> None:
         self._fleet.decisions.append(Finished(round_id=current.round_id))

@@ -1,0 +1,89 @@
+"""A ledger with fake replicas, a virtual clock and a disk, for the tables."""
+
+from typing import Any
+
+from deployments.weights.decisions import Decision
+from deployments.weights.ledger import Ledger
+from deployments.weights.ledger_config import LedgerConfig
+from deployments.weights.members import Task
+from deployments.weights.protocol import (
+    RoundOptions,
+    RoundReport,
+)
+from tests.deployments.weights.fake_replica import FakeReplica
+
+
+class Scene:
+    """A ledger, its replicas, a clock and a disk."""
+
+    def __init__(self, replicas: int = 0, world_size: int = 1, **config: Any) -> None:
+        self.config = LedgerConfig(**config)
+        self.now = 100.0
+        self.journal: list[Decision] = []
+        self.ledger = Ledger(self.config)
+        self.ledger.recover([], self.now)
+        self.replicas: list[FakeReplica] = []
+        self.token = 0
+        for _ in range(replicas):
+            self.start(world_size=world_size)
+
+    def start(self, **fields: Any) -> FakeReplica:
+        name = f"r{len(self.replicas)}"
+        replica = FakeReplica(replica_id=name, incarnation=f"{name}-1", **fields)
+        self.replicas.append(replica)
+        self.poll(1)
+        return replica
+
+    def poll(self, times: int = 3, *, only: list[FakeReplica] | None = None) -> None:
+        for _ in range(times):
+            for replica in self.replicas if only is None else only:
+                directive = self.ledger.poll(replica.report(), self.now)
+                self.journal += self.ledger.take_decisions()
+                replica.take(directive)
+
+    def wait(self, elapsed_s: float, *, poll: bool = True) -> None:
+        """Let time pass second by second, with replicas that poll."""
+        for _ in range(int(elapsed_s)):
+            self.now += 1.0
+            if poll:
+                self.poll(1)
+            self.ledger.tick(self.now)
+
+    def connect(self, init_info: dict[str, Any] | None = None) -> Task:
+        self.token = self.ledger.acquire("trainer", self.now).token
+        task = self.ledger.connect(self.token, {} if init_info is None else init_info, self.now)
+        self.poll()
+        return task
+
+    def open(self, **options: Any) -> int:
+        task = self.ledger.open_round(self.token, None, RoundOptions(**options), self.now)
+        self.poll()
+        return int(task.result)
+
+    def send(self, round_id: int, payload: Any = None) -> Task:
+        return self.ledger.send(self.token, round_id, {} if payload is None else payload, self.now)
+
+    def close(self, round_id: int) -> Task:
+        return self.ledger.close_round(self.token, round_id, None, None, self.now)
+
+    def publish(self, **options: Any) -> Task:
+        self.connect()
+        task = self.close(self.open(**options))
+        self.poll(8)
+        return task
+
+    def restart(self) -> None:
+        self.journal += self.ledger.take_decisions()
+        self.ledger = Ledger(self.config)
+        self.ledger.recover(self.journal, self.now)
+        self.journal += self.ledger.take_decisions()
+
+    def state_of(self, replica: FakeReplica) -> str:
+        members = self.ledger.status(self.now)["members"]
+        return next((str(e["state"]) for e in members if e["replica_id"] == replica.replica_id), "gone")
+
+
+def report_of(task: Task) -> RoundReport:
+    assert task.done and task.error is None, task.error
+    report: RoundReport = task.result
+    return report
