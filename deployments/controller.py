@@ -36,7 +36,6 @@ from deployments.weights.store import Store
 
 logger = logging.getLogger("ray.serve")
 
-QUIET_S = 2.0  # a member that has not polled for this long is looked up
 BUSY_POLL_S = 0.2  # a replica that works paces itself, and wants to get back to its work
 MAX_EVENTS_WAIT_S = 30.0
 
@@ -49,6 +48,7 @@ class Controller:
         store_dir: where the trainer keeps committed versions.
         is_alive: whether the process of a replica (by id) exists; called in a thread.
         poll_s: how long a poll without news waits.
+        quiet_s: a member that has not polled for this long is looked up; more than `poll_s`.
         clock: seconds, never going back.
     """
 
@@ -59,12 +59,14 @@ class Controller:
         state_dir: str,
         store_dir: str,
         is_alive: IsAlive,
-        poll_s: float = 2.0,
+        poll_s: float = 1.0,
+        quiet_s: float = 2.0,
         tick_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._poll_s = poll_s
+        self._quiet_s = quiet_s
         self._tick_s = tick_s
         self._is_alive = is_alive
         self._store = Store(Path(store_dir))
@@ -277,7 +279,7 @@ class Controller:
                 logger.exception("controller tick failed")
 
     async def _look_for_the_dead(self) -> None:
-        for replica_id, incarnation in self._ledger.silent_since(self._clock() - QUIET_S):
+        for replica_id, incarnation in self._ledger.silent_since(self._clock() - self._quiet_s):
             if not await asyncio.to_thread(self._is_alive, replica_id):
                 self._ledger.lost(replica_id, incarnation, "its process is gone", self._clock())
                 self._publish()

@@ -36,7 +36,8 @@ class Fleet:
             state_dir=str(directory / "state"),
             store_dir=str(directory / "store"),
             is_alive=lambda replica_id: replica_id not in self.dead,
-            poll_s=0.2,
+            poll_s=0.05,
+            quiet_s=0.2,
             tick_s=0.02,
         )
 
@@ -107,9 +108,8 @@ async def test_a_round_moves_every_replica_and_reports_timings(fleet: Fleet) -> 
 
 
 async def test_a_replica_whose_process_is_gone_is_lost_before_its_heartbeat_runs_out(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet,
 ) -> None:
-    monkeypatch.setattr("deployments.controller.QUIET_S", 0.05)
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
     fleet.kill("b")
