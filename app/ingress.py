@@ -83,7 +83,7 @@ async def _say(request: Request, error: Exception) -> Response:
 
 async def _say_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    body = {
+    body: dict[str, Any] = {
         "error": {
             "type": "method_not_allowed" if error.status_code == 405 else "http_error",
             "message": f"{request.method} {request.url.path}: {error.detail}",

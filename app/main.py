@@ -30,6 +30,8 @@ UNLIMITED = 1_000_000
 HEALTH_PERIOD_S = 1.0
 STATS_PERIOD_S = 0.5
 ROLLOUT = "rollout"
+# A replica that cannot reach the controller stops taking requests before the fleet goes on without it.
+SELF_FENCE_FRACTION = 2 / 3
 
 
 def build(args: AppConfig) -> Application:
@@ -66,7 +68,11 @@ def build(args: AppConfig) -> Application:
             request_router_class=FleetRequestRouter, request_routing_stats_period_s=STATS_PERIOD_S
         ),
     ).bind(
-        _engine_spec(args, model), controller, args.weights.kv_cache, args.weights.heartbeat_timeout_s * 2 / 3
+        _engine_spec(args, model),
+        controller,
+        kv_cache=args.weights.kv_cache,
+        self_fence_s=args.weights.heartbeat_timeout_s * SELF_FENCE_FRACTION,
+        coalesce_s=args.router.coalesce_ms / 1000,
     )
     trainer = None
     if args.trainer is not None:

@@ -5,7 +5,9 @@ says that every replica did it. vLLM's clients carry no lease: all of them are t
 "http", and whoever calls in the wrong order, or while another publisher holds the lease, gets 409.
 """
 
+import asyncio
 from collections import Counter
+from collections.abc import Awaitable
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -19,6 +21,7 @@ from deployments.errors import Conflict, InvalidRequest
 from deployments.weights.protocol import FleetOperation, RoundOptions
 
 PUBLISHER = "http"
+RENEW_S = 5.0
 PAUSE_MODES = ("abort", "wait", "keep")
 
 
@@ -68,7 +71,7 @@ class WeightRoutes:
         payload = field(await self._body(request), "update_info", (dict, list))
         token, round_id = await self._open_round("update_weights")
         payload = refuse_or_restrict(payload, allowed=self._allow_pickled_ipc)
-        await self._controller.send.remote(token, round_id, payload)
+        await self._renewing(token, self._controller.send.remote(token, round_id, payload))
         return JSONResponse({"message": "Weights updated"})
 
     async def finish(self, request: Request) -> Response:
@@ -90,7 +93,7 @@ class WeightRoutes:
         include_dp = request.query_params.get("include_dp", "true").lower() not in ("false", "0")
         fleet = await self._controller.fleet.remote()
         sizes = [member["world_size"] for member in fleet["members"]]
-        return JSONResponse({"world_size": sum(sizes) if include_dp else max(sizes, default=0)})
+        return JSONResponse({"world_size": fleet["workers"] if include_dp else max(sizes, default=0)})
 
     async def weight_info(self, request: Request) -> Response:
         fleet = await self._controller.fleet.remote()
@@ -172,6 +175,13 @@ class WeightRoutes:
         if round_id is None:
             raise Conflict(f"{call} came before start_weight_update: no round is open")
         return token, round_id
+
+    async def _renewing(self, token: int, call: Awaitable[Any]) -> None:
+        """Wait for a call of the open round; the client that waits for it cannot renew the lease itself."""
+        task = asyncio.ensure_future(call)
+        while not (await asyncio.wait({task}, timeout=RENEW_S))[0]:
+            await self._controller.renew.remote(token)
+        await task
 
     async def _call(self, operation: FleetOperation, **arguments: Any) -> dict[str, Any]:
         return dict(await self._controller.call.remote(operation, arguments))

@@ -27,6 +27,12 @@ from deployments.weights.protocol import (
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5
+BEFORE_COMMIT = (
+    InstructionKind.CONNECT,
+    InstructionKind.BEGIN,
+    InstructionKind.RECEIVE,
+    InstructionKind.VERIFY,
+)
 
 logger = logging.getLogger("ray.serve")
 
@@ -163,8 +169,11 @@ class Follower:
         except Rejected as error:
             outcome, message = Outcome.REJECTED, str(error)
         except TimeoutError:
-            outcome = Outcome.FAILED
             message = f"{instruction.kind} took longer than {instruction.deadline_s:g} s"
+            outcome = Outcome.FAILED
+            if instruction.kind in BEFORE_COMMIT:  # live weights are untouched: whoever sends is slow or gone
+                outcome = Outcome.REJECTED
+                await self._member.interrupt()
         except Exception as error:  # the fleet decides what to do with a replica that says why it failed
             outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
         self._acknowledgements[instruction.seq] = Acknowledgement(

@@ -40,17 +40,20 @@ class Rollout:
         kv_cache: what the fleet does with running requests' caches at an update.
         self_fence_s: without contact to the controller for this long, take no more requests:
             the fleet may have moved on. Shorter than the time after which it does.
+        coalesce_s: streamed pieces of so long travel as one; each costs two hops between processes.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         engine: EngineSpec,
         controller: DeploymentHandle,
         kv_cache: KvCache = KvCache.RECOMPUTE,
         self_fence_s: float = 20.0,
+        coalesce_s: float = 0.0,
     ) -> None:
         self._controller = controller
         self._self_fence_s = self_fence_s
+        self._coalesce_s = coalesce_s
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._incarnation = uuid.uuid4().hex
         answer = await self._join()
@@ -77,7 +80,11 @@ class Rollout:
         call = AsgiCall(self._engine.app, request)
         try:
             answer = await self._first(call)
-            headers = [*answer.headers, (b"x-weight-version", str(recorder.version).encode())]
+            headers = [
+                *answer.headers,
+                (b"x-slipstream-replica", self._replica_id.encode()),
+                (b"x-weight-version", str(recorder.version).encode()),
+            ]
             if not answer.streaming:
                 yield self._whole(answer, headers, recorder)
                 return
@@ -85,6 +92,8 @@ class Rollout:
             annotate = StreamAnnotator(recorder)
             async for piece in call.pieces():
                 yield annotate(piece)
+                if self._coalesce_s > 0:
+                    await asyncio.sleep(self._coalesce_s)
         finally:
             await call.close()
 

@@ -5,6 +5,7 @@ publisher's lease, and keeps the report. It is synchronous, as vLLM's protocol i
 inside an event loop.
 """
 
+import time
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -65,4 +66,12 @@ class FleetWeightSyncClient:
         return self._lease.token
 
     def _call(self, method: str, *args: Any) -> Any:
-        return getattr(self._controller, method).remote(*args).result(timeout_s=CALL_TIMEOUT_S)
+        """Wait for the controller, and keep the lease meanwhile: a long transfer may outlast it."""
+        response = getattr(self._controller, method).remote(*args)
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while self._lease is not None and time.monotonic() < deadline:
+            try:
+                return response.result(timeout_s=self._lease.duration_s / 3)
+            except TimeoutError:
+                self._controller.renew.remote(self._lease.token).result(timeout_s=CALL_TIMEOUT_S)
+        return response.result(timeout_s=max(0.0, deadline - time.monotonic()))

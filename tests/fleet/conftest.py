@@ -1,0 +1,80 @@
+"""One real fleet for the whole session: Ray, Serve, two vLLM engines on a tiny model, a trainer."""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import ray
+from ray import serve
+
+from tests.tiny_models import save_tiny_llama
+
+PORT = 8327
+MODEL = "tiny"
+MAX_IN_FLIGHT = 240
+LEARNING_RATE = 0.02  # a step changes the greedy answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    url: str
+    checkpoint: Path
+    store: Path
+
+    def client(self, timeout_s: float = 120.0) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=timeout_s)
+
+    def version(self) -> int:
+        return int(httpx.get(f"{self.url}/fleet").json()["committed_version"])
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("fleet")
+    checkpoint = save_tiny_llama(root / "model", seed=1)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(include_dashboard=False, num_cpus=2, configure_logging=False, log_to_driver=False)
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+    from app.config import parse_config
+    from app.main import build
+
+    config = parse_config(
+        {
+            "model": str(checkpoint),
+            "served_model_name": MODEL,
+            "state_dir": str(root / "state"),
+            "engine": {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "num_replicas": 2},
+            "weights": {"lease_s": 30, "heartbeat_timeout_s": 20},
+            "router": {
+                "max_ongoing_requests": MAX_IN_FLIGHT,
+                "max_queued_requests": 0,
+                "max_body_bytes": 1 << 20,
+                "request_timeout_s": 30,
+            },
+            "trainer": {"optimizer": {"learning_rate": LEARNING_RATE}},
+            "store": {"keep": 30},
+        }
+    )
+    try:
+        serve.run(build(config), name="slipstream", route_prefix="/")
+        yield Fleet(url=f"http://127.0.0.1:{PORT}", checkpoint=checkpoint, store=root / "state" / "store")
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        assert not left_behind(), f"processes were left behind: {left_behind()}"
+
+
+def left_behind(patience_s: float = 20.0) -> list[str]:
+    """Our processes that are still there after a while: Ray ends them without waiting."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        names = [process.info["name"] or "" for process in psutil.process_iter(["name"])]
+        left = [name for name in names if name.startswith(("VLLM::", "ray::ServeReplica"))]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.2)

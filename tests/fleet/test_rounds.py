@@ -1,0 +1,187 @@
+"""Rounds under a running service: what a client sees before, during and after."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fleet.conftest import Fleet
+from tests.fleet.talk import (
+    PROMPT,
+    Answer,
+    Reference,
+    ask,
+    complete,
+    on_every_replica,
+    stored,
+    train_and_publish,
+)
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
+
+FRESH_ENGINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(model=sys.argv[1], dtype="float32", max_model_len=1024, enforce_eager=True)
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
+    sampling = SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    print("ANSWER", json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+"""
+
+
+def fresh_engine(checkpoint: Path, prompts: list[list[int]], count: int, tmp_path: Path) -> list[list[int]]:
+    """Greedy answers of a vLLM engine started from a checkpoint, in a process of its own."""
+    script = tmp_path / "fresh_engine.py"
+    script.write_text(FRESH_ENGINE)
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    run = subprocess.run(
+        [sys.executable, str(script), str(checkpoint), json.dumps(prompts), str(count)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    answers = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert answers, run.stderr[-2000:]
+    result: list[list[int]] = json.loads(answers[0].removeprefix("ANSWER "))
+    return result
+
+
+def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transformers(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    prompts = [PROMPT, [40, 41, 42], list(range(10, 40))]
+    with fleet.client() as client:
+        before = [complete(client, prompt, 24).tokens for prompt in prompts]
+        version = train_and_publish(client)
+        saved = client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()
+        expected = fresh_engine(Path(saved["path"]), prompts, 24, tmp_path)
+        assert expected != before, "the step must change the answers, or the test shows nothing"
+        reference = Reference(Path(saved["path"]))
+        assert expected == [reference(prompt, 24) for prompt in prompts]
+        for index, prompt in enumerate(prompts):
+            for answer in on_every_replica(client, prompt=prompt, max_tokens=24).values():
+                assert answer.tokens == expected[index]
+                assert answer.spans == [{"version": version, "start": 0, "end": 24}]
+
+
+async def _answers_during_rounds(fleet: Fleet, rounds: int) -> list[tuple[list[int], Answer]]:
+    limits = httpx.Limits(max_connections=300)
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=400, limits=limits) as client:
+        prompts = [[10 + index % 200, 7, index % 90] for index in range(200)]
+        tasks = [
+            asyncio.create_task(ask(client, prompt, 160, stream=index % 2 == 0))
+            for index, prompt in enumerate(prompts)
+        ]
+
+        def publish() -> None:
+            with fleet.client() as trainer:
+                for index in range(rounds):
+                    train_and_publish(trainer, sign=-1.0 if index % 2 else 1.0)
+
+        await asyncio.to_thread(publish)
+        answers = await asyncio.gather(*tasks)
+        return list(zip(prompts, answers, strict=True))
+
+
+def test_200_requests_in_flight_do_not_notice_ten_rounds(fleet: Fleet) -> None:
+    first = fleet.version()
+    results = asyncio.run(_answers_during_rounds(fleet, 10))
+    last = fleet.version()
+    assert last >= first + 10
+    references: dict[int, Reference] = {}
+    crossing = 0
+    for _, answer in results:
+        assert len(answer.tokens) == 160
+        spans = answer.spans
+        versions = [span["version"] for span in spans]
+        assert versions == sorted(set(versions)), "versions never go back"
+        assert first <= versions[0] and versions[-1] <= last
+        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+        assert spans[-1]["end"] == 160
+        crossing += len(spans) > 1
+    assert crossing >= 20, f"only {crossing} answers were in flight during a round"
+    checked = [result for result in results if len(result[1].spans) > 1][:12]
+    for prompt, answer in checked:
+        tokens, spans = answer.tokens, answer.spans
+        for span in spans:
+            version = span["version"]
+            if version not in references:
+                references[version] = Reference(wait_for(stored(fleet, version)))
+            begin, end = span["start"], span["end"]
+            expected = references[version](prompt + tokens[:begin], end - begin)
+            assert tokens[begin:end] == expected, f"tokens {begin} to {end} are not version {version}'s"
+
+
+def wait_for(directory: Path, timeout_s: float = 30.0) -> Path:
+    """The store is written after the commit, off the critical path."""
+    deadline = time.monotonic() + timeout_s
+    while not directory.is_dir():
+        assert time.monotonic() < deadline, f"{directory} was not written"
+        time.sleep(0.1)
+    return directory
+
+
+def test_no_request_that_starts_after_the_commit_sees_an_older_version(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        for _ in range(3):
+            version = train_and_publish(client)
+            for answer in on_every_replica(client, max_tokens=4).values():
+                assert [span["version"] for span in answer.spans] == [version]
+
+
+def test_x_min_weight_version_waits_for_the_version(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        wanted = fleet.version() + 1
+
+        async def both() -> tuple[int, list[dict[str, int]]]:
+            async with httpx.AsyncClient(base_url=fleet.url, timeout=60) as asynchronous:
+                headers = {"x-min-weight-version": str(wanted), "x-weight-timeout": "30"}
+                asynchronous.headers.update(headers)
+                waiting = asyncio.create_task(ask(asynchronous, PROMPT, 4, stream=False))
+                await asyncio.sleep(0.5)
+                assert not waiting.done()
+                version = await asyncio.to_thread(train_and_publish, client)
+                return version, (await waiting).spans
+
+        version, spans = asyncio.run(both())
+        assert spans[0]["version"] >= wanted == version
+
+
+def test_x_min_weight_version_that_never_comes_is_a_conflict(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        answer = client.post(
+            "/v1/completions",
+            json={"model": "tiny", "prompt": "x", "max_tokens": 2},
+            headers={"x-min-weight-version": "9999", "x-weight-timeout": "0.3"},
+        )
+        assert answer.status_code == 409
+        error = answer.json()["error"]
+        assert error["type"] == "conflict"
+        assert error["detail"] == {"expected": 9999, "actual": fleet.version()}
+
+
+def test_rolling_back_is_an_ordinary_round_to_older_weights(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        old = train_and_publish(client)
+        expected = complete(client, max_tokens=24).tokens
+        train_and_publish(client)
+        wait_for(stored(fleet, old))
+        report = client.post("/fleet/rollback", json={"version": old})
+        assert report.status_code == 200, report.text
+        assert report.json()["version"] == old + 2
+        for answer in on_every_replica(client, max_tokens=24).values():
+            assert answer.tokens == expected
+            assert answer.version == old + 2
+        unknown = client.post("/fleet/rollback", json={"version": 12345})
+        assert unknown.status_code == 400
+        assert "12345" in unknown.json()["error"]["message"]

@@ -1,0 +1,115 @@
+"""The service around the rounds: sessions, admission, disconnects, operations, loss of a replica."""
+
+import asyncio
+import time
+
+import httpx
+import psutil
+import pytest
+
+from tests.fleet.conftest import MAX_IN_FLIGHT, Fleet
+from tests.fleet.talk import ask, body, complete, on_every_replica, train_and_publish
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+
+
+def test_a_session_stays_with_its_replica(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        seen = {}
+        for session in ("a", "b", "c", "d", "e", "f"):
+            headers = {"x-session-id": session}
+            seen[session] = {complete(client, max_tokens=2, headers=headers).replica for _ in range(4)}
+        assert all(len(replicas) == 1 for replicas in seen.values())
+        assert len(set.union(*seen.values())) == 2, "six sessions must not all land on one replica"
+
+
+def test_a_client_that_goes_away_ends_its_request(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        with client.stream("POST", "/v1/completions", json=body([1, 2, 3], 1000, stream=True)) as response:
+            next(response.iter_lines())
+        deadline = time.monotonic() + 5
+        while (running := client.post("/abort_requests", json={}).json()["aborted"]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.1)
+        assert running == 0
+
+
+def test_too_many_requests_get_503_and_a_hint_when_to_come_again(fleet: Fleet) -> None:
+    async def flood() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=500)
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=120, limits=limits) as client:
+            calls = [client.post("/v1/completions", json=body([9, 8], 64)) for _ in range(MAX_IN_FLIGHT + 60)]
+            return list(await asyncio.gather(*calls))
+
+    answers = asyncio.run(flood())
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert refused and all(answer.status_code in (200, 503) for answer in answers)
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    assert refused[0].json()["error"]["type"] == "fleet_unavailable"
+
+
+def test_a_paused_fleet_holds_requests_until_it_is_resumed(fleet: Fleet) -> None:
+    async def scenario() -> int:
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=60) as client:
+            assert (await client.post("/pause?mode=keep")).json() == {"status": "paused"}
+            assert (await client.get("/is_paused")).json() == {"is_paused": True}
+            waiting = asyncio.create_task(ask(client, [5, 5], 4, stream=False))
+            await asyncio.sleep(0.5)
+            assert not waiting.done()
+            assert (await client.post("/resume")).json() == {"status": "resumed"}
+            return len((await waiting).tokens)
+
+    assert asyncio.run(scenario()) == 4
+
+
+def test_events_tell_of_a_round_as_it_happens(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        fleet_state = client.get("/fleet").json()
+        assert fleet_state["ready"] and len(fleet_state["members"]) >= 2
+        version = train_and_publish(client)
+        seen = ""
+        with client.stream("GET", "/fleet/events") as stream:
+            for line in stream.iter_lines():
+                seen += line
+                if f'"version": {version}' in seen and "round" in seen:
+                    break
+        history = client.get("/fleet/rounds").json()["rounds"]
+        assert history[-1]["version"] == version and history[-1]["phase"] == "committed"
+        for timings in history[-1]["replicas"].values():
+            assert timings["bytes"] > 1_000_000 and timings["gap_s"] > 0 and timings["stage_s"] > 0
+        assert f"slipstream_weight_version {version}.0" in client.get("/metrics").text
+
+
+def test_the_page_is_served(fleet: Fleet) -> None:
+    answer = httpx.get(f"{fleet.url}/")
+    assert answer.status_code == 200 and "<title>Slipstream</title>" in answer.text
+
+
+@pytest.mark.chaos
+def test_a_killed_replica_comes_back_with_the_committed_version(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        version = train_and_publish(client)
+        expected = complete(client, max_tokens=24).tokens
+        members = {m["replica_id"] for m in client.get("/fleet").json()["members"] if m["admitted"]}
+        victim = next(
+            process
+            for process in psutil.process_iter(["name"])
+            if "ServeReplica:slipstream:rollout" in " ".join(process.cmdline()[:1])
+        )
+        victim.kill()
+        deadline = time.monotonic() + 150
+        answered = 0
+        while time.monotonic() < deadline:
+            answer = complete(client, max_tokens=24)
+            assert answer.tokens == expected and answer.version == version
+            answered += 1
+            serving = {m["replica_id"] for m in client.get("/fleet").json()["members"] if m["admitted"]}
+            if len(serving) == 2 and serving != members:
+                break
+            time.sleep(0.2)
+        assert len(serving) == 2 and serving != members, "the replica did not come back"
+        assert answered > 5
+        for answer in on_every_replica(client, max_tokens=24).values():
+            assert answer.tokens == expected and answer.version == version
+        assert train_and_publish(client) == version + 1
