@@ -44,13 +44,33 @@ def digest(tensor: torch.Tensor) -> int:
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The digests of contiguous tensors on one device, with one read-back for all of them."""
+    return unsigned(digest_tensor(tensors))
+
+
+def digest_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The digests as int64 [n] where the tensors are; on a GPU nothing waits for them."""
     if tensors and tensors[0].is_cuda:
         from deployments.weights.digest_cuda import device_digests
 
-        found = device_digests(tensors).cpu().tolist()
-    else:
-        found = [_host_digest(tensor) for tensor in tensors]
-    return [value % (1 << 64) for value in found]
+        return device_digests(tensors)
+    found = [_host_digest(tensor) for tensor in tensors]
+    return torch.tensor([value - (1 << 64) if value >= 1 << 63 else value for value in found])
+
+
+def inspect(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Digests (int64 [n]) and whether a tensor holds NaN or infinity (bool [n]), where the tensors are."""
+    if tensors and tensors[0].is_cuda:
+        from deployments.weights import digest_cuda
+
+        return digest_cuda.inspect(tensors)
+    # A sum is not finite if and only if a term is not (float32 holds the sum of any real model's
+    # weights), and it reads the tensor once without a mask of its size.
+    bad = [t.is_floating_point() and not bool(t.sum(dtype=torch.float32).isfinite()) for t in tensors]
+    return digest_tensor(tensors), torch.tensor(bad)
+
+
+def unsigned(found: torch.Tensor) -> list[int]:
+    return [value % (1 << 64) for value in found.tolist()]
 
 
 def _host_digest(tensor: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deployments.weights.digest import DIGEST_BYTES, digests
+from deployments.weights.digest import DIGEST_BYTES, digest_tensor
 
 ALIGNMENT = 256
 
@@ -91,7 +91,7 @@ def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch
     """Write the chunk's tensors, taken from the front of `tensors`, and their digests into `block`.
 
     Args:
-        block: uint8 [chunk.size_bytes] on the device that sends.
+        block: uint8 [chunk.size_bytes] on the device that sends; on a GPU nothing here waits for it.
 
     Raises:
         ValueError: the source yields another tensor than its metadata declared.
@@ -105,18 +105,14 @@ def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch
         target = view(entry, block)
         target.copy_(tensor)
         packed.append(target)
-    found = [value - (1 << 64) if value >= 1 << 63 else value for value in digests(packed)]
-    table = torch.tensor(found, dtype=torch.int64).view(torch.uint8)
-    block[chunk.table_offset : chunk.size_bytes].copy_(table)
+    block[chunk.table_offset : chunk.size_bytes].copy_(digest_tensor(packed).view(torch.uint8))
 
 
-def unpack(chunk: Chunk, block: torch.Tensor) -> tuple[list[tuple[str, torch.Tensor]], list[int]]:
-    """Views of the chunk's tensors in `block` (uint8 [chunk.size_bytes]), and the digests sent along."""
-    table = block[chunk.table_offset : chunk.size_bytes].cpu().clone().view(torch.int64)
-    return (
-        [(entry.name, view(entry, block)) for entry in chunk.entries],
-        [value % (1 << 64) for value in table.tolist()],
-    )
+def unpack(chunk: Chunk, block: torch.Tensor) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor]:
+    """Views of the chunk's tensors in `block` (uint8 [chunk.size_bytes]), and a copy of the digests sent
+    along (int64 [n], on the block's device; see `digest.unsigned`)."""
+    table = block[chunk.table_offset : chunk.size_bytes].clone().view(torch.int64)
+    return [(entry.name, view(entry, block)) for entry in chunk.entries], table
 
 
 def view(entry: Entry, block: torch.Tensor) -> torch.Tensor:

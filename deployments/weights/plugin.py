@@ -4,10 +4,19 @@ vLLM's workers are spawned, so an engine registered only in the parent does not 
 entry point group `vllm.general_plugins` is loaded everywhere.
 """
 
+# The name in vLLM's registry: the module, and the prefix of its two classes. vLLM's own "ipc" and
+# "nccl", which load inside a pause, keep their names and stay selectable (`staging: none`).
 TRANSPORTS = {
     "shm": ("deployments.weights.shm", "Shm"),
     "gloo": ("deployments.weights.gloo", "Gloo"),
+    "slipstream_ipc": ("deployments.weights.ipc", "Ipc"),
+    "slipstream_nccl": ("deployments.weights.nccl", "Nccl"),
 }
+
+
+def backend(transport: str, staging: str) -> str:
+    """The name in vLLM's registry of a transport of the configuration (shm, gloo, ipc, nccl)."""
+    return transport if staging == "none" or transport in TRANSPORTS else f"slipstream_{transport}"
 
 
 def register() -> None:
@@ -17,6 +26,4 @@ def register() -> None:
     for name, (module, prefix) in TRANSPORTS.items():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, f"{prefix}WeightTransferEngine")
-            WeightTransferTrainerFactory.register_engine(
-                name, module, f"{prefix}TrainerWeightTransferEngine"
-            )
+            WeightTransferTrainerFactory.register_engine(name, module, f"{prefix}TrainerWeightTransferEngine")

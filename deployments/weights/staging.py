@@ -12,8 +12,9 @@ a payload becomes chunks of bytes (`receive`).
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -27,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deployments.weights.digest import combined, digests
+from deployments.weights.digest import combined, inspect, unsigned
 from deployments.weights.manifest import checkpoint_manifest, mismatches, sentence
 from deployments.weights.packing import Chunk, unpack
 from deployments.weights.protocol import Outcome
@@ -43,7 +44,22 @@ class Staging(Protocol):
     def begin(self) -> None: ...
 
     def add(self, tensors: Tensors) -> None:
-        """Take tensors by Hugging Face name. Called on the staging thread, while the engine decodes."""
+        """Take tensors by Hugging Face name. Called on the staging thread, while the engine decodes.
+
+        On a GPU the copies are only queued, on the current stream; the tensors' memory is reused in
+        the order of that stream.
+        """
+
+    def seal(self, *, complete: bool) -> list[str]:
+        """Nothing more comes: finish what loading left open. Called on the staging thread.
+
+        Args:
+            complete: every tensor of the model's checkpoint came, so that what was never written is
+                padding and not a tensor that is missing.
+
+        Returns:
+            The model's parameters that were not filled.
+        """
 
     def swap(self) -> None:
         """Make the staged version the live one. Called with the scheduler paused."""
@@ -65,6 +81,9 @@ class HostStaging:
     def add(self, tensors: Tensors) -> None:
         self._tensors.update((name, tensor.cpu()) for name, tensor in tensors)
 
+    def seal(self, *, complete: bool) -> list[str]:
+        return []
+
     def swap(self) -> None:
         # On a CPU, linear weights are repacked after loading: only the layerwise reload, which runs
         # that step again, changes what the model computes.
@@ -74,7 +93,7 @@ class HostStaging:
         )
 
         initialize_layerwise_reload(self._model)
-        self._model.load_weights(self._tensors.items())  # type: ignore[operator]
+        self._model.load_weights(self._tensors.items())
         finalize_layerwise_reload(self._model, self._model_config)
         self.drop()
 
@@ -82,12 +101,24 @@ class HostStaging:
         self._tensors = {}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What was found in one chunk, still on the device: int64 [n], int64 [n], bool [n]."""
+
+    names: list[str]
+    sent: torch.Tensor
+    found: torch.Tensor
+    bad: torch.Tensor
+
+
 @dataclass
 class Session:
     """What one round has brought to this worker so far."""
 
     offered: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    evidence: list[Evidence] = field(default_factory=list)  # of the payload that is arriving
     digests: dict[str, int] = field(default_factory=dict)
+    sealed: bool = False
     payloads_done: int = 0
     size_bytes: int = 0
     stage_s: float = 0.0
@@ -124,6 +155,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._session: Session | None = None
         self._connecting: Future[None] = Future()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def _make_staging(self, vllm_config: VllmConfig, model: torch.nn.Module) -> Staging:
         mode = vllm_config.additional_config.get("staging", "host")
@@ -143,7 +175,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def init_transfer_engine(self, init_info: Init) -> None:
         # A rendezvous waits for the other members: on the engine's own thread it would stop decoding.
-        self._connecting = self._thread.submit(self.connect, init_info)
+        self._connecting = self._thread.submit(self._connect, init_info)
+
+    def _connect(self, init_info: Init) -> None:
+        with self._beside_the_engine():
+            self.connect(init_info)
 
     def connected(self) -> dict[str, Any]:
         """Whether the last `init_transfer_engine` is through, and how it ended."""
@@ -183,15 +219,21 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             missing = mismatches(self._expected.tensors, session.offered, complete=True)
             if missing:
                 session.outcome, session.message = Outcome.REJECTED, sentence(missing)
+        if session.outcome is Outcome.DONE and not session.sealed:
+            self._thread.submit(self._guarded, session, self._seal).result()
         return session.state() | {"digest": combined(session.digests)}
 
     def drop(self) -> None:
         """Forget the session. A payload that is still arriving ends by itself or is cut off by `abort`."""
         self._session = None
         self.abort()
-        self._thread.submit(self.staging.drop).result()
+        self._thread.submit(self._forget).result()
 
-    def abort(self) -> None:  # noqa: B027 - a transport without a blocking peer has nothing to break
+    def _forget(self) -> None:
+        with self._beside_the_engine():
+            self.staging.drop()
+
+    def abort(self) -> None:
         """Break a transfer that waits for a peer."""
 
     def shutdown(self) -> None:
@@ -199,19 +241,39 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
 
+    def _beside_the_engine(self) -> AbstractContextManager[Any]:
+        """The staging thread's device and stream: what it queues runs while the engine decodes."""
+        stack = ExitStack()
+        stack.enter_context(torch.no_grad())
+        if self._stream is not None:
+            stack.enter_context(torch.cuda.device(self.device))
+            stack.enter_context(torch.cuda.stream(self._stream))
+        return stack
+
     def _stage(self, session: Session, update_info: dict[str, Any]) -> None:
         start = time.perf_counter()
+        if session is self._session and session.outcome is Outcome.DONE:
+            self._guarded(session, lambda s: self._take(s, update_info))
+        session.stage_s += time.perf_counter() - start
+        session.payloads_done += 1
+
+    def _guarded(self, session: Session, work: Callable[[Session], None]) -> None:
+        """Run a part of the staging on its thread; what goes wrong becomes the session's outcome."""
         try:
-            if session is self._session and session.outcome is Outcome.DONE:
-                for chunk, block in self.receive(self.parse_update_info(update_info)):
-                    self._accept(session, chunk, block)
+            with self._beside_the_engine():
+                work(session)
         except ValueError as error:  # what a transport or the manifest says of a wrong payload
             session.outcome, session.message = Outcome.REJECTED, str(error)
         except Exception as error:  # a thread's last word: the follower reports it and the fleet decides
             session.outcome, session.message = Outcome.FAILED, f"{type(error).__name__}: {error}"
-        finally:
-            session.stage_s += time.perf_counter() - start
-            session.payloads_done += 1
+
+    def _take(self, session: Session, update_info: dict[str, Any]) -> None:
+        for chunk, block in self.receive(self.parse_update_info(update_info)):
+            self._accept(session, chunk, block)
+        self._settle(session)
+        if self._expected is not None and self._expected.tensors.keys() <= session.offered.keys():
+            # Here and not in `verify`, for which the engine waits.
+            self._seal(session)
 
     def _accept(self, session: Session, chunk: Chunk, block: torch.Tensor) -> None:
         offered = {entry.name: (entry.dtype, entry.shape) for entry in chunk.entries}
@@ -221,16 +283,38 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
                 raise ValueError(sentence(problems))
         tensors, sent = unpack(chunk, block)
         start = time.perf_counter()
-        found = digests([tensor for _, tensor in tensors])
-        check(tensors, sent, found)
+        found, bad = inspect([tensor for _, tensor in tensors])
+        session.evidence.append(Evidence(names=list(offered), sent=sent, found=found, bad=bad))
         session.verify_s += time.perf_counter() - start
         self.staging.add(tensors)
         session.offered |= offered
-        session.digests |= {name: value for (name, _), value in zip(tensors, found, strict=True)}
         session.size_bytes += chunk.size_bytes
 
+    def _settle(self, session: Session) -> None:
+        """Judge what has come: one read-back a payload, which also waits for the staging's copies."""
+        evidence, session.evidence = session.evidence, []
+        if not evidence:
+            return
+        names = [name for part in evidence for name in part.names]
+        columns = (
+            torch.cat([part.sent for part in evidence]),
+            torch.cat([part.found for part in evidence]),
+            torch.cat([part.bad for part in evidence]).long(),
+        )
+        sent, found, bad = torch.stack(columns).cpu()
+        check(names, unsigned(sent), unsigned(found), bad.tolist())
+        session.digests |= zip(names, unsigned(found), strict=True)
 
-def check(tensors: Tensors, sent: list[int], found: list[int]) -> None:
+    def _seal(self, session: Session) -> None:
+        unfilled = self.staging.seal(complete=self._expected is not None)
+        if unfilled:
+            raise ValueError(
+                sentence([f"parameter {name!r} received no or not all weights" for name in unfilled])
+            )
+        session.sealed = True
+
+
+def check(names: list[str], sent: list[int], found: list[int], bad: list[int]) -> None:
     """Compare digests, and refuse numbers that no optimizer means to publish.
 
     Raises:
@@ -238,18 +322,11 @@ def check(tensors: Tensors, sent: list[int], found: list[int]) -> None:
     """
     torn = [
         f"{name!r} was sent with digest {a:016x} and arrived with {b:016x}"
-        for (name, _), a, b in zip(tensors, sent, found, strict=True)
+        for name, a, b in zip(names, sent, found, strict=True)
         if a != b
     ]
     if torn:
         raise ValueError(sentence(torn))
-    # A sum is not finite if and only if a term is not (float32 holds the sum of any real model's
-    # weights), and it reads the tensor once without a mask of its size.
-    sums = [t.sum(dtype=torch.float32) for _, t in tensors if t.is_floating_point()]
-    if sums and not bool(torch.stack(sums).isfinite().all()):
-        bad = [
-            f"{name!r} holds NaN or infinity"
-            for name, tensor in tensors
-            if tensor.is_floating_point() and not bool(tensor.sum(dtype=torch.float32).isfinite())
-        ]
-        raise ValueError(sentence(bad))
+    wrong = [f"{name!r} holds NaN or infinity" for name, is_bad in zip(names, bad, strict=True) if is_bad]
+    if wrong:
+        raise ValueError(sentence(wrong))
