@@ -187,9 +187,10 @@ class IpcTrainerWeightTransferEngine(TrainerWeightTransferEngine[IpcTrainerInitI
         self, *, client: VLLMWeightSyncClient, source: WeightSource, init_info: IpcTrainerInitInfo
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        self._chunk_bytes = init_info.chunk_bytes
+        self._metadata = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+        self._chunks = plan_chunks(self._metadata, init_info.chunk_bytes)
         self._round_id = 0
-        largest = max(chunk.size_bytes for chunk in self._plan())
+        largest = max(chunk.size_bytes for chunk in self._chunks)
         device = torch.device("cuda", torch.cuda.current_device())
         self._buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
         self._page_name, memory = create_segment(_WORD_BYTES * (_TAKEN + init_info.world_size))
@@ -225,10 +226,9 @@ class IpcTrainerWeightTransferEngine(TrainerWeightTransferEngine[IpcTrainerInitI
             self._send(iter(self.source), None)
             return
         self.client.start_weight_update()
-        metadata = [(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()]
         calls = ThreadPoolExecutor(max_workers=1)
         try:
-            payload = {"round_id": self._round_id, **describe(metadata)}
+            payload = {"round_id": self._round_id, **describe(self._metadata)}
             receiving = calls.submit(self.client.update_weights, payload)
             self._send(iter(self.source), receiving)
             receiving.result()
@@ -240,7 +240,7 @@ class IpcTrainerWeightTransferEngine(TrainerWeightTransferEngine[IpcTrainerInitI
         self._page[_GIVEN_UP] = self._round_id
 
     def _send(self, tensors: Iterator[tuple[str, torch.Tensor]], receiving: Future[None] | None) -> None:
-        start, chunks = self._round_id << 32, self._plan()
+        start, chunks = self._round_id << 32, self._chunks
         try:
             for index, chunk in enumerate(chunks):
                 if index >= _BUFFERS:
@@ -292,11 +292,6 @@ class IpcTrainerWeightTransferEngine(TrainerWeightTransferEngine[IpcTrainerInitI
                 f"no replica's worker is on GPU {', '.join(alone)}, where a trainer rank is: transport "
                 "'ipc' needs one on the GPU of each trainer rank"
             )
-
-    def _plan(self) -> list[Chunk]:
-        assert self.source is not None
-        metadata = [(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()]
-        return plan_chunks(metadata, self._chunk_bytes)
 
 
 def gpu_uuid(device: torch.device) -> str:

@@ -60,6 +60,7 @@ class ShmTrainerInitInfo(TrainerInitInfo):
 class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
+    one_payload = False
 
     def connect(self, init_info: ShmInitInfo) -> None:
         pass

@@ -141,6 +141,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     """Base of the four transports on the replica's side."""
 
     supports_draft_weight_update = False
+    one_payload = True  # a version comes as one payload, not as one a chunk
 
     def __init__(
         self,
@@ -271,7 +272,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         for chunk, block in self.receive(self.parse_update_info(update_info)):
             self._accept(session, chunk, block)
         self._settle(session)
-        if self._expected is not None and self._expected.tensors.keys() <= session.offered.keys():
+        expected = self._expected
+        if self.one_payload if expected is None else expected.tensors.keys() <= session.offered.keys():
             # Here and not in `verify`, for which the engine waits.
             self._seal(session)
 

@@ -1,0 +1,236 @@
+"""The longest time for which a stream receives no token because of an update, and what the update costs.
+
+    python -m benchmarks.gap --size 8b --transport ipc --streams 16 64
+    python -m benchmarks.gap --size 8b --transport nccl --tp 2 --streams 16      (trainer on GPU 0)
+
+Ours (staged while decoding, then a commit through `Engine.commit`) and vLLM's native engine inside a
+pause, one after the other on the same GPUs. Prints one table; `--out` keeps the token times of one
+update of each for a picture.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+LEAD_S = 1.2
+SETTLE_S = 0.5
+SPACING_S = 0.8
+
+
+async def streams(engine: Any, count: int, tokens: int, seen: list[list[float]]) -> None:
+    """Run `count` requests; `seen[i]` gets the arrival time of every token of stream i."""
+    from vllm import SamplingParams
+
+    async def one(index: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        prompt = {"prompt_token_ids": [5 + index, 6, 7]}
+        before = 0
+        async for output in engine.llm.generate(prompt, params, request_id=f"{time.time()}-{index}"):
+            now, total = time.perf_counter(), len(output.outputs[0].token_ids)
+            seen[index] += [now] * (total - before)
+            before = total
+
+    await asyncio.gather(*(one(index) for index in range(count)))
+
+
+def tokens_between(seen: list[list[float]], start: float, end: float) -> int:
+    return sum(start <= t < end for times in seen for t in times)
+
+
+def judge(seen: list[list[float]], times: Any, size_bytes: int) -> dict[str, float]:
+    """One round's figures. The rate that it is held against is that of the time just before it."""
+    rate = tokens_between(seen, times.begin - SETTLE_S, times.begin) / SETTLE_S
+    end = times.live + SETTLE_S
+    gaps = [b - a for stream in seen for a, b in pairwise(stream) if b > times.staged - 0.002 and a < end]
+    staging = times.staged - times.begin
+    return {
+        "gap_ms": 1e3 * max(gaps, default=float("nan")),
+        "longest_step_ms": 1e3
+        * max((b - a for s in seen for a, b in pairwise(s) if b > times.begin and a < end), default=0.0),
+        "lost_s": (end - times.begin) - tokens_between(seen, times.begin, end) / rate,
+        "tokens_while_staging": tokens_between(seen, times.begin, times.staged) / (rate * staging),
+        "round_s": times.live - times.begin,
+        "stage_s": staging,
+        "gb_per_s": size_bytes / staging / 1e9,
+        "commit_ms": 1e3 * (times.live - times.staged),
+    }
+
+
+async def measure(arguments: argparse.Namespace, mode: str) -> None:
+    from benchmarks.weight_sync import Native, Ours, TrainerProcess, start_engine
+
+    colocated = arguments.transport == "ipc"
+    trainer = TrainerProcess(arguments.size, 0, gpu=0)
+    if not colocated:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(1 + i) for i in range(arguments.tp))
+    backend = f"slipstream_{arguments.transport}" if mode == "ours" else arguments.transport
+    engine = await start_engine(
+        str(arguments.model),
+        backend,
+        "device" if mode == "ours" else "none",
+        load_format="dummy",
+        tensor_parallel_size=arguments.tp,
+        enforce_eager=arguments.eager,
+    )
+    link = Ours(engine) if mode == "ours" else Native(engine)
+    options: dict[str, Any] = {}
+    if mode == "ours" and arguments.chunk_mb:
+        options["chunk_bytes"] = arguments.chunk_mb << 20
+    if mode == "native" and colocated:
+        # Not packed: a packed buffer must hold the largest tensor and costs a call a gigabyte.
+        options["packed"] = False
+    await trainer.connect(link, backend, arguments.tp, **options)
+    for _ in range(2):
+        await trainer.send(link)
+    idle = []
+    for _ in range(4):
+        seconds = await trainer.send(link)
+        staged = link.times.staged - link.times.begin
+        idle.append(
+            {"send_s": seconds, "stage_s": staged, "commit_ms": 1e3 * (link.times.live - link.times.staged)}
+            | dict(link.times.verified)
+        )
+    _tell(mode, {"idle": idle, "bytes": trainer.size_bytes})
+    for count in arguments.streams:
+        await streams(engine, count, 64, [[] for _ in range(count)])
+        for kv_cache in arguments.kv_cache:
+            link.kv_cache = kv_cache
+            seen: list[list[float]] = [[] for _ in range(count)]
+            load = asyncio.create_task(streams(engine, count, 3900, seen))
+            await asyncio.sleep(LEAD_S)
+            rounds = []
+            for _ in range(arguments.rounds):
+                await trainer.send(link)
+                times = link.times
+                await asyncio.sleep(SPACING_S)
+                rounds.append(judge(seen, times, trainer.size_bytes))
+            steps = sorted(b - a for s in seen for a, b in pairwise(s) if b < times.begin)
+            load.cancel()
+            await asyncio.gather(load, return_exceptions=True)
+            await asyncio.sleep(0.3)
+            _tell(
+                mode,
+                {
+                    "streams": count,
+                    "kv_cache": kv_cache,
+                    "step_ms": 1e3 * median(steps),
+                    "rounds": rounds,
+                    "timeline": [round(t - times.begin, 5) for t in seen[0] if abs(t - times.begin) < 0.6],
+                },
+            )
+    if arguments.soak:
+        await soak(arguments, engine, trainer, link)
+    trainer.stop()
+    await engine.stop()
+
+
+async def soak(arguments: argparse.Namespace, engine: Any, trainer: Any, link: Any) -> None:
+    """Rounds without a pause between them, under load: do the two kinds of collectives ever block?"""
+    link.kv_cache = "keep"
+    count = arguments.streams[0]
+    seen: list[list[float]] = [[] for _ in range(count)]
+
+    async def keep_busy() -> None:
+        while True:
+            await streams(engine, count, 800, seen)
+
+    load = asyncio.create_task(keep_busy())
+    await asyncio.sleep(LEAD_S)
+    start, done = time.perf_counter(), 0
+    while done < arguments.soak and time.perf_counter() - start < arguments.soak_s:
+        await trainer.send(link)
+        done += 1
+    spent = time.perf_counter() - start
+    tokens = tokens_between(seen, start, start + spent)
+    load.cancel()
+    await asyncio.gather(load, return_exceptions=True)
+    _tell("ours", {"soak_rounds": done, "soak_s": spent, "tokens_per_s": tokens / spent})
+
+
+def _tell(mode: str, what: dict[str, Any]) -> None:
+    print("GAP " + json.dumps({"mode": mode, **what}), flush=True)
+
+
+def run(arguments: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
+    """One mode in a process of its own, which ends with its engine."""
+    command = [sys.executable, "-m", "benchmarks.gap", *sys.argv[1:], "--only", mode]
+    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    found = []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("GAP "):
+                found.append(json.loads(line[4:]))
+            else:
+                print(line, end="", file=sys.stderr, flush=True)
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> None:
+    columns = (
+        "gap_ms",
+        "longest_step_ms",
+        "lost_s",
+        "tokens_while_staging",
+        "round_s",
+        "gb_per_s",
+        "commit_ms",
+    )
+    print("| engine | streams | kv_cache | token (ms) | " + " | ".join(columns) + " |")
+    print("|---" * (4 + len(columns)) + "|")
+    for entry in found:
+        if "rounds" not in entry:
+            shown = {key: value for key, value in entry.items() if key != "mode"}
+            print(f"| {entry['mode']} | " + json.dumps(shown) + " |")
+            continue
+        cells = []
+        for column in columns:
+            values = [r[column] for r in entry["rounds"]]
+            cells.append(f"{min(values):.3g} to {max(values):.3g}")
+        print(
+            f"| {entry['mode']} | {entry['streams']} | {entry['kv_cache']} | {entry['step_ms']:.2f} | "
+            + " | ".join(cells)
+            + " |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--size", default="8b")
+    parser.add_argument("--model", type=Path, default=Path("/tmp/slipstream-models"))
+    parser.add_argument("--transport", choices=["ipc", "nccl"], default="ipc")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--streams", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--kv-cache", nargs="+", default=["keep", "recompute"])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--chunk-mb", type=int, default=0, help="0: the transport's default")
+    parser.add_argument("--soak", type=int, default=0, help="ours: so many rounds back to back under load")
+    parser.add_argument("--soak-s", type=float, default=60.0)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--modes", nargs="+", default=["ours", "native"])
+    parser.add_argument("--only", choices=["ours", "native"], help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    arguments.model = arguments.model / f"{arguments.size}-config"
+    if arguments.only:
+        return asyncio.run(measure(arguments, arguments.only))
+    arguments.model.mkdir(parents=True, exist_ok=True)
+    from benchmarks.models import write_config
+
+    write_config(arguments.size, arguments.model)
+    found = [entry for mode in arguments.modes for entry in run(arguments, mode)]
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(found))
+    table(found)
+
+
+if __name__ == "__main__":
+    main()
