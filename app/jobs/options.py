@@ -27,6 +27,7 @@ class Options:
     advantage: AdvantageEstimator
     task: str
     task_settings: dict[str, Any]
+    instruction: str
     shots: int
     extract: str
     prompts: Path | None
@@ -44,7 +45,14 @@ class Options:
         if self.prompts is not None and self.reward is not None:
             return PromptFileTask(self.prompts, load_reward(self.reward), extract=extract)
         settings = self.task_settings
-        return ReasoningGymTask(self.task, settings, shots=self.shots, seed=self.seed, extract=extract)
+        return ReasoningGymTask(
+            self.task,
+            settings,
+            instruction=self.instruction,
+            shots=self.shots,
+            seed=self.seed,
+            extract=extract,
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,18 +64,19 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     url = os.environ.get("SLIPSTREAM_URL", "http://127.0.0.1:8000")
     add("--url", default=url, help="the fleet's address")
-    add("--steps", type=_positive, default=30, help="optimizer steps, those before a --resume included")
+    add("--steps", type=_positive, default=24, help="optimizer steps, those before a --resume included")
     add("--groups-per-step", type=_positive, default=12, help="prompts of one batch")
     add("--answers-per-group", type=_positive, default=8, help="answers to each prompt")
     add("--groups-in-flight", type=_positive, default=12, help="prompts that the fleet answers at a time")
-    add("--max-tokens", type=_positive, default=12, help="of an answer")
+    add("--max-tokens", type=_positive, default=16, help="of an answer")
     add("--stop", action="append", default=None, help="ends an answer; may be given more than once")
     add("--max-staleness", type=int, default=2, help="versions that a batch may be behind the trainer")
     add("--advantage", default=AdvantageEstimator.GRPO.value, choices=[e.value for e in AdvantageEstimator])
     add("--task", default="chain_sum", help="a data set of reasoning-gym")
     settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     add("--task-settings", type=_object, default=settings, help="of the data set, as JSON")
-    add("--shots", type=int, default=2, help="solved examples in the prompt")
+    add("--instruction", default="Solve the problem.", help="the system message of --task")
+    add("--shots", type=int, default=0, help="solved examples in the prompt")
     add("--extract", default="last-number", choices=sorted(EXTRACTORS), help="what of an answer is graded")
     add("--prompts", type=Path, help="a JSON Lines file with 'prompt' or 'messages', instead of --task")
     add("--reward", help="package.module:function(entry, answer) -> float, for --prompts")

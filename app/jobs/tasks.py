@@ -1,9 +1,11 @@
 """Where prompts come from, and what their answers are worth.
 
 The default is reasoning-gym's `chain_sum` with two one-digit terms. The small built-in model gets
-about one in ten right when asked for the answer alone; what it can learn within minutes is to write
-the sum out before its result ("6 + 2 = 8"), and then to compute it. The reward is the task's own
-score of the last number in the answer; nothing is added to it.
+about one in ten right: it talks about the problem, or guesses. What it learns within minutes is to
+write the sum out ("6 + 2 = 8"), and then to get it right. The reward is the task's own score of the
+last number in the answer; nothing is added to it. Solved examples in the prompt would make it
+imitate their form at once, but then all answers of a group are alike,
+and there is nothing to learn from.
 """
 
 import json
@@ -16,7 +18,6 @@ from app.jobs.rewards import Extractor, Reward, checked
 
 Message = dict[str, str]
 
-INSTRUCTION = "Reply with the answer only."
 EXAMPLES_SEED = 5  # the examples in the prompt are the same in every run
 
 
@@ -38,6 +39,7 @@ class ReasoningGymTask:
 
     Args:
         settings: of the data set, see reasoning-gym.
+        instruction: the system message; an empty one is left out, and the chat template's own may apply.
         shots: solved examples before the question.
         extract: what of an answer is graded.
 
@@ -46,7 +48,14 @@ class ReasoningGymTask:
     """
 
     def __init__(
-        self, name: str, settings: Mapping[str, Any], *, shots: int, seed: int, extract: Extractor
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        *,
+        instruction: str,
+        shots: int,
+        seed: int,
+        extract: Extractor,
     ) -> None:
         import reasoning_gym
 
@@ -56,7 +65,7 @@ class ReasoningGymTask:
         except (ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"reasoning-gym refuses {name!r} with {dict(settings)}: {error}") from error
         self._extract = extract
-        self._head = [_message("system", INSTRUCTION)]
+        self._head = [_message("system", instruction)] if instruction else []
         for number in range(shots):
             self._head += [
                 _message("user", examples[number]["question"]),

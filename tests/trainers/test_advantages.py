@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainers.advantages import AdvantageEstimator, group_advantages
@@ -27,6 +27,7 @@ def test_rloo_compares_with_the_others() -> None:
     )
 
 
+@settings(deadline=None)  # other processes share the cores
 @given(REWARDS, st.sampled_from(AdvantageEstimator))
 def test_advantages_of_a_group_sum_to_nothing_and_keep_the_order(
     rewards: list[float], estimator: AdvantageEstimator
@@ -37,6 +38,7 @@ def test_advantages_of_a_group_sum_to_nothing_and_keep_the_order(
     assert advantages[best] == max(advantages)
 
 
+@settings(deadline=None)  # other processes share the cores
 @given(st.floats(min_value=-1e6, max_value=1e6), st.integers(2, 9))
 def test_equal_rewards_teach_nothing(reward: float, count: int) -> None:
     assert group_advantages([reward] * count) == [0.0] * count

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainers.tiny import trajectory
@@ -59,6 +59,7 @@ def test_answers_beside_each_other_see_the_prompt_and_themselves() -> None:
     ]
 
 
+@settings(deadline=None)  # other processes share the cores
 @given(BATCHES, st.integers(1, 100), st.booleans())
 def test_every_trajectory_is_planned_once_and_budgets_hold(
     batch: list[Trajectory], budget: int, share: bool
@@ -71,6 +72,7 @@ def test_every_trajectory_is_planned_once_and_budgets_hold(
             assert collate(batch, rows, pad_token_id=0, device=CPU).input_ids.numel() <= budget
 
 
+@settings(deadline=None)  # other processes share the cores
 @given(BATCHES, st.booleans())
 def test_collating_loses_no_token(batch: list[Trajectory], share: bool) -> None:
     (rows,) = plan_micro_batches(batch, token_budget=10**6, share_prompts=share)
@@ -83,6 +85,7 @@ def test_collating_loses_no_token(batch: list[Trajectory], share: bool) -> None:
     assert int(tensors.response_mask.sum()) == sum(len(t.token_ids) for t in batch)
 
 
+@settings(deadline=None)  # other processes share the cores
 @given(st.integers(1, 9), st.integers(1, 4))
 def test_every_rank_runs_as_many_micro_batches_as_every_other(count: int, world_size: int) -> None:
     plan = [[(i,)] for i in range(count)]

@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.jobs.groups import Answer, Group, GroupQueue
@@ -60,6 +60,7 @@ async def test_more_than_the_queue_holds_cannot_be_taken() -> None:
         GroupQueue(capacity=0, max_staleness=0)
 
 
+@settings(deadline=None)  # other processes share the cores
 @given(
     st.lists(st.integers(0, 10), min_size=1, max_size=20),
     st.integers(0, 3),
