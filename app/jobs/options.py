@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=_positive, default=24, help="optimizer steps, those before a --resume included")
     add("--groups-per-step", type=_positive, default=12, help="prompts of one batch")
     add("--answers-per-group", type=_positive, default=8, help="answers to each prompt")
-    add("--groups-in-flight", type=_positive, default=12, help="prompts that the fleet answers at a time")
+    add("--groups-in-flight", type=_positive, default=6, help="prompts that the fleet answers at a time")
     add("--max-tokens", type=_positive, default=16, help="of an answer")
     add("--stop", action="append", default=None, help="ends an answer; may be given more than once")
     add("--max-staleness", type=int, default=2, help="versions that a batch may be behind the trainer")
