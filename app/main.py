@@ -18,10 +18,11 @@ from app.trainer_settings import trainer_spec
 from deployments.controller import Controller
 from deployments.engine import EngineSpec
 from deployments.liveness import ServeReplicas
+from deployments.request_router import FleetRequestRouter
 from deployments.rollout import Rollout
 from deployments.router import RouterLimits
-from deployments.routing import FleetRequestRouter
 from deployments.trainer import Trainer
+from deployments.weights.plugin import backend
 
 # A replica reserves one CPU unless told otherwise, and requests to one that cannot be placed
 # hang in silence.
@@ -129,7 +130,7 @@ def _engine_spec(args: AppConfig, model: str) -> EngineSpec:
     return EngineSpec(
         model=model,
         served_model_name=args.public_model_name,
-        backend=args.weights.transport.value,
+        backend=backend(args.weights.transport.value, args.weights.staging.value),
         staging=args.weights.staging.value,
         arguments=arguments,
     )

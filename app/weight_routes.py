@@ -6,8 +6,9 @@ says that every replica did it. vLLM's clients carry no lease: all of them are t
 """
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -54,39 +55,39 @@ class WeightRoutes:
 
     async def init(self, request: Request) -> Response:
         init_info = field(await self._body(request), "init_info", dict)
-        token, round_id = await self._session()
-        if round_id is not None:
-            raise Conflict(f"round {round_id} is open: finish it before the transfer engine is set up again")
-        await self._controller.connect.remote(token, init_info)
+        async with self._turn() as (token, round_id):
+            if round_id is not None:
+                raise Conflict(f"round {round_id} is open: finish it before the engine is set up again")
+            await self._controller.connect.remote(token, init_info)
         return JSONResponse({"message": "Weight transfer initialized"})
 
     async def start(self, request: Request) -> Response:
-        token, round_id = await self._session()
-        if round_id is not None:
-            raise Conflict(f"start_weight_update came twice: round {round_id} is open; finish it first")
-        await self._controller.open_round.remote(token, None, RoundOptions())
+        async with self._turn() as (token, round_id):
+            if round_id is not None:
+                raise Conflict(f"start_weight_update came twice: round {round_id} is open; finish it first")
+            await self._controller.open_round.remote(token, None, RoundOptions())
         return JSONResponse({"message": "Weight update started"})
 
     async def update(self, request: Request) -> Response:
         payload = field(await self._body(request), "update_info", (dict, list))
-        token, round_id = await self._open_round("update_weights")
         payload = refuse_or_restrict(payload, allowed=self._allow_pickled_ipc)
-        await self._renewing(token, self._controller.send.remote(token, round_id, payload))
+        async with self._turn() as (token, round_id):
+            _must_be_open(round_id, "update_weights")
+            await self._renewing(token, self._controller.send.remote(token, round_id, payload))
         return JSONResponse({"message": "Weights updated"})
 
     async def finish(self, request: Request) -> Response:
         label = field(await self._body(request), "weight_version", str, None)
-        token, round_id = await self._open_round("finish_weight_update")
-        await self._controller.close_round.remote(token, round_id, None, label)
-        await self._controller.release.remote(token)
+        async with self._turn() as (token, round_id):
+            _must_be_open(round_id, "finish_weight_update")
+            await self._controller.close_round.remote(token, round_id, None, label)
         return JSONResponse({"message": "Weight update finished"})
 
     async def shutdown(self, request: Request) -> Response:
-        token, round_id = await self._session()
-        if round_id is not None:
-            raise Conflict("Cannot release a trainer connection during a weight update")
-        await self._controller.disconnect.remote(token)
-        await self._controller.release.remote(token)
+        async with self._turn() as (token, round_id):
+            if round_id is not None:
+                raise Conflict("Cannot release a trainer connection during a weight update")
+            await self._controller.disconnect.remote(token)
         return JSONResponse({"message": "Weight transfer shut down"})
 
     async def get_world_size(self, request: Request) -> Response:
@@ -166,15 +167,16 @@ class WeightRoutes:
     async def _body(self, request: Request) -> dict[str, Any]:
         return await json_object(request, self._max_body_bytes)
 
-    async def _session(self) -> tuple[int, int | None]:
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[tuple[int, int | None]]:
+        """The lease for one call: its token and the open round. It is kept only while a round is open."""
         token, round_id = await self._controller.session.remote(PUBLISHER)
-        return token, round_id
-
-    async def _open_round(self, call: str) -> tuple[int, int]:
-        token, round_id = await self._session()
-        if round_id is None:
-            raise Conflict(f"{call} came before start_weight_update: no round is open")
-        return token, round_id
+        try:
+            yield token, round_id
+        finally:
+            token, round_id = await self._controller.session.remote(PUBLISHER)
+            if round_id is None:
+                await self._controller.release.remote(token)
 
     async def _renewing(self, token: int, call: Awaitable[Any]) -> None:
         """Wait for a call of the open round; the client that waits for it cannot renew the lease itself."""
@@ -185,6 +187,11 @@ class WeightRoutes:
 
     async def _call(self, operation: FleetOperation, **arguments: Any) -> dict[str, Any]:
         return dict(await self._controller.call.remote(operation, arguments))
+
+
+def _must_be_open(round_id: int | None, call: str) -> None:
+    if round_id is None:
+        raise Conflict(f"{call} came before start_weight_update: no round is open")
 
 
 def _flag(request: Request, name: str, *, default: bool) -> bool:

@@ -53,7 +53,7 @@ class RecordingLLM(AsyncLLM):
 
     salt_prefixes = False
 
-    def generate(  # type: ignore[override]
+    def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         recorder = RECORDER.get()

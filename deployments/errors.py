@@ -1,13 +1,13 @@
 """One exception per decision that a caller can make.
 
-    SlipstreamError
-    ├── InvalidRequest            fix the call: what was expected and what came        400
-    │   └── PayloadTooLarge       send less                                            413
-    ├── Conflict                  somebody else's turn, or a call out of order         409
-    │   └── StalePublisher        take a new lease
-    ├── RoundAborted              the fleet still serves the old version; try again    409 / 422
-    ├── ReplicaUnavailable        send the request to another replica                  503
-    └── FleetUnavailable          wait (Retry-After), then try again                   503
+SlipstreamError
+├── InvalidRequest            fix the call: what was expected and what came        400
+│   └── PayloadTooLarge       send less                                            413
+├── Conflict                  somebody else's turn, or a call out of order         409
+│   └── StalePublisher        take a new lease
+├── RoundAborted              the fleet still serves the old version; try again    409 / 422
+├── ReplicaUnavailable        send the request to another replica                  503
+└── FleetUnavailable          wait (Retry-After), then try again                   503
 """
 
 from typing import Any

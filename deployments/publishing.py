@@ -23,6 +23,7 @@ from deployments.weights.protocol import RoundOptions, RoundReport
 from trainers.sources import ParameterSource
 
 FLEET_TIMEOUT_S = 30.0
+PUBLISHER = "trainer"
 logger = logging.getLogger("ray.serve")
 
 Snapshot = dict[str, torch.Tensor]
@@ -86,7 +87,7 @@ class Publisher:
         self._rank = rank
         self._controller = controller
         self.source = PublishSource(source, keep_copy=rank == 0)
-        self._client = FleetWeightSyncClient(controller, "trainer", RoundOptions())
+        self._client = FleetWeightSyncClient(controller, PUBLISHER, RoundOptions())
         self._engine: TrainerWeightTransferEngine[Any] | None = None
         self._epoch: int | None = None
 
@@ -120,7 +121,9 @@ class Publisher:
                 self._engine = self._connect(workers=0)
             return self._engine
         fleet = self._controller.fleet.remote().result(timeout_s=FLEET_TIMEOUT_S)
-        if self._engine is None or fleet["epoch"] != self._epoch:
+        connection = fleet["connection"]
+        ours = connection is not None and connection["publisher"] == PUBLISHER
+        if self._engine is None or not ours or fleet["epoch"] != self._epoch:
             self._forget()
             self._engine = self._connect(fleet["workers"])
             self._epoch = fleet["epoch"]

@@ -23,6 +23,7 @@ from deployments.engine import Engine, EngineSpec
 from deployments.errors import Conflict, ReplicaUnavailable
 from deployments.follower import Follower
 from deployments.member import EngineMember
+from deployments.parent_death import own_engine
 from deployments.routing import Demand
 from deployments.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 from deployments.weights.protocol import Directive, JoinAnswer, KvCache, Report
@@ -58,6 +59,7 @@ class Rollout:
         self._incarnation = uuid.uuid4().hex
         answer = await self._join()
         spec = engine if answer.path is None else dataclasses.replace(engine, model=answer.path)
+        own_engine()
         self._engine = await Engine.start(spec, version=answer.version)
         self._engine.llm.salt_prefixes = kv_cache is KvCache.KEEP
         self._member = EngineMember(self._engine)

@@ -1,4 +1,4 @@
-"""Where a request goes: a pure policy, and the Serve request router that asks it.
+"""Where a request goes: a pure policy, which knows nothing of Ray.
 
 The router knows each replica's version and admission as of its last routing statistics; the
 replica itself checks again, and is the authority.
@@ -8,8 +8,6 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,33 +56,3 @@ def _by_weight(replica_ids: Collection[str], session_id: str) -> list[str]:
         return blake2b(f"{session_id}\0{replica_id}".encode(), digest_size=8).digest()
 
     return sorted(replica_ids, key=weight, reverse=True)
-
-
-class FleetRequestRouter(RequestRouter):
-    """Serve's request router for the fleet.
-
-    Without Serve's FIFOMixin, on purpose: with it a choice made for one request may be given to
-    another, and affinity is lost. What that costs: a parent request that makes two concurrent
-    calls to the fleet hangs. The router makes one at a time.
-    """
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        demand = Demand()
-        if pending_request is not None:
-            pending_request.routing_context.should_backoff = True
-            demand = next((a for a in pending_request.args if isinstance(a, Demand)), demand)
-        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        return [[by_id[name] for name in group] for group in rank(_candidates(by_id), demand)]
-
-
-def _candidates(replicas: dict[str, RunningReplica]) -> list[Candidate]:
-    return [
-        Candidate(
-            replica_id=name,
-            version=int(replica.routing_stats.get("version", 0)),
-            admitted=bool(replica.routing_stats.get("admitted", True)),
-        )
-        for name, replica in replicas.items()
-    ]

@@ -10,7 +10,6 @@ One launch handles any number of tensors: a table made on the host names the gro
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,12 +33,12 @@ _EXPONENTS = {
 
 
 @triton.jit
-def _digest_groups(
-    groups: Any,  # int64 [g, 6]: address, bytes, first row, tensor, low and high exponent bits
-    column_table: Any,  # int64 [ROW]
-    row_table: Any,  # int64 [rows of the largest tensor]
-    found: Any,  # int64 [n], zero
-    bad: Any,  # int32 [n], zero
+def _digest_groups(  # type: ignore[no-untyped-def]
+    groups,  # int64 [g, 6]: address, bytes, first row, tensor, low and high exponent bits
+    column_table,  # int64 [ROW]
+    row_table,  # int64 [rows of the largest tensor]
+    found,  # int64 [n], zero
+    bad,  # int32 [n], zero
     ROW: tl.constexpr,
     BAND: tl.constexpr,
 ) -> None:

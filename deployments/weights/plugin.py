@@ -4,6 +4,8 @@ vLLM's workers are spawned, so an engine registered only in the parent does not 
 entry point group `vllm.general_plugins` is loaded everywhere.
 """
 
+from deployments.parent_death import follow_owner
+
 # The name in vLLM's registry: the module, and the prefix of its two classes. vLLM's own "ipc" and
 # "nccl", which load inside a pause, keep their names and stay selectable (`staging: none`).
 TRANSPORTS = {
@@ -21,6 +23,7 @@ def backend(transport: str, staging: str) -> str:
 
 def register() -> None:
     """Register both halves of every transport; vLLM calls this more than once in a process."""
+    follow_owner()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     for name, (module, prefix) in TRANSPORTS.items():

@@ -159,7 +159,9 @@ class StagingPhase:
         verdict = judge(task)
         self._fleet.fence_each(verdict.to_fence, task.kind, now)
         if verdict.publisher_at_fault:
-            self.abort(current, publisher_error(current, task, dict(verdict.rejected)), now)
+            error = publisher_error(current, task, dict(verdict.rejected))
+            task.finish(error=error)  # it is no longer among the fleet's tasks, which the abort ends
+            self.abort(current, error, now)
         elif task.kind == InstructionKind.VERIFY:
             self._compare(current, task, now)
 

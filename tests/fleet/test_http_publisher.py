@@ -128,7 +128,7 @@ def test_torn_bytes_are_found_by_their_digest(fleet: Fleet) -> None:
         block[chunk.entries[3].offset + 5] ^= 1
         with fleet.client() as http:
             version, before = fleet.version(), complete(http).tokens
-            http.post("/start_weight_update").raise_for_status()
+            start(http)
             info = {"segment": segment, **describe(metadata)}
             answer = http.post("/update_weights", json={"update_info": info})
             assert answer.status_code in (400, 409, 422)
@@ -137,6 +137,11 @@ def test_torn_bytes_are_found_by_their_digest(fleet: Fleet) -> None:
             assert unchanged(fleet, http, version, before)
     finally:
         remove_segment(segment)
+
+
+def start(http: httpx.Client) -> None:
+    http.post("/init_weight_transfer_engine", json={"init_info": {}}).raise_for_status()
+    http.post("/start_weight_update").raise_for_status()
 
 
 def unchanged(fleet: Fleet, http: httpx.Client, version: int, before: list[int]) -> bool:
@@ -155,7 +160,7 @@ def test_calls_in_the_wrong_order_are_conflicts(fleet: Fleet) -> None:
         assert finish.status_code == 409 and "start_weight_update" in finish.json()["error"]["message"]
         update = http.post("/update_weights", json={"update_info": {}})
         assert update.status_code == 409
-        http.post("/start_weight_update").raise_for_status()
+        start(http)
         again = http.post("/start_weight_update")
         assert again.status_code == 409 and "twice" in again.json()["error"]["message"]
         empty = http.post("/finish_weight_update")
@@ -165,7 +170,7 @@ def test_calls_in_the_wrong_order_are_conflicts(fleet: Fleet) -> None:
 
 def test_a_second_publisher_is_refused_while_a_round_is_open(fleet: Fleet) -> None:
     with fleet.client() as http:
-        http.post("/start_weight_update").raise_for_status()
+        start(http)
         refused = http.post("/train/publish", json={})
         assert refused.status_code == 409
         assert "'http'" in refused.json()["error"]["message"]
@@ -175,7 +180,7 @@ def test_a_second_publisher_is_refused_while_a_round_is_open(fleet: Fleet) -> No
 
 def test_pickled_handles_are_refused(fleet: Fleet) -> None:
     with fleet.client() as http:
-        http.post("/start_weight_update").raise_for_status()
+        start(http)
         answer = http.post("/update_weights", json={"update_info": {"ipc_handles_pickled": "gASVAAAA"}})
         assert answer.status_code == 400
         assert "allow_pickled_ipc_over_http" in answer.json()["error"]["message"]

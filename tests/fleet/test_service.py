@@ -97,7 +97,11 @@ def test_a_killed_replica_comes_back_with_the_committed_version(fleet: Fleet) ->
             for process in psutil.process_iter(["name"])
             if "ServeReplica:slipstream:rollout" in " ".join(process.cmdline()[:1])
         )
+        engine = victim.children(recursive=True)
+        assert engine, "a replica's engine runs in processes of its own"
         victim.kill()
+        _, orphans = psutil.wait_procs(engine, timeout=10)
+        assert not orphans, "the engine of a killed replica must not live on"
         deadline = time.monotonic() + 150
         answered = 0
         while time.monotonic() < deadline:

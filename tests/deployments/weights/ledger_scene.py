@@ -58,6 +58,8 @@ class Scene:
     def open(self, **options: Any) -> int:
         task = self.ledger.open_round(self.token, None, RoundOptions(**options), self.now)
         self.poll()
+        if task.error is not None:
+            raise task.error
         return int(task.result)
 
     def send(self, round_id: int, payload: Any = None) -> Task:

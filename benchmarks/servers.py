@@ -1,0 +1,136 @@
+"""The two servers that the CPU benchmarks compare: a fleet of ours, and `vllm serve`."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from app.models import resolve_model
+
+MODEL = "smollm2-135m"
+ENGINE = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 64}
+START_TIMEOUT_S = 300.0
+
+
+@contextmanager
+def fleet(port: int, *, replicas: int = 1, trainer: bool = False, **settings: Any) -> Iterator[str]:
+    """A fleet, started as `make serve` starts it; yields its URL once it is healthy."""
+    with tempfile.TemporaryDirectory() as root:
+        config = {
+            "http_options": {"host": "127.0.0.1", "port": port},
+            "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+            "applications": [
+                {
+                    "name": "slipstream",
+                    "route_prefix": "/",
+                    "import_path": "app.main:build",
+                    "args": {
+                        "model": MODEL,
+                        "state_dir": f"{root}/state",
+                        "engine": ENGINE | {"num_replicas": replicas},
+                        **({"trainer": {}} if trainer else {}),
+                        **settings,
+                    },
+                }
+            ],
+        }
+        file = Path(root) / "fleet.yaml"
+        file.write_text(yaml.safe_dump(config))
+        command = [
+            sys.executable,
+            "-m",
+            "app.launch",
+            "--config",
+            str(file),
+            "--dashboard-port",
+            str(port + 1),
+        ]
+        with _process(command, Path(root) / "log", {}) as process:
+            url = f"http://127.0.0.1:{port}"
+            _until_healthy(process, url, Path(root) / "log", serving=replicas)
+            if trainer:
+                _until_trainer(url)
+            yield url
+
+
+@contextmanager
+def vllm_serve(port: int, *, threads: int) -> Iterator[str]:
+    """`vllm serve` with the same engine arguments; yields its URL once it is healthy."""
+    with tempfile.TemporaryDirectory() as root:
+        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(resolve_model(MODEL))]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+        command += [
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "2048",
+            "--max-num-seqs",
+            "64",
+            "--enforce-eager",
+        ]
+        command += ["--disable-uvicorn-access-log"]
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        with _process(command, Path(root) / "log", environment) as process:
+            url = f"http://127.0.0.1:{port}"
+            _until_healthy(process, url, Path(root) / "log", serving=None)
+            yield url
+
+
+@contextmanager
+def _process(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment
+        )
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _until_healthy(process: subprocess.Popen[bytes], url: str, log: Path, serving: int | None) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended:\n{log.read_text()[-3000:]}")
+        try:
+            answer = httpx.get(f"{url}/health", timeout=5)
+            if answer.status_code == 200 and (serving is None or answer.json()["serving"] >= serving):
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    raise TimeoutError(f"{url} was not healthy within {START_TIMEOUT_S:.0f} s:\n{log.read_text()[-3000:]}")
+
+
+def _until_trainer(url: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/train/status", timeout=30).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.5)
+    raise TimeoutError("the trainer did not come up")

@@ -1,0 +1,92 @@
+"""The longest time without a token that streaming clients feel while weights change, on a CPU.
+
+python -m benchmarks.update_gap [--rounds 3] [--streams 4]
+
+Ours: a round from the trainer, staged while generating. The peer: what a project without it does
+with one `vllm serve`: save a checkpoint, pause, load it from disk, resume.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+from safetensors.torch import load_file, save_file
+
+from app.models import resolve_model
+from benchmarks.load import Load, run
+from benchmarks.servers import MODEL, fleet, vllm_serve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=4)
+    args = parser.parse_args()
+    load = Load(requests=args.streams, concurrency=args.streams, max_tokens=160)
+    rows = []
+    with vllm_serve(8441, threads=os.cpu_count() or 1) as peer, tempfile.TemporaryDirectory() as root:
+        rows.append(("vllm serve, no update", *_measure(peer, load, args.rounds, lambda: None)))
+        rows.append(
+            (
+                "vllm serve: save, pause, reload from disk, resume",
+                *_measure(peer, load, args.rounds, lambda: _reload(peer, Path(root))),
+            )
+        )
+    with fleet(8431, trainer=True) as ours:
+        rows.append(("slipstream, no update", *_measure(ours, load, args.rounds, lambda: None)))
+        rows.append(
+            (
+                "slipstream: a round over shared memory",
+                *_measure(ours, load, args.rounds, lambda: _publish(ours)),
+            )
+        )
+    print(
+        f"| {args.streams} streams, {MODEL}, float32 | longest gap (median) | update took |"
+    )
+    print("|---|---|---|")
+    for name, gap_ms, took_s in rows:
+        print(f"| {name} | {gap_ms:.0f} ms | {took_s:.2f} s |")
+
+
+def _measure(url: str, load: Load, rounds: int, update: Callable[[], None]) -> tuple[float, float]:
+    """Median over the rounds of the longest gap (ms), and of the update's duration (s)."""
+
+    async def once() -> tuple[float, float]:
+        streams = asyncio.create_task(run(url, load))
+        await asyncio.sleep(2.0)
+        begin = time.perf_counter()
+        await asyncio.to_thread(update)
+        took = time.perf_counter() - begin
+        return (await streams).longest_gap_ms, took
+
+    results = [asyncio.run(once()) for _ in range(rounds)]
+    return statistics.median(gap for gap, _ in results), statistics.median(took for _, took in results)
+
+
+def _publish(url: str) -> None:
+    httpx.post(f"{url}/train/publish", json={}, timeout=300).raise_for_status()
+
+
+def _reload(url: str, root: Path) -> None:
+    source = Path(resolve_model(MODEL))
+    target = root / "checkpoint"
+    target.mkdir(exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix == ".safetensors":
+            save_file(load_file(file), target / file.name, metadata={"format": "pt"})
+        elif not (target / file.name).exists():
+            (target / file.name).symlink_to(file)
+    httpx.post(f"{url}/pause?mode=keep", timeout=300).raise_for_status()
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
+    httpx.post(f"{url}/collective_rpc", json=body, timeout=300).raise_for_status()
+    httpx.post(f"{url}/resume", timeout=300).raise_for_status()
+
+
+if __name__ == "__main__":
+    main()
