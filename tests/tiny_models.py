@@ -26,7 +26,10 @@ def save_tokenizer(directory: Path) -> int:
 
 
 def tiny_llama(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
-    """Two layers, 128 wide (vLLM on CPU wants heads of 32 or more), float32; weights large enough that different seeds answer differently."""
+    """Two layers, float32; weights so large that different seeds answer differently.
+
+    Heads are 32 wide: vLLM's attention on CPUs knows no smaller ones.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=258,
