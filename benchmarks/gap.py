@@ -81,6 +81,10 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         enforce_eager=arguments.eager,
     )
     link = Ours(engine) if mode == "ours" else Native(engine)
+    if arguments.poll_ms is not None:
+        import deployments.member
+
+        deployments.member.STAGING_POLL_S = arguments.poll_ms / 1e3
     options: dict[str, Any] = {}
     if mode == "ours" and arguments.chunk_mb:
         options["chunk_bytes"] = arguments.chunk_mb << 20
@@ -215,6 +219,7 @@ def main() -> None:
     parser.add_argument("--soak", type=int, default=0, help="ours: so many rounds back to back under load")
     parser.add_argument("--soak-s", type=float, default=60.0)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--poll-ms", type=float, help="ours: how often the replica asks its staging thread")
     parser.add_argument("--modes", nargs="+", default=["ours", "native"])
     parser.add_argument("--only", choices=["ours", "native"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)

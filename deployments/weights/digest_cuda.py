@@ -96,11 +96,11 @@ def inspect(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     known by its exponent alone (float8, float64) is never called bad.
     """
     device = tensors[0].device
-    flat = [_bytes(tensor) for tensor in tensors]
-    sizes = np.array([data.numel() for data in flat], dtype=np.int64)
-    groups = _groups(tensors, flat, sizes)
-    found = torch.zeros(len(flat), dtype=torch.int64, device=device)
-    bad = torch.zeros(len(flat), dtype=torch.int32, device=device)
+    even = [_readable(tensor) for tensor in tensors]
+    sizes = np.array([tensor.numel() * tensor.itemsize for tensor in even], dtype=np.int64)
+    groups = _groups(even, sizes)
+    found = torch.zeros(len(even), dtype=torch.int64, device=device)
+    bad = torch.zeros(len(even), dtype=torch.int32, device=device)
     # One upload for both tables, from pinned memory: a copy from pageable memory waits for the stream.
     upload = torch.from_numpy(np.concatenate([groups.reshape(-1), sizes])).pin_memory()
     table = upload.to(device, non_blocking=True)
@@ -116,13 +116,11 @@ def inspect(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
                 BAND=COLUMNS,
                 num_warps=4,
             )
-    # `flat` may own copies of misaligned tensors: the allocator keeps their memory in stream order.
+    # `even` may own copies of misaligned tensors: the allocator keeps their memory in stream order.
     return found ^ table[groups.size :], bad != 0
 
 
-def _groups(
-    tensors: Sequence[torch.Tensor], flat: Sequence[torch.Tensor], sizes: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _groups(tensors: Sequence[torch.Tensor], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The kernel's work list, int64 [g, 6]; see `_digest_groups`."""
     span = GROUP_ROWS * ROW_BYTES
     if len(sizes) and int(sizes.max()) > _MAX_ROWS * ROW_BYTES:
@@ -130,7 +128,7 @@ def _groups(
     counts = -(-sizes // span)
     owner = np.repeat(np.arange(len(sizes)), counts)
     place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    addresses = np.array([data.data_ptr() for data in flat], dtype=np.int64)
+    addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
     exponents = np.array([_EXPONENTS.get(t.dtype, (0, 0)) for t in tensors], dtype=np.int64).reshape(-1, 2)
     table = np.empty((len(owner), 6), dtype=np.int64)
     table[:, 0] = addresses[owner] + place * span
@@ -141,9 +139,10 @@ def _groups(
     return table
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    data = tensor.detach().reshape(-1).view(torch.uint8)
-    return data if data.data_ptr() % _ALIGNMENT == 0 else data.clone()
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
+        return tensor
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 @cache

@@ -156,10 +156,10 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
             copied.append(torch.cuda.Event())
             copied[index].record()
             if index > 0:  # one behind: this thread queues the next copies while those run
-                copied[index - 1].synchronize()
+                _wait_for(copied[index - 1])
                 page[self._place] = start + index
         if copied:
-            copied[-1].synchronize()
+            _wait_for(copied[-1])
             page[self._place] = start + len(chunks)
 
     def abort(self) -> None:
@@ -343,6 +343,12 @@ def open_page(name: str, timeout_s: float) -> Page:
         return Page(torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.int64), timeout_s)
     finally:
         os.close(descriptor)
+
+
+def _wait_for(event: torch.cuda.Event) -> None:
+    # Not event.synchronize(): it spins, on a core and in the driver, beside the thread that decodes.
+    while not event.query():
+        time.sleep(_POLL_S)
 
 
 def _gathered(value: Any) -> list[Any]:

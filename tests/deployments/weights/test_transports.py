@@ -86,12 +86,26 @@ def make_fleet(transport: str, checkpoint: Path, count: int = 2, tear: bool = Fa
         places = [f"cuda:{1 + index}" for index in range(min(count, gpus - 1))]
     else:
         places = ["cuda:0"] * count
-    return Fleet([ProcessReceiver(transport, str(checkpoint), place, tear) for place in places])
+    keys = [(transport, str(checkpoint), place, tear, index) for index, place in enumerate(places)]
+    for key in keys:
+        if key not in PROCESSES:
+            PROCESSES[key] = ProcessReceiver(*key[:4])
+    return Fleet([PROCESSES[key] for key in keys])
+
+
+# A process takes ten seconds to import vLLM: the tests share them.
+PROCESSES: dict[tuple[Any, ...], ProcessReceiver] = {}
 
 
 def stop(receiver: Any) -> None:
+    receiver.reset() if isinstance(receiver, ProcessReceiver) else receiver.stop()
+
+
+def kill(receiver: Any) -> None:
     if isinstance(receiver, ProcessReceiver):
         receiver.kill()
+        for key in [key for key, value in PROCESSES.items() if value is receiver]:
+            del PROCESSES[key]
     else:
         receiver.stop()
 
@@ -284,8 +298,7 @@ def test_a_dead_receiver_ends_the_round_within_the_deadline_and_the_rest_goes_on
         pytest.skip("needs two receivers")
     source = ListSource(weights(1, device_of(transport)))
     engine = connect(transport, fleet, source)
-    dead = fleet.receivers.pop()
-    stop(dead)
+    kill(fleet.receivers.pop())
     start = time.monotonic()
     with pytest.raises(Exception, match=r"broke|nothing came|aborted|given"):
         engine.send_weights()

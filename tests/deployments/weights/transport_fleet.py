@@ -5,6 +5,7 @@ process; CUDA IPC and NCCL need one process each.
 """
 
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -55,7 +56,12 @@ class Receiver:
     """One worker's transfer engine; what a test asks of it."""
 
     def __init__(self, transport: str, directory: str, device: str, tear: bool = False) -> None:
-        self.engine = _engine(transport, directory, torch.device(device), tear)
+        self._made_of = (transport, directory, torch.device(device), tear)
+        self.engine = _engine(*self._made_of)
+
+    def reset(self) -> None:
+        self.engine.shutdown()
+        self.engine = _engine(*self._made_of)
 
     def connect(self, info: dict[str, Any]) -> None:
         self.engine.init_transfer_engine(self.engine.parse_init_info(info))
@@ -95,6 +101,7 @@ class ProcessReceiver:
     def __init__(self, *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        self._asking = threading.Lock()  # a call of a round that failed may still be out
         self.process = context.Process(target=_serve, args=(theirs, *args), daemon=True)
         self.process.start()
 
@@ -102,10 +109,11 @@ class ProcessReceiver:
         return lambda *args: self._ask(name, args)
 
     def _ask(self, name: str, args: tuple[Any, ...]) -> Any:
-        self._pipe.send((name, args))
-        if not self._pipe.poll(DEADLINE_S):
-            raise TimeoutError(f"receiver did not answer {name} in {DEADLINE_S:g} s")
-        worked, value = self._pipe.recv()
+        with self._asking:
+            self._pipe.send((name, args))
+            if not self._pipe.poll(DEADLINE_S):
+                raise TimeoutError(f"receiver did not answer {name} in {DEADLINE_S:g} s")
+            worked, value = self._pipe.recv()
         if not worked:
             raise RuntimeError(value)
         return value
