@@ -16,6 +16,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from deployments.lost_version import watch
 from deployments.trainer_spec import TrainerSpec
 from deployments.worker_group import WorkerGroup
 
@@ -45,6 +46,7 @@ class Trainer:
         self._parameters: int = loaded["parameters"]
         self._version: int = loaded["version"]  # the newest that this trainer has published or resumed from
         self._step: int = loaded["step"]
+        self._watch = asyncio.create_task(watch(lambda: controller.fleet.remote(), self.publish))
 
     async def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """One optimizer step; `{"trajectories": [...]}`, see `trainers.trajectory`. Answers its metrics.
@@ -111,6 +113,7 @@ class Trainer:
         group: WorkerGroup | None = getattr(self, "_group", None)
         if group is None:
             return
+        self._watch.cancel()
         # What is not written then is written never; whatever fails here, the workers must go.
         with contextlib.suppress(Exception):
             await group.call("flush", FLUSH_TIMEOUT_S, timeout_s=FLUSH_TIMEOUT_S + 1.0)
