@@ -68,7 +68,7 @@ class Router:
         try:
             inner = HttpRequest(
                 method=request.method,
-                path=request.url.path,
+                path=request.scope["path"].removeprefix(request.scope.get("root_path", "")),  # Serve's prefix
                 query=request.url.query.encode(),
                 headers=[(k, v) for k, v in request.headers.raw if k not in HOP_BY_HOP],
                 body=await read_body(request, self._limits.max_body_bytes),

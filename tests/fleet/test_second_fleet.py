@@ -1,0 +1,97 @@
+"""A second fleet in the same cluster, with the other settings: gloo, rolling commits, kept caches."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from ray import serve
+
+from tests.fleet.conftest import MODEL, PORT, Fleet
+from tests.fleet.talk import PROMPT, Answer, Reference, ask, complete, on_every_replica, train_and_publish
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def gloo(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("gloo")
+    from app.config import parse_config
+    from app.main import build
+
+    config = parse_config(
+        {
+            "model": str(fleet.checkpoint),
+            "served_model_name": MODEL,
+            "state_dir": str(root / "state"),
+            "engine": {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "num_replicas": 2},
+            "weights": {
+                "transport": "gloo",
+                "commit": "rolling",
+                "kv_cache": "keep",
+                "chunk_bytes": 1 << 18,
+                "lease_s": 30,
+                "heartbeat_timeout_s": 20,
+            },
+            "trainer": {"optimizer": {"learning_rate": 0.02}},
+        }
+    )
+    serve.run(build(config), name="gloo", route_prefix="/gloo")
+    try:
+        yield Fleet(
+            url=f"http://127.0.0.1:{PORT}/gloo", checkpoint=fleet.checkpoint, store=root / "state" / "store"
+        )
+    finally:
+        serve.delete("gloo")
+
+
+def test_a_round_over_gloo_reaches_replicas_that_have_ranks_of_their_own(gloo: Fleet, tmp_path: Path) -> None:
+    with gloo.client() as client:
+        before = complete(client, max_tokens=24).tokens
+        for _ in range(3):
+            version = train_and_publish(client)
+        saved = client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"]
+        expected = Reference(Path(saved))(PROMPT, 24)
+        assert expected != before
+        for answer in on_every_replica(client, max_tokens=24).values():
+            assert answer.tokens == expected
+            assert answer.spans == [{"version": version, "start": 0, "end": 24}]
+        last = client.get("/fleet/rounds").json()["rounds"][-1]
+        assert len(last["replicas"]) == 2 and not last["fenced"]
+
+
+def test_requests_with_kept_caches_go_on_across_rounds(gloo: Fleet) -> None:
+    async def scenario() -> list[Answer]:
+        async with httpx.AsyncClient(base_url=gloo.url, timeout=300) as client:
+            tasks = [
+                asyncio.create_task(ask(client, [20 + index, 3], 200, stream=index % 2 == 0))
+                for index in range(24)
+            ]
+
+            def publish() -> None:
+                with gloo.client() as trainer:
+                    for _ in range(3):
+                        train_and_publish(trainer)
+
+            await asyncio.to_thread(publish)
+            return list(await asyncio.gather(*tasks))
+
+    answers = asyncio.run(scenario())
+    assert all(len(answer.tokens) == 200 and answer.spans[-1]["end"] == 200 for answer in answers)
+    assert any(len(answer.spans) > 1 for answer in answers)
+    for answer in answers:
+        versions = [span["version"] for span in answer.spans]
+        assert versions == sorted(set(versions))
+
+
+def test_a_prefix_of_an_older_version_is_never_reused(gloo: Fleet, tmp_path: Path) -> None:
+    """With kept caches a running request's blocks are of two versions; later requests must not hit them."""
+    prompt = list(range(30, 130))  # several blocks, so that there is a prefix to hit
+    with gloo.client() as client:
+        on_every_replica(client, prompt=prompt, max_tokens=8)
+        train_and_publish(client)
+        saved = client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"]
+        expected = Reference(Path(saved))(prompt, 16)
+        for answer in on_every_replica(client, prompt=prompt, max_tokens=16).values():
+            assert answer.tokens == expected
