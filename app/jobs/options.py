@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     url = os.environ.get("SLIPSTREAM_URL", "http://127.0.0.1:8000")
     add("--url", default=url, help="the fleet's address")
-    add("--steps", type=_positive, default=24, help="optimizer steps, those before a --resume included")
+    add("--steps", type=_positive, default=20, help="optimizer steps, those before a --resume included")
     add("--groups-per-step", type=_positive, default=12, help="prompts of one batch")
     add("--answers-per-group", type=_positive, default=8, help="answers to each prompt")
     add("--groups-in-flight", type=_positive, default=6, help="prompts that the fleet answers at a time")
