@@ -4,8 +4,8 @@
     python -m benchmarks.gap --size 8b --transport nccl --tp 2 --streams 16      (trainer on GPU 0)
 
 Ours (staged while decoding, then a commit through `Engine.commit`) and vLLM's native engine inside a
-pause, one after the other on the same GPUs. Prints one table; `--out` keeps the token times of one
-update of each for a picture.
+pause: two engines on the same GPUs, measured one after the other while the other one idles. Prints
+one table; `--out` keeps the token times of one update of each for a picture.
 """
 
 import argparse
@@ -68,7 +68,7 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     from benchmarks.weight_sync import Native, Ours, TrainerProcess, start_engine
 
     colocated = arguments.transport == "ipc"
-    trainer = TrainerProcess(arguments.size, 0, gpu=0)
+    trainer = TrainerProcess(arguments.size, 0, gpu=0 if mode == "ours" else arguments.native_gpu)
     if not colocated:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(1 + i) for i in range(arguments.tp))
     backend = f"slipstream_{arguments.transport}" if mode == "ours" else arguments.transport
@@ -79,12 +79,11 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         load_format="dummy",
         tensor_parallel_size=arguments.tp,
         enforce_eager=arguments.eager,
+        # Both engines are up at once, so neither may take what is free.
+        gpu_memory_utilization=arguments.memory,
+        kv_cache_memory_bytes=arguments.kv_gib << 30,
     )
     link = Ours(engine) if mode == "ours" else Native(engine)
-    if arguments.poll_ms is not None:
-        import deployments.member
-
-        deployments.member.STAGING_POLL_S = arguments.poll_ms / 1e3
     options: dict[str, Any] = {}
     if mode == "ours" and arguments.chunk_mb:
         options["chunk_bytes"] = arguments.chunk_mb << 20
@@ -94,6 +93,8 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     await trainer.connect(link, backend, arguments.tp, **options)
     for _ in range(2):
         await trainer.send(link)
+    print("GAP ready", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)  # until the engine before this one has been measured
     idle = []
     for _ in range(4):
         seconds = await trainer.send(link)
@@ -106,34 +107,46 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     for count in arguments.streams:
         await streams(engine, count, 64, [[] for _ in range(count)])
         for kv_cache in arguments.kv_cache:
-            link.kv_cache = kv_cache
-            seen: list[list[float]] = [[] for _ in range(count)]
-            load = asyncio.create_task(streams(engine, count, 3900, seen))
-            await asyncio.sleep(LEAD_S)
-            rounds = []
-            for _ in range(arguments.rounds):
-                await trainer.send(link)
-                times = link.times
-                await asyncio.sleep(SPACING_S)
-                rounds.append(judge(seen, times, trainer.size_bytes))
-            steps = sorted(b - a for s in seen for a, b in pairwise(s) if b < times.begin)
-            load.cancel()
-            await asyncio.gather(load, return_exceptions=True)
-            await asyncio.sleep(0.3)
-            _tell(
-                mode,
-                {
-                    "streams": count,
-                    "kv_cache": kv_cache,
-                    "step_ms": 1e3 * median(steps),
-                    "rounds": rounds,
-                    "timeline": [round(t - times.begin, 5) for t in seen[0] if abs(t - times.begin) < 0.6],
-                },
-            )
-    if arguments.soak:
+            for poll_ms in arguments.poll_ms if mode == "ours" else [0.0]:
+                link.kv_cache = kv_cache
+                await measure_under_load(arguments, mode, engine, trainer, link, count, poll_ms)
+    if arguments.soak and mode == "ours":
         await soak(arguments, engine, trainer, link)
     trainer.stop()
     await engine.stop()
+
+
+async def measure_under_load(
+    arguments: argparse.Namespace, mode: str, engine: Any, trainer: Any, link: Any, count: int, poll_ms: float
+) -> None:
+    import deployments.member
+
+    if poll_ms:
+        deployments.member.STAGING_POLL_S = poll_ms / 1e3
+    seen: list[list[float]] = [[] for _ in range(count)]
+    load = asyncio.create_task(streams(engine, count, 3900, seen))
+    await asyncio.sleep(LEAD_S)
+    rounds = []
+    for _ in range(arguments.rounds):
+        await trainer.send(link)
+        times = link.times
+        await asyncio.sleep(SPACING_S)
+        rounds.append(judge(seen, times, trainer.size_bytes))
+    steps = [b - a for s in seen for a, b in pairwise(s) if b < times.begin]
+    load.cancel()
+    await asyncio.gather(load, return_exceptions=True)
+    await asyncio.sleep(0.3)
+    _tell(
+        mode,
+        {
+            "streams": count,
+            "kv_cache": link.kv_cache,
+            "poll_ms": poll_ms,
+            "step_ms": 1e3 * median(steps),
+            "rounds": rounds,
+            "timeline": [round(t - times.begin, 5) for t in seen[0] if abs(t - times.begin) < 0.6],
+        },
+    )
 
 
 async def soak(arguments: argparse.Namespace, engine: Any, trainer: Any, link: Any) -> None:
@@ -163,19 +176,28 @@ def _tell(mode: str, what: dict[str, Any]) -> None:
     print("GAP " + json.dumps({"mode": mode, **what}), flush=True)
 
 
-def run(arguments: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
-    """One mode in a process of its own, which ends with its engine."""
-    command = [sys.executable, "-m", "benchmarks.gap", *sys.argv[1:], "--only", mode]
-    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    found = []
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("GAP "):
-                found.append(json.loads(line[4:]))
-            else:
-                print(line, end="", file=sys.stderr, flush=True)
-    return found
+def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each mode in a process of its own; when all engines are up, they are measured one by one."""
+    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    logs = [arguments.logs / f"gap-{mode}.log" for mode in arguments.modes]
+    children = []
+    for mode, log in zip(arguments.modes, logs, strict=True):
+        command = [sys.executable, "-m", "benchmarks.gap", *sys.argv[1:], "--only", mode]
+        with log.open("w") as stream:
+            children.append(
+                subprocess.Popen(
+                    command, env=environment, stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.STDOUT
+                )
+            )
+    while any(
+        child.poll() is None and "GAP ready" not in log.read_text()
+        for child, log in zip(children, logs, strict=True)
+    ):
+        time.sleep(0.2)
+    for child in children:
+        child.communicate(b"\n")
+    lines = [line for log in logs for line in log.read_text().splitlines() if line.startswith("GAP {")]
+    return [json.loads(line[4:]) for line in lines]
 
 
 def table(found: list[dict[str, Any]]) -> None:
@@ -188,8 +210,8 @@ def table(found: list[dict[str, Any]]) -> None:
         "gb_per_s",
         "commit_ms",
     )
-    print("| engine | streams | kv_cache | token (ms) | " + " | ".join(columns) + " |")
-    print("|---" * (4 + len(columns)) + "|")
+    print("| engine | streams | kv_cache | poll (ms) | token (ms) | " + " | ".join(columns) + " |")
+    print("|---" * (5 + len(columns)) + "|")
     for entry in found:
         if "rounds" not in entry:
             shown = {key: value for key, value in entry.items() if key != "mode"}
@@ -200,9 +222,8 @@ def table(found: list[dict[str, Any]]) -> None:
             values = [r[column] for r in entry["rounds"]]
             cells.append(f"{min(values):.3g} to {max(values):.3g}")
         print(
-            f"| {entry['mode']} | {entry['streams']} | {entry['kv_cache']} | {entry['step_ms']:.2f} | "
-            + " | ".join(cells)
-            + " |"
+            f"| {entry['mode']} | {entry['streams']} | {entry['kv_cache']} | {entry['poll_ms']:g} | "
+            f"{entry['step_ms']:.2f} | " + " | ".join(cells) + " |"
         )
 
 
@@ -219,10 +240,16 @@ def main() -> None:
     parser.add_argument("--soak", type=int, default=0, help="ours: so many rounds back to back under load")
     parser.add_argument("--soak-s", type=float, default=60.0)
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--poll-ms", type=float, help="ours: how often the replica asks its staging thread")
+    parser.add_argument(
+        "--poll-ms", type=float, nargs="+", default=[5.0], help="ours: how often the staging is asked"
+    )
+    parser.add_argument("--memory", type=float, default=0.35, help="gpu_memory_utilization of each engine")
+    parser.add_argument("--kv-gib", type=int, default=16)
+    parser.add_argument("--native-gpu", type=int, default=0, help="the GPU of the native mode's trainer")
     parser.add_argument("--modes", nargs="+", default=["ours", "native"])
     parser.add_argument("--only", choices=["ours", "native"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the engines' own words go")
     arguments = parser.parse_args()
     arguments.model = arguments.model / f"{arguments.size}-config"
     if arguments.only:
@@ -231,7 +258,7 @@ def main() -> None:
     from benchmarks.models import write_config
 
     write_config(arguments.size, arguments.model)
-    found = [entry for mode in arguments.modes for entry in run(arguments, mode)]
+    found = run(arguments)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found))
     table(found)

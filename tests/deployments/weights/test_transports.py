@@ -1,5 +1,6 @@
 """One contract for every transport, sender and receivers together: the real engines, no vLLM model."""
 
+import re
 import socket
 import threading
 import time
@@ -90,6 +91,8 @@ def make_fleet(transport: str, checkpoint: Path, count: int = 2, tear: bool = Fa
     for key in keys:
         if key not in PROCESSES:
             PROCESSES[key] = ProcessReceiver(*key[:4])
+    for key in keys:
+        PROCESSES[key].connected()  # it has imported vLLM: no deadline of a test runs before that
     return Fleet([PROCESSES[key] for key in keys])
 
 
@@ -300,8 +303,13 @@ def test_a_dead_receiver_ends_the_round_within_the_deadline_and_the_rest_goes_on
     engine = connect(transport, fleet, source)
     kill(fleet.receivers.pop())
     start = time.monotonic()
-    with pytest.raises(Exception, match=r"broke|nothing came|aborted|given"):
+    try:
         engine.send_weights()
+    except Exception as error:
+        assert re.search("broke|nothing came|aborted|given", str(error)), error
+    else:
+        # NCCL passes on what fits into its own buffers, so a small model may reach the survivors whole.
+        assert {state["outcome"] for state in fleet.verify()} == {"done"}
     assert time.monotonic() - start < PATIENCE_S
     engine.shutdown()
     fleet.drop()
@@ -344,7 +352,7 @@ def test_digests_on_the_device_equal_the_hosts() -> None:
     found = device_digests([tensor.cuda() for tensor in tensors]).cpu().tolist()
     assert [value % (1 << 64) for value in found] == digests(tensors)
     shifted = torch.randint(0, 256, (70001,), dtype=torch.uint8)
-    assert digests([shifted.cuda()[1:]]) == digests([shifted[1:]])
+    assert digests([shifted.cuda()[1:]]) == digests([shifted[1:].clone()])
     bad = [torch.randn(40000).to(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     for index, tensor in enumerate(bad):
         tensor[39999 - index] = float("inf") if index else float("nan")
