@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument(
         "--poll-ms", type=float, nargs="+", default=[5.0], help="ours: how often the staging is asked"
     )
-    parser.add_argument("--memory", type=float, default=0.35, help="gpu_memory_utilization of each engine")
+    parser.add_argument("--memory", type=float, default=0.3, help="gpu_memory_utilization of each engine")
     parser.add_argument("--kv-gib", type=int, default=16)
     parser.add_argument("--native-gpu", type=int, default=0, help="the GPU of the native mode's trainer")
     parser.add_argument("--modes", nargs="+", default=["ours", "native"])
