@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import FleetUnavailable, SlipstreamError
@@ -85,11 +85,11 @@ class WorkerGroup:
                 raise FleetUnavailable(f"the trainer's {self.broken}; it is restarted")
             answers = [call.result() for call in calls]  # each: whatever a rank raised comes out
             return answers[0]
-        except RayActorError as error:
-            self.broken = f"a worker died during {method!r}"
-            raise FleetUnavailable(f"{self.broken}; it is restarted from the store") from error
         except RayTaskError as error:
             raise _cause(error) from None
+        except RayError as error:  # its actor's death; or Ray ended it for want of memory, another class
+            self.broken = f"a worker died during {method!r} ({type(error).__name__})"
+            raise FleetUnavailable(f"{self.broken}; it is restarted from the store") from error
         finally:
             for call in calls:
                 call.cancel()
@@ -100,7 +100,7 @@ class WorkerGroup:
             try:
                 pings = [_answer(worker.process_id.remote()) for worker in self._workers]
                 await asyncio.wait_for(asyncio.gather(*pings), PING_TIMEOUT_S)
-            except (RayActorError, TimeoutError) as error:
+            except (RayError, TimeoutError) as error:
                 self.broken = f"a worker does not answer: {type(error).__name__}"
         if self.broken is not None:
             raise RuntimeError(f"the trainer's worker group is broken: {self.broken}")
@@ -109,7 +109,7 @@ class WorkerGroup:
         """Ask rank 0 something that it answers also during a step."""
         try:
             return await asyncio.wait_for(_answer(getattr(self._workers[0], method).remote()), PING_TIMEOUT_S)
-        except (RayActorError, TimeoutError) as error:
+        except (RayError, TimeoutError) as error:
             raise FleetUnavailable(f"the trainer's rank 0 does not answer: {type(error).__name__}") from error
 
     async def process_ids(self) -> list[int]:
