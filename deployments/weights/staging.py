@@ -62,7 +62,8 @@ class Staging(Protocol):
         """
 
     def swap(self) -> None:
-        """Make the staged version the live one. Called with the scheduler paused."""
+        """Make the staged version the live one. Called with the scheduler paused, on the thread and the
+        stream of the model; on a GPU the copy is only queued."""
 
     def drop(self) -> None: ...
 
