@@ -21,6 +21,8 @@ class FakeController:
         self.received: dict[str, torch.Tensor] = {}
         self.stored_versions: dict[int, str] = {}
         self.abort_next = ""
+        self.connected_to: str | None = None
+        self.holder = ""
 
     def __getattr__(self, name: str) -> "_Method":
         if name.startswith("_"):
@@ -32,18 +34,29 @@ class FakeController:
         return getattr(self, f"on_{method}")(*args)
 
     def on_fleet(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "workers": 1, "committed_version": self.version}
+        connection = None if self.connected_to is None else {"publisher": self.connected_to}
+        stored = max(self.stored_versions, default=None)
+        return {
+            "epoch": self.epoch,
+            "workers": 1,
+            "committed_version": self.version,
+            "stored_version": stored,
+            "members": [],
+            "connection": connection,
+        }
 
     def on_acquire(self, publisher: str) -> Lease:
+        self.holder = publisher
         return Lease(publisher=publisher, token=1, duration_s=60.0)
 
     def on_renew(self, token: int) -> Lease:
-        return self.on_acquire("trainer")
+        return self.on_acquire(self.holder)
 
     def on_release(self, token: int) -> None:
         pass
 
     def on_connect(self, token: int, init_info: Mapping[str, Any]) -> int:
+        self.connected_to = self.holder
         return 1
 
     def on_open_round(self, token: int, manifest: object, options: RoundOptions) -> int:

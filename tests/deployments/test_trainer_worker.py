@@ -136,6 +136,9 @@ def test_a_connection_lasts_as_long_as_the_membership(spec: TrainerSpec) -> None
     controller.epoch = 2
     worker.publish(None)
     assert controller.calls.count("connect") == 2
+    controller.connected_to = "somebody else"
+    worker.publish(None)
+    assert controller.calls.count("connect") == 3
 
 
 def test_weights_are_cast_for_the_wire_and_the_store(spec: TrainerSpec) -> None:
