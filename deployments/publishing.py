@@ -168,7 +168,21 @@ def trainer_init_info(spec: TrainerSpec, rank: int, workers: int) -> TrainerInit
                 world_size=1 + workers,
                 chunk_bytes=spec.chunk_bytes,
             )
-    raise ValueError(f"transport must be one of 'shm', 'gloo', got {spec.transport!r}")
+        case "ipc":
+            from deployments.weights.ipc import IpcTrainerInitInfo
+
+            return IpcTrainerInitInfo(rank=rank, world_size=1 + workers, chunk_bytes=spec.chunk_bytes)
+        case "nccl":
+            from deployments.weights.nccl import NcclTrainerInitInfo
+
+            return NcclTrainerInitInfo(
+                rank=rank,
+                master_address=own_address(),
+                master_port=free_port(),
+                world_size=1 + workers,
+                chunk_bytes=spec.chunk_bytes,
+            )
+    raise ValueError(f"transport must be one of 'shm', 'gloo', 'ipc', 'nccl', got {spec.transport!r}")
 
 
 def own_address() -> str:

@@ -25,10 +25,12 @@ def save_tokenizer(directory: Path) -> int:
     return len(vocabulary)
 
 
-def tiny_llama(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
-    """Two layers, float32; weights so large that different seeds answer differently.
+def tiny_llama(
+    seed: int, *, tied: bool = False, heads: int = 4, dtype: torch.dtype = torch.float32
+) -> LlamaForCausalLM:
+    """Two layers; weights so large that different seeds answer differently.
 
-    Heads are 32 wide: vLLM's attention on CPUs knows no smaller ones.
+    Four heads are 32 wide: vLLM's attention on CPUs knows no smaller ones.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -36,20 +38,22 @@ def tiny_llama(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
         initializer_range=0.3,
-        dtype="float32",
+        dtype=dtype,
     )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def save_tiny_llama(directory: Path, seed: int, *, tied: bool = False) -> Path:
-    tiny_llama(seed, tied=tied).save_pretrained(directory)
+def save_tiny_llama(
+    directory: Path, seed: int, *, tied: bool = False, heads: int = 4, dtype: torch.dtype = torch.float32
+) -> Path:
+    tiny_llama(seed, tied=tied, heads=heads, dtype=dtype).save_pretrained(directory)
     save_tokenizer(directory)
     return directory

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -29,7 +30,7 @@ FRESH_ENGINE = """
 import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM(model=sys.argv[1], dtype="float32", max_model_len=1024, enforce_eager=True)
+    llm = LLM(model=sys.argv[1], max_model_len=1024, **json.loads(sys.argv[4]))
     prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
     sampling = SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True)
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -37,13 +38,23 @@ if __name__ == "__main__":
 """
 
 
-def fresh_engine(checkpoint: Path, prompts: list[list[int]], count: int, tmp_path: Path) -> list[list[int]]:
+def fresh_engine(
+    checkpoint: Path, prompts: list[list[int]], count: int, tmp_path: Path, **arguments: Any
+) -> list[list[int]]:
     """Greedy answers of a vLLM engine started from a checkpoint, in a process of its own."""
     script = tmp_path / "fresh_engine.py"
     script.write_text(FRESH_ENGINE)
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    arguments = {"dtype": "float32", "enforce_eager": True} | arguments
     run = subprocess.run(
-        [sys.executable, str(script), str(checkpoint), json.dumps(prompts), str(count)],
+        [
+            sys.executable,
+            str(script),
+            str(checkpoint),
+            json.dumps(prompts),
+            str(count),
+            json.dumps(arguments),
+        ],
         env=environment,
         capture_output=True,
         text=True,
