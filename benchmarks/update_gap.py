@@ -46,9 +46,7 @@ def main() -> None:
                 *_measure(ours, load, args.rounds, lambda: _publish(ours)),
             )
         )
-    print(
-        f"| {args.streams} streams, {MODEL}, float32 | longest gap (median) | update took |"
-    )
+    print(f"| {args.streams} streams, {MODEL}, float32 | longest gap (median) | update took |")
     print("|---|---|---|")
     for name, gap_ms, took_s in rows:
         print(f"| {name} | {gap_ms:.0f} ms | {took_s:.2f} s |")
