@@ -5,6 +5,7 @@ python -m benchmarks.plot_gap benchmarks/data/gap-8b-h200.json docs/gap.svg
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -24,7 +25,7 @@ def main(source: Path, target: Path) -> None:
         name, colour = STYLES[row["mode"]]
         times = [1000 * second for second in row["timeline"]]
         before = sum(time < 0 for time in times)
-        gap = max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+        gap = max(later - earlier for earlier, later in pairwise(times))
         counts = [index - before for index in range(len(times))]
         axes.step(times, counts, where="post", color=colour, label=f"{name}: longest gap {gap:.0f} ms")
     axes.axvline(0, color="grey", linewidth=0.8, linestyle=":")
