@@ -10,7 +10,6 @@ import httpx
 
 from benchmarks.servers import MODEL
 
-
 CONTENT = re.compile(rb'"content":"[^"]')
 
 
