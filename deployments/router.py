@@ -76,7 +76,7 @@ class Router:
             answer, rest = await self._answer(
                 inner, demand_of(request.headers, self._limits.weight_timeout_s)
             )
-        except BaseException:
+        except BaseException:  # a cancelled request gives its place back too
             self.in_flight -= 1
             raise
         if not answer.streaming:
@@ -149,7 +149,7 @@ class ReplicaStream:
         except asyncio.CancelledError:
             self._generator.cancel()
             raise
-        except BaseException:
+        except BaseException:  # its end, or an error: either way there is nothing left to cancel
             self._ended = True
             raise
 

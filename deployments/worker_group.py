@@ -58,7 +58,7 @@ class WorkerGroup:
         try:
             meeting_point = await group._workers[0].meeting_point.remote()
             loaded = await group.call("load", meeting_point, timeout_s=spec.start_timeout_s)
-        except BaseException:
+        except BaseException:  # a start that is cut short must not leave workers behind
             group.kill()
             raise
         return group, loaded

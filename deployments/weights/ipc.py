@@ -249,7 +249,7 @@ class IpcTrainerWeightTransferEngine(TrainerWeightTransferEngine[IpcTrainerInitI
                 torch.cuda.current_stream().synchronize()
                 self._page[_PUBLISHED] = start + index + 1
             self._wait_taken(start + len(chunks), receiving)
-        except BaseException:
+        except BaseException:  # whatever it was, the receivers must not wait for the rest
             self._page[_GIVEN_UP] = self._round_id
             raise
 

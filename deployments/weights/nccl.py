@@ -244,7 +244,7 @@ class NcclTrainerWeightTransferEngine(TrainerWeightTransferEngine[NcclTrainerIni
             receiving = calls.submit(self.client.update_weights, describe(metadata))
             self._send(plan_chunks(metadata, self._chunk_bytes), tensors, receiving)
             receiving.result()
-        except BaseException:
+        except BaseException:  # whatever it was, the group cannot be used again
             self.shutdown()  # broadcasts may be queued that nobody will join
             raise
         finally:

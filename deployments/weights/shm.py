@@ -119,7 +119,7 @@ class ShmTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmTrainerInitI
                     pack(chunk, tensors, block)
                     if sending is not None:
                         sending.result()
-                except BaseException:
+                except BaseException:  # nobody else knows the segment's name yet
                     remove_segment(name)
                     raise
                 sending = calls.submit(self._send, name, chunk)

@@ -79,7 +79,7 @@ class Store:
             _sync_tree(aside)
             aside.rename(final)
             _sync(self.directory)
-        except BaseException:
+        except BaseException:  # also of the caller's block: a half written version is none
             shutil.rmtree(aside, ignore_errors=True)
             raise
         self.retain()

@@ -83,8 +83,8 @@ def test_a_label_of_the_caller_stands_beside_the_version(fleet: Fleet) -> None:
     assert httpx.get(f"{fleet.url}/weight_info").json() == {"weight_version": "step-12"}
 
 
-def test_gloo_over_http_gives_each_replica_ranks_of_its_own(fleet: Fleet) -> None:
-    """The transport is the fleet's setting: a payload of another one is refused by name."""
+def test_a_transfer_group_of_the_wrong_size_is_refused(fleet: Fleet) -> None:
+    """A meeting of seven cannot happen with two replicas: refused, before anybody waits for long."""
     client = HTTPVLLMWeightSyncClient(fleet.url, timeout=60)
     info = GlooTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=29777, world_size=7)
     with pytest.raises((requests.HTTPError, RuntimeError, ValueError)):
