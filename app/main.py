@@ -6,18 +6,21 @@ validate its arguments, and with it would pass a raw dict.
 
 import os
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from app.config import AppConfig, Device
+from app.config import AppConfig, Device, Placement
 from app.engine_args import check_engine_args
+from app.gpus import check_gpus, slot_plan
 from app.ingress import Ingress
 from app.models import resolve_model
 from app.trainer_settings import trainer_spec
 from deployments.controller import Controller
 from deployments.engine import EngineSpec
 from deployments.liveness import ServeReplicas
+from deployments.placement import FREE_TIMEOUT_S, Slots
 from deployments.request_router import FleetRequestRouter
 from deployments.rollout import Rollout
 from deployments.router import RouterLimits
@@ -30,6 +33,7 @@ NO_CPU = {"num_cpus": 0}
 UNLIMITED = 1_000_000
 HEALTH_PERIOD_S = 1.0
 STATS_PERIOD_S = 0.5
+STOP_TIMEOUT_S = 10.0  # of an engine, after its last request
 ROLLOUT = "rollout"
 # A replica that cannot reach the controller stops taking requests before the fleet goes on without it.
 SELF_FENCE_FRACTION = 2 / 3
@@ -39,9 +43,11 @@ def build(args: AppConfig) -> Application:
     """The application of one configuration.
 
     Raises:
-        ConfigError: a setting that only the installed vLLM or the environment can judge is wrong.
+        ConfigError: a setting that only the installed vLLM, the environment or the cluster can judge is wrong.
     """
     check_engine_args(args.engine.extra)
+    if ray.is_initialized():  # as it is wherever Serve builds; a test may look without a cluster
+        check_gpus(args, [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]])
     token = args.security.token()
     model = str(resolve_model(args.model))
     controller = serve.deployment(
@@ -55,8 +61,19 @@ def build(args: AppConfig) -> Application:
         config=args.weights.ledger(),
         state_dir=str(args.state_dir),
         store_dir=str(args.store_path),
+        keep=args.store.keep,
         is_alive=ServeReplicas(ROLLOUT),
     )
+    slots = None
+    if (plan := slot_plan(args)) is not None:
+        slots = serve.deployment(
+            Slots,
+            name="slots",
+            num_replicas=1,
+            ray_actor_options=NO_CPU,
+            health_check_period_s=HEALTH_PERIOD_S,
+            graceful_shutdown_timeout_s=FREE_TIMEOUT_S + 10,
+        ).bind(plan)
     rollout = serve.deployment(
         Rollout,
         name=ROLLOUT,
@@ -64,7 +81,7 @@ def build(args: AppConfig) -> Application:
         max_ongoing_requests=UNLIMITED,
         ray_actor_options=_engine_resources(args),
         health_check_period_s=HEALTH_PERIOD_S,
-        graceful_shutdown_timeout_s=args.engine.drain_timeout_s,
+        graceful_shutdown_timeout_s=args.engine.drain_timeout_s + STOP_TIMEOUT_S,
         request_router_config=RequestRouterConfig(
             request_router_class=FleetRequestRouter, request_routing_stats_period_s=STATS_PERIOD_S
         ),
@@ -73,7 +90,8 @@ def build(args: AppConfig) -> Application:
         controller,
         kv_cache=args.weights.kv_cache,
         self_fence_s=args.weights.heartbeat_timeout_s * SELF_FENCE_FRACTION,
-        coalesce_s=args.router.coalesce_ms / 1000,
+        drain_s=args.engine.drain_timeout_s,
+        slots=slots,
     )
     trainer = None
     if args.trainer is not None:
@@ -84,7 +102,7 @@ def build(args: AppConfig) -> Application:
             max_ongoing_requests=UNLIMITED,
             ray_actor_options=NO_CPU,
             health_check_period_s=HEALTH_PERIOD_S,
-        ).bind(trainer_spec(args, args.trainer, model), controller)
+        ).bind(trainer_spec(args, args.trainer, model), controller, slots)
     ingress = serve.ingress()(Ingress)
     return serve.deployment(
         ingress,
@@ -125,6 +143,8 @@ def _engine_spec(args: AppConfig, model: str) -> EngineSpec:
         "load_format": engine.load_format,
         "quantization": engine.quantization,
         "enable_sleep_mode": engine.enable_sleep_mode,
+        # vLLM would take Ray's workers when it finds itself inside a placement group.
+        **({"distributed_executor_backend": "mp"} if engine.world_size > 1 else {}),
         **engine.extra,
     }
     return EngineSpec(
@@ -146,9 +166,11 @@ def _engine_resources(args: AppConfig) -> dict[str, object]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.engine.num_replicas)),
         }
-    gpus = args.engine.gpus_per_rank * args.engine.world_size if args.device is Device.CUDA else 0
+    gpus = 0.0  # colocated: the replica takes a slot
+    if args.device is Device.CUDA and args.placement is Placement.SEPARATE:
+        gpus = args.engine.gpus_per_rank * args.engine.world_size
     return {
         "num_cpus": args.engine.num_cpus,
         "num_gpus": gpus,
-        "runtime_env": {"env_vars": environment},
+        "runtime_env": {"env_vars": environment | args.engine.env},
     }

@@ -65,7 +65,8 @@ class WeightRoutes:
         async with self._turn() as (token, round_id):
             if round_id is not None:
                 raise Conflict(f"start_weight_update came twice: round {round_id} is open; finish it first")
-            await self._controller.open_round.remote(token, None, RoundOptions())
+            # Its publisher is an outside program, which does not write to the fleet's store.
+            await self._controller.open_round.remote(token, None, RoundOptions(persist=True))
         return JSONResponse({"message": "Weight update started"})
 
     async def update(self, request: Request) -> Response:

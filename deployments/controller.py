@@ -22,6 +22,7 @@ from deployments.weights.journal import Journal
 from deployments.weights.ledger import Ledger
 from deployments.weights.ledger_config import LedgerConfig
 from deployments.weights.members import Task
+from deployments.weights.persistence import StorePlace
 from deployments.weights.protocol import (
     Directive,
     FleetOperation,
@@ -32,7 +33,7 @@ from deployments.weights.protocol import (
     RoundOptions,
     RoundReport,
 )
-from deployments.weights.store import Store
+from deployments.weights.store import KEEP, Store
 
 logger = logging.getLogger("ray.serve")
 
@@ -45,7 +46,8 @@ class Controller:
 
     Args:
         state_dir: where decisions are kept; a restarted controller needs the same one.
-        store_dir: where the trainer keeps committed versions.
+        store_dir: where committed versions are kept.
+        keep: how many of them.
         is_alive: whether the process of a replica (by id) exists; called in a thread.
         poll_s: how long a poll without news waits.
         quiet_s: a member that has not polled for this long is looked up; more than `poll_s`.
@@ -59,6 +61,7 @@ class Controller:
         state_dir: str,
         store_dir: str,
         is_alive: IsAlive,
+        keep: int = KEEP,
         poll_s: float = 1.0,
         quiet_s: float = 2.0,
         tick_s: float = 0.5,
@@ -69,9 +72,9 @@ class Controller:
         self._quiet_s = quiet_s
         self._tick_s = tick_s
         self._is_alive = is_alive
-        self._store = Store(Path(store_dir))
+        self._store = Store(Path(store_dir), keep=keep)
         self._journal = Journal(Path(state_dir))
-        self._ledger = Ledger(config)
+        self._ledger = Ledger(config, StorePlace(directory=store_dir, keep=keep))
         self._ledger.recover(self._journal.recovered, clock())
         self._journal.append(self._ledger.take_decisions())
         self._changed = asyncio.Event()

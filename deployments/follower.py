@@ -23,6 +23,7 @@ from deployments.weights.protocol import (
     InstructionKind,
     Outcome,
     Report,
+    StoreResult,
 )
 
 HEARTBEAT_S = 1.0
@@ -52,6 +53,12 @@ class Member(Protocol):
 
     @property
     def staged_round(self) -> int | None: ...
+
+    @property
+    def kept_version(self) -> int | None: ...
+
+    @property
+    def store_result(self) -> StoreResult | None: ...
 
     async def execute(self, instruction: Instruction) -> Any:
         """Carry out one instruction; the value is acknowledged (JSON types).
@@ -114,6 +121,8 @@ class Follower:
             version=self._member.version,
             world_size=self._member.world_size,
             staged_round=self._member.staged_round,
+            kept_version=self._member.kept_version,
+            store_result=self._member.store_result,
             acknowledgements=tuple(self._acknowledgements.values()),
         )
         try:

@@ -16,9 +16,11 @@ from deployments.weights.protocol import (
     InstructionKind,
     KvCache,
     Outcome,
+    StoreResult,
 )
 
 STAGING_POLL_S = 0.005
+STORE_POLL_S = 0.5
 
 Handler = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -31,6 +33,10 @@ class EngineMember:
         self._payloads = 0
         self._staged: dict[str, Any] = {}
         self.staged_round: int | None = None
+        self._keeping: int | None = None  # the version that the open session keeps for the store
+        self.kept_version: int | None = None
+        self.store_result: StoreResult | None = None
+        self._writing: asyncio.Task[None] | None = None
         self.admitted = False
         self.committed_version = engine.version
         self.fenced: str | None = None
@@ -45,6 +51,8 @@ class EngineMember:
             InstructionKind.DROP: self._drop,
             InstructionKind.CATCH_UP: self._catch_up,
             InstructionKind.CALL: self._call,
+            InstructionKind.STORE: self._store,
+            InstructionKind.FORGET: self._forget,
         }
         self._operations: dict[FleetOperation, Handler] = {
             FleetOperation.PAUSE: self._pause,
@@ -93,6 +101,9 @@ class EngineMember:
     async def _begin(self, args: dict[str, Any]) -> None:
         self._payloads = 0
         await self._engine.workers("start_weight_update")
+        self._keeping = args.get("keep")
+        if self._keeping is not None:
+            await self._engine.workers("staging_keep", version=self._keeping)
 
     async def _receive(self, args: dict[str, Any]) -> None:
         await self._engine.workers("update_weights", update_info=args["payload"])
@@ -127,6 +138,7 @@ class EngineMember:
             )
         )
         self.staged_round = None
+        self.kept_version = self._keeping
         return asdict(timings) | self._staged
 
     async def _release(self, args: dict[str, Any]) -> None:
@@ -138,6 +150,26 @@ class EngineMember:
 
     async def _catch_up(self, args: dict[str, Any]) -> None:
         await self._engine.load(args["path"], args["version"])
+
+    async def _store(self, args: dict[str, Any]) -> None:
+        """Begin to write; the reports tell how it ended."""
+        await self._engine.workers("staging_store", **args)
+        if self._writing is not None:
+            self._writing.cancel()
+        self._writing = asyncio.create_task(self._watch_writing(args["version"]))
+
+    async def _watch_writing(self, version: int) -> None:
+        while self.store_result is None or self.store_result.version < version:
+            await asyncio.sleep(STORE_POLL_S)
+            states = await self._engine.workers("staging_store_state")
+            ended = [state for state in states if state is not None]
+            if ended:
+                self.store_result = StoreResult(**ended[0])
+
+    async def _forget(self, args: dict[str, Any]) -> None:
+        await self._engine.workers("staging_forget", version=args["version"])
+        if self.kept_version is not None and self.kept_version <= args["version"]:
+            self.kept_version = None
 
     async def _call(self, args: dict[str, Any]) -> Any:
         return await self._operations[FleetOperation(args["operation"])](dict(args["arguments"]))

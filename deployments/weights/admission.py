@@ -7,12 +7,11 @@ that it takes part in; never between a round's decision and its end.
 
 from typing import Any
 
-from deployments.errors import InvalidRequest
 from deployments.weights.commit_phase import CommitPhase
 from deployments.weights.connections import Connections
-from deployments.weights.decisions import Stored
 from deployments.weights.fleet import Fleet
 from deployments.weights.members import Member, MemberState, Task
+from deployments.weights.persistence import Persistence
 from deployments.weights.protocol import Directive, InstructionKind, JoinAnswer, Report
 from deployments.weights.round import judge
 from deployments.weights.round_book import RoundBook
@@ -27,12 +26,14 @@ class Admission:
         commit_phase: CommitPhase,
         staging: StagingPhase,
         connections: Connections,
+        persistence: Persistence,
     ) -> None:
         self._fleet = fleet
         self._book = book
         self._commit_phase = commit_phase
         self._staging = staging
         self._connections = connections
+        self._persistence = persistence
 
     def first_weights(self) -> JoinAnswer:
         if self._book.stored is None:
@@ -40,18 +41,6 @@ class Admission:
         return JoinAnswer(
             version=self._book.stored.version, path=self._book.stored.path, label=self._book.stored.label
         )
-
-    def set_stored(self, version: int, path: str, label: str | None, now: float) -> None:
-        committed = self._book.committed_version
-        if not 0 <= version <= committed:
-            raise InvalidRequest(
-                f"version: expected at most the committed version {committed}, got {version}",
-                {"expected": committed, "actual": version},
-            )
-        if self._book.stored is None or version >= self._book.stored.version:
-            self._book.stored = Stored(version=version, path=path, label=label)
-            self._fleet.decisions.append(self._book.stored)
-        self._fleet.events.record("stored", now, version=version, path=path, label=label)
 
     # -- polls --------------------------------------------------------------------------------
 
@@ -61,6 +50,7 @@ class Admission:
         if member is None or member.out:
             return
         member.seen, member.version = now, report.version
+        self._persistence.hear(member, report, now)
         if member.state is MemberState.RETURNING:
             self._commit_phase.returned(member, report, now)
         elif new:

@@ -48,6 +48,7 @@ class CommitPhase:
                 commit=current.commit,
                 kv_cache=current.kv_cache,
                 in_flight=current.in_flight,
+                persist=current.persist,
             )
         )
         self._begin(current, now)
@@ -70,6 +71,7 @@ class CommitPhase:
             commit=decision.commit,
             kv_cache=decision.kv_cache,
             in_flight=decision.in_flight,
+            persist=decision.persist,
         )
         self._book.current = current
         self._begin(current, now)
@@ -95,6 +97,7 @@ class CommitPhase:
 
     def _begin(self, current: Round, now: float) -> None:
         self._book.committed_version, self._book.label = current.version, current.label
+        self._book.persist = current.persist
         self._book.enter(current, RoundPhase.COMMITTING, now)
         for member in current.participants:
             current.commits[member] = self._fleet.expect(

@@ -62,6 +62,7 @@ class Committed:
     commit: CommitMode
     kv_cache: KvCache
     in_flight: InFlight
+    persist: bool = False  # a replica writes it to the store
     kind: Literal["committed"] = "committed"
 
 

@@ -15,7 +15,7 @@ folds it into a new ledger.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deployments.errors import Conflict, InvalidRequest, ReplicaUnavailable, RoundAborted
+from deployments.errors import Conflict, RoundAborted
 from deployments.weights.admission import Admission
 from deployments.weights.commit_phase import CommitPhase
 from deployments.weights.connections import Connections
@@ -25,10 +25,11 @@ from deployments.weights.fleet import Fleet
 from deployments.weights.lease import LeaseDesk
 from deployments.weights.ledger_config import LedgerConfig
 from deployments.weights.members import MemberState, Task
+from deployments.weights.operations import Operations
+from deployments.weights.persistence import Persistence, StorePlace
 from deployments.weights.protocol import (
     Directive,
     FleetOperation,
-    InstructionKind,
     JoinAnswer,
     Lease,
     Manifest,
@@ -37,14 +38,13 @@ from deployments.weights.protocol import (
     RoundReport,
 )
 from deployments.weights.recovery import recover
-from deployments.weights.round import judge, sentence
 from deployments.weights.round_book import RoundBook
 from deployments.weights.staging_phase import StagingPhase
 from deployments.weights.status import fleet_status
 
 
 class Ledger:
-    def __init__(self, config: LedgerConfig | None = None) -> None:
+    def __init__(self, config: LedgerConfig | None = None, store: StorePlace | None = None) -> None:
         self.config = LedgerConfig() if config is None else config
         self._events = EventLog()
         self._fleet = Fleet(self.config, self._events)
@@ -53,8 +53,10 @@ class Ledger:
         self._commit_phase = CommitPhase(self._fleet, self._book)
         self._connections = Connections(self._fleet)
         self._staging = StagingPhase(self._fleet, self._book, self._commit_phase)
+        self._operations = Operations(self._fleet)
+        self._persistence = Persistence(self._fleet, self._book, store)
         self._admission = Admission(
-            self._fleet, self._book, self._commit_phase, self._staging, self._connections
+            self._fleet, self._book, self._commit_phase, self._staging, self._connections, self._persistence
         )
 
     # -- replicas -----------------------------------------------------------------------------
@@ -152,7 +154,7 @@ class Ledger:
         self.renew(token, now)
         self._no_round("disconnect")
         self._connections.drop()
-        return self._ask_operation(FleetOperation.DISCONNECT, {}, now)
+        return self.call(FleetOperation.DISCONNECT, {}, now)
 
     def open_round(self, token: int, manifest: Manifest | None, options: RoundOptions, now: float) -> Task:
         """The task's result is the round's id; it is done when every participant has begun."""
@@ -185,11 +187,13 @@ class Ledger:
 
     def call(self, operation: FleetOperation, arguments: Mapping[str, Any], now: float) -> Task:
         """The task's result is {replica id: value}; its error names the replicas that could not."""
-        return self._ask_operation(operation, arguments, now)
+        task = self._operations.call(operation, arguments, now)
+        self._advance(now)
+        return task
 
     def set_stored(self, version: int, path: str, label: str | None, now: float) -> None:
         """A version is on disk now. Joiners may load it from there."""
-        self._admission.set_stored(version, path, label, now)
+        self._persistence.set_stored(version, path, label, now)
         self._advance(now)
 
     def set_label(self, label: str, now: float) -> None:
@@ -236,7 +240,10 @@ class Ledger:
 
     def status(self, now: float) -> dict[str, Any]:
         """JSON for `/fleet`."""
-        return fleet_status(self._fleet, self._book, self._lease, self._connections.current, now)
+        return {
+            **fleet_status(self._fleet, self._book, self._lease, self._connections.current, now),
+            "store_problem": self._persistence.problem,
+        }
 
     # -- what follows -------------------------------------------------------------------------
 
@@ -248,6 +255,7 @@ class Ledger:
             self._staging.check_quorum(now)
             self._staging.decide(now)
         self._admission.advance(now)
+        self._persistence.advance(now)
 
     def _no_round(self, action: str) -> None:
         current = self._book.current
@@ -278,23 +286,3 @@ class Ledger:
                 f"round {current.round_id} aborted: {reason}", {"round_id": current.round_id}
             )
             self._staging.abort(current, error, now)
-
-    def _ask_operation(self, operation: FleetOperation, arguments: Mapping[str, Any], now: float) -> Task:
-        members = self._fleet.serving()
-        args = {"operation": operation.value, "arguments": dict(arguments)}
-        task = self._fleet.ask(
-            InstructionKind.CALL, {member.replica_id: args for member in members}, now, then=self._called
-        )
-        self._advance(now)
-        return task
-
-    def _called(self, task: Task, now: float) -> None:
-        verdict = judge(task)
-        self._fleet.fence_each(verdict.failed, "call", now)
-        if verdict.rejected:
-            wrong = dict(verdict.rejected)
-            task.finish(error=InvalidRequest(f"rejected by {sentence(wrong)}", {"replicas": wrong}))
-        elif verdict.failed or task.absent:
-            missing = {**task.absent, **verdict.failed}
-            task.finish(error=ReplicaUnavailable(f"not done by {sentence(missing)}", {"replicas": missing}))
-        task.finish(result={replica_id: answer.value for replica_id, answer in task.answers.items()})

@@ -16,6 +16,7 @@ class LedgerConfig(BaseModel):
     stage_timeout_s: float = Field(default=120.0, gt=0)
     commit_timeout_s: float = Field(default=60.0, gt=0)
     call_timeout_s: float = Field(default=60.0, gt=0)
+    store_timeout_s: float = Field(default=600.0, gt=0)  # writing a version that only replicas hold
     grace_s: float = Field(default=5.0, ge=0)  # a replica may report its own timeout before it is fenced
     lease_s: float = Field(default=60.0, gt=0)
     commit: CommitMode = CommitMode.TOGETHER
@@ -26,6 +27,6 @@ class LedgerConfig(BaseModel):
         """How long a replica may take over one instruction, from when the one before it was done."""
         if kind in (InstructionKind.COMMIT, InstructionKind.RELEASE):
             return self.commit_timeout_s
-        if kind is InstructionKind.CALL:
+        if kind in (InstructionKind.CALL, InstructionKind.STORE, InstructionKind.FORGET):
             return self.call_timeout_s
         return self.stage_timeout_s

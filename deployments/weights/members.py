@@ -29,6 +29,7 @@ class Member:
     orders: list["Order"] = field(default_factory=list)  # in order, not acknowledged yet
     told: tuple[Any, ...] | None = None  # what the last directive said
     was_serving: bool = False  # before the controller restarted
+    kept_version: int | None = None  # its tensors wait there for the store
     fence_told: bool = False  # it knows that it is fenced; until then it may still take a request
 
     @property

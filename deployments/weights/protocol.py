@@ -19,7 +19,7 @@ from typing import Any
 
 class InstructionKind(StrEnum):
     CONNECT = "connect"  # join the transfer group; args: {"init_info": {...}} with this replica's rank_offset
-    BEGIN = "begin"  # open a staging session; args: {"round_id": int}
+    BEGIN = "begin"  # open a staging session; args: {"round_id": int, "keep": version | None}
     RECEIVE = "receive"  # stage one payload; args: {"round_id": int, "payload": {...} | [{...}]}
     VERIFY = "verify"  # wait for the staging, check it; args: {"round_id", "manifest": {...} | None}
     COMMIT = "commit"  # swap between two steps; args: see CommitArgs
@@ -27,6 +27,10 @@ class InstructionKind(StrEnum):
     DROP = "drop"  # forget the staging of a round; args: {"round_id": int}
     CATCH_UP = "catch_up"  # load a stored version; args: {"version": int, "path": str, "label": str | None}
     CALL = "call"  # a fleet-wide operation; args: {"operation": FleetOperation, "arguments": {...}}
+    STORE = (
+        "store"  # begin to write a kept version to the store; args: {"version", "label", "directory", "keep"}
+    )
+    FORGET = "forget"  # a kept version is in the store; args: {"version": int}
 
 
 class FleetOperation(StrEnum):
@@ -93,6 +97,16 @@ class Acknowledgement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreResult:
+    """How a replica's last writing of a version to the store ended."""
+
+    version: int
+    label: str | None
+    path: str
+    problem: str  # why it is not in the store; empty if it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a replica says of itself in every poll."""
 
@@ -101,6 +115,8 @@ class Report:
     version: int  # the weights that its engine holds
     world_size: int  # TP x PP x DP workers
     staged_round: int | None  # a round whose staging is complete and verified here
+    kept_version: int | None = None  # committed; its tensors are kept for the store
+    store_result: StoreResult | None = None
     acknowledgements: Sequence[Acknowledgement] = ()
 
 
@@ -148,12 +164,16 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOptions:
-    """None means what the fleet was configured with."""
+    """None means what the fleet was configured with.
+
+    `persist`: a replica writes the version to the store after the commit, because its publisher will not.
+    """
 
     label: str | None = None
     commit: CommitMode | None = None
     kv_cache: KvCache | None = None
     in_flight: InFlight | None = None
+    persist: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

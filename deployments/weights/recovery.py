@@ -59,6 +59,7 @@ def recover(
             case Committed():
                 committed, open_round = decision, None
                 book.committed_version, book.label = decision.version, decision.label
+                book.persist = decision.persist
             case Labelled() if decision.version == book.committed_version:
                 book.label = decision.label
             case Aborted():

@@ -45,6 +45,7 @@ class Round:
     commit: CommitMode
     kv_cache: KvCache
     in_flight: InFlight
+    persist: bool = False
     phase: RoundPhase = RoundPhase.OPEN
     close: Task | None = None  # what the publisher awaits
     commits: dict[Member, Task] = field(default_factory=dict)

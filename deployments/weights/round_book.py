@@ -16,11 +16,18 @@ class RoundBook:
         self._fleet = fleet
         self.committed_version = 0
         self.label: str | None = None
+        self.persist = False  # replicas keep the committed version until one has written it to the store
         self.stored: Stored | None = None  # the newest version on disk
         self.current: Round | None = None
         self.history: deque[RoundReport] = deque(maxlen=KEPT_ROUNDS)
         self.last_round_id = 0
         self._errors: OrderedDict[int, SlipstreamError] = OrderedDict()  # of aborted rounds, by id
+
+    @property
+    def unstored(self) -> int | None:
+        """The committed version, if a replica has to write it to the store and none has."""
+        stored = 0 if self.stored is None else self.stored.version
+        return self.committed_version if self.persist and stored < self.committed_version else None
 
     def new_round_id(self) -> int:
         self.last_round_id += 1

@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.weights.digest import combined, inspect, unsigned
+from deployments.weights.keeping import Keeper
 from deployments.weights.manifest import checkpoint_manifest, mismatches, sentence
 from deployments.weights.packing import Chunk, unpack
 from deployments.weights.protocol import Outcome
@@ -153,6 +154,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self.staging = self._make_staging(vllm_config, model)
+        self.keeper = Keeper(vllm_config.model_config.model)
         self._expected = checkpoint_manifest(Path(vllm_config.model_config.model))
         self._session: Session | None = None
         self._connecting: Future[None] = Future()
@@ -194,6 +196,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def start_weight_update(self) -> None:
         self._session = Session()
+        self.keeper.begin()
         self.staging.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -206,6 +209,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         assert self._session is not None
         with torch.inference_mode():
             self.staging.swap()
+        self.keeper.commit(self._session.digests)
         self._session = None
 
     def progress(self) -> dict[str, Any]:
@@ -228,6 +232,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     def drop(self) -> None:
         """Forget the session. A payload that is still arriving ends by itself or is cut off by `abort`."""
         self._session = None
+        self.keeper.begin()
         self.abort()
         self._thread.submit(self._forget).result()
 
@@ -290,6 +295,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         session.evidence.append(Evidence(names=list(offered), sent=sent, found=found, bad=bad))
         session.verify_s += time.perf_counter() - start
         self.staging.add(tensors)
+        self.keeper.add(tensors)
         session.offered |= offered
         session.size_bytes += chunk.size_bytes
 

@@ -42,12 +42,15 @@ class StagingPhase:
             commit=config.commit if options.commit is None else options.commit,
             kv_cache=config.kv_cache if options.kv_cache is None else options.kv_cache,
             in_flight=config.in_flight if options.in_flight is None else options.in_flight,
+            persist=options.persist,
         )
         self._book.current = current
         self._book.enter(current, RoundPhase.OPEN, now)
         for member in members:
             self._fleet.withdraw(member, [InstructionKind.CATCH_UP], sent=False)
-        task = self._ask(current, InstructionKind.BEGIN, {}, now)
+        keep = current.version if current.persist else None
+        parts = {member.replica_id: keep for member in members}
+        task = self._ask(current, InstructionKind.BEGIN, {"keep": parts}, now)
         task.result = current.round_id
         return task
 

@@ -27,6 +27,23 @@ class StagingWorkerExtension:
         self.weight_transfer_engine.drop()
         self._weight_update_active = False  # vLLM has no way to end an update without loading it
 
+    def staging_keep(self, version: int) -> None:
+        """Keep the tensors of the session that has begun, on one worker of the replica, for the store."""
+        engine = self.weight_transfer_engine
+        if engine.parallel_config.rank == 0 and engine.parallel_config.data_parallel_index == 0:
+            engine.keeper.expect(version)
+
+    def staging_store(self, version: int, label: str | None, directory: str, keep: int) -> None:
+        engine = self.weight_transfer_engine
+        if engine.parallel_config.rank == 0 and engine.parallel_config.data_parallel_index == 0:
+            engine.keeper.write(version, label, directory, keep)
+
+    def staging_store_state(self) -> dict[str, Any] | None:
+        return self.weight_transfer_engine.keeper.state()
+
+    def staging_forget(self, version: int) -> None:
+        self.weight_transfer_engine.keeper.forget(version)
+
     def load_checkpoint(self, path: str) -> None:
         """Load a checkpoint directory into the live model; the scheduler must be paused."""
         self.model_runner.reload_weights(weights_path=path)

@@ -14,6 +14,7 @@ class Member:
     """Implements the port; what an instruction does is scripted by its arguments."""
 
     version, world_size, staged_round = 3, 1, None
+    kept_version, store_result = None, None
 
     def __init__(self) -> None:
         self.ran: list[str] = []

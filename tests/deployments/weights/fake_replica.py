@@ -10,6 +10,7 @@ from deployments.weights.protocol import (
     InstructionKind,
     Outcome,
     Report,
+    StoreResult,
 )
 
 
@@ -20,6 +21,12 @@ class FakeReplica:
     version: int = 0
     world_size: int = 1
     staged_round: int | None = None
+    keeps: bool = True  # False: staging 'none', which has nothing to keep
+    keeping: int | None = None  # what the open session is to keep
+    kept_version: int | None = None
+    store_result: StoreResult | None = None
+    store_problem: str = ""  # why it cannot write to the store
+    writes_at_once: bool = True
     admitted: bool = False
     fenced: str | None = None
     held: bool = False
@@ -37,6 +44,8 @@ class FakeReplica:
             version=self.version,
             world_size=self.world_size,
             staged_round=self.staged_round,
+            kept_version=self.kept_version,
+            store_result=self.store_result,
             acknowledgements=tuple(self.acknowledgements.values()),
         )
 
@@ -65,11 +74,14 @@ class FakeReplica:
     def _effect(self, instruction: Instruction) -> Any:
         args = instruction.args
         match instruction.kind:
+            case InstructionKind.BEGIN:
+                self.keeping = args["keep"] if self.keeps else None
             case InstructionKind.VERIFY:
                 self.staged_round = args["round_id"]
                 return {"digest": self.digest, "bytes": 10, "stage_s": 0.5, "verify_s": 0.1}
             case InstructionKind.COMMIT:
                 self.version, self.staged_round, self.held = args["version"], None, args["hold"]
+                self.kept_version = self.keeping
                 return {"swap_s": 0.01, "gap_s": 0.02}
             case InstructionKind.RELEASE:
                 self.held = False
@@ -77,6 +89,16 @@ class FakeReplica:
                 self.staged_round = None
             case InstructionKind.CATCH_UP:
                 self.version = args["version"]
+            case InstructionKind.STORE if self.writes_at_once:
+                self.write(args["version"], args["label"], args["directory"])
+            case InstructionKind.FORGET if self.kept_version == args["version"]:
+                self.kept_version = None
             case InstructionKind.CALL:
                 return f"{args['operation']} on {self.replica_id}"
         return None
+
+    def write(self, version: int, label: str | None, directory: str) -> None:
+        assert self.kept_version == version, "told to write what it does not hold"
+        self.store_result = StoreResult(
+            version=version, label=label, path=f"{directory}/v{version}", problem=self.store_problem
+        )

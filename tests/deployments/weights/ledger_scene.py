@@ -6,11 +6,14 @@ from deployments.weights.decisions import Decision
 from deployments.weights.ledger import Ledger
 from deployments.weights.ledger_config import LedgerConfig
 from deployments.weights.members import Task
+from deployments.weights.persistence import StorePlace
 from deployments.weights.protocol import (
     RoundOptions,
     RoundReport,
 )
 from tests.deployments.weights.fake_replica import FakeReplica
+
+STORE = StorePlace(directory="/store", keep=3)
 
 
 class Scene:
@@ -20,7 +23,7 @@ class Scene:
         self.config = LedgerConfig(**config)
         self.now = 100.0
         self.journal: list[Decision] = []
-        self.ledger = Ledger(self.config)
+        self.ledger = Ledger(self.config, STORE)
         self.ledger.recover([], self.now)
         self.replicas: list[FakeReplica] = []
         self.token = 0
@@ -76,7 +79,7 @@ class Scene:
 
     def restart(self) -> None:
         self.journal += self.ledger.take_decisions()
-        self.ledger = Ledger(self.config)
+        self.ledger = Ledger(self.config, STORE)
         self.ledger.recover(self.journal, self.now)
         self.journal += self.ledger.take_decisions()
 

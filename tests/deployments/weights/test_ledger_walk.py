@@ -23,6 +23,7 @@ from deployments.weights.protocol import (
     RoundOptions,
 )
 from tests.deployments.weights.fake_replica import FakeReplica
+from tests.deployments.weights.ledger_scene import STORE
 
 MAX_REPLICAS = 4
 HEARTBEAT_S = 10.0
@@ -57,7 +58,7 @@ class Walk(RuleBasedStateMachine):
         self.token = 0
         self.round_id = 0
         self.committed = 0
-        self.ledger = Ledger(self.config)
+        self.ledger = Ledger(self.config, STORE)
         self.ledger.recover([], self.now)
         self.persist()
         self.start_replica()
@@ -163,10 +164,11 @@ class Walk(RuleBasedStateMachine):
             self.ledger.connect(self.token, {"rank_offset": 1} if collective else {}, self.now)
         self.persist()
 
-    @rule()
-    def open_round(self) -> None:
+    @rule(persist=st.booleans())
+    def open_round(self, persist: bool) -> None:
+        options = RoundOptions(persist=persist)
         with suppress(SlipstreamError):
-            self.round_id = self.ledger.open_round(self.token, None, RoundOptions(), self.now).result
+            self.round_id = self.ledger.open_round(self.token, None, options, self.now).result
         self.persist()
 
     @rule()
@@ -187,12 +189,12 @@ class Walk(RuleBasedStateMachine):
             self.ledger.abort_round(self.token, self.round_id, "no", self.now)
         self.persist()
 
-    @rule()
-    def whole_round(self) -> None:
+    @rule(persist=st.booleans())
+    def whole_round(self, persist: bool) -> None:
         """A publisher that does everything right, so that walks reach a commit often."""
         self.acquire("trainer")
         self.connect(False)
-        self.open_round()
+        self.open_round(persist)
         self.send()
         self.close_round()
         self.poll_all(2)
@@ -220,7 +222,7 @@ class Walk(RuleBasedStateMachine):
     def restart(self, compacted: bool) -> None:
         if compacted:
             self.journal = compact(self.journal)
-        self.ledger = Ledger(self.config)
+        self.ledger = Ledger(self.config, STORE)
         self.ledger.recover(self.journal, self.now)
         self.persist()
 
@@ -265,6 +267,13 @@ class Walk(RuleBasedStateMachine):
         assert decided[-1:] == finished[-1:]
         for replica in self.serving():
             assert replica.version == self.ledger.committed_version
+        status = self.ledger.status(self.now)
+        if decided and self.to_be_stored():
+            stored = status["stored_version"] == status["committed_version"]
+            assert stored != (status["store_problem"] is not None), "neither stored nor said to be lost"
+
+    def to_be_stored(self) -> bool:
+        return [each.persist for each in self.journal if isinstance(each, Committed)][-1]
 
 
 class RollingWalk(Walk):

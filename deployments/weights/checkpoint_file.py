@@ -1,0 +1,50 @@
+"""Writes a safetensors file tensor by tensor: no second copy of the weights, and the interpreter lock
+is free while the bytes go to the disk (an engine decodes in the same process).
+
+The format is that of https://github.com/huggingface/safetensors#format: the length of the header (8
+bytes, little endian), the header (JSON), then the tensors' bytes.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import _TYPES
+
+ALIGNMENT = 8
+NAMES = {dtype: name for name, dtype in _TYPES.items()}
+PIECE_BYTES = 64 << 20
+
+
+def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """
+    Args:
+        tensors: on the CPU and contiguous.
+
+    Raises:
+        ValueError: a dtype that the format has no name for.
+    """
+    # The widest dtypes first: then every tensor begins at a multiple of its own size.
+    ordered = sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"{name!r} is of {tensor.dtype}, which safetensors cannot hold")
+        begin, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, tensor in ordered:
+            data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            for start in range(0, len(data), PIECE_BYTES):
+                file.write(data[start : start + PIECE_BYTES])
