@@ -7,6 +7,7 @@ sentences of the complaints in `config_errors`.
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -33,6 +35,14 @@ from deployments.weights.ledger_config import LedgerConfig
 
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+EngineVariable = Annotated[str, AfterValidator(lambda name: _engine_variable(name))]
+EnvironmentValue = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+
+
+def _engine_variable(name: str) -> str:
+    if re.fullmatch(r"(VLLM|NCCL|CUDA)_[A-Z0-9_]+", name) is None:
+        raise ValueError(f"'engine.env': expected names as VLLM_*, NCCL_* or CUDA_*, but {name!r} came")
+    return name
 
 
 class Section(BaseModel):
@@ -92,6 +102,8 @@ class EngineConfig(Section):
     start_timeout_s: PositiveFloat = 600.0
     drain_timeout_s: PositiveFloat = 10.0
     extra: dict[str, Any] = Field(default_factory=dict)  # further AsyncEngineArgs of vLLM, by their names
+    # Of the engines' processes: VLLM_*, NCCL_* and CUDA_*, as VLLM_BATCH_INVARIANT: 1.
+    env: dict[EngineVariable, EnvironmentValue] = Field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -119,7 +131,6 @@ class RouterConfig(Section):
     retry_after_s: PositiveFloat = 1.0
     request_timeout_s: PositiveFloat = 600.0
     max_body_bytes: PositiveInt = 32 << 20
-    coalesce_ms: NonNegativeFloat = 2.0  # streamed chunks of so long travel as one
 
 
 class OptimizerConfig(Section):
@@ -151,6 +162,8 @@ class TrainerConfig(Section):
     strategy: Strategy = Strategy.SINGLE
     world_size: PositiveInt = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
+    # Published and stored weights are cast to it (on the device); None: they stay as they are.
+    wire_dtype: Literal["float32", "bfloat16"] | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     max_grad_norm: PositiveFloat = 1.0

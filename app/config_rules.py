@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +15,13 @@ RESERVED_ENGINE_ARGS = {
     "served_model_name": "served_model_name",
     "weight_transfer_config": "weights.transport",
     "data_parallel_rank": "engine.data_parallel_size",
+}
+
+
+# Variables of the engine that have settings of their own, or that placement decides.
+RESERVED_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "placement",
+    "VLLM_CPU_KVCACHE_SPACE": "engine.cpu_kv_cache_gib",
 }
 
 
@@ -83,12 +90,26 @@ def _gpu_share_rules(config: AppConfig) -> Iterator[str]:
     for name, share in shares.items():
         if share > 1:
             yield _expected(name, "at most 1", f"{share:g}", "a rank runs on one GPU")
+    yield from _whole_gpu_rules(config, shares)
     if config.placement == "colocated" and config.trainer is not None and (total := sum(shares.values())) > 1:
         parts = " + ".join(f"{share:g}" for share in shares.values())
         why = "an engine rank and a trainer rank share each GPU when colocated"
         yield _expected(
             "engine.gpus_per_rank + trainer.gpus_per_rank", "at most 1", f"{parts} = {total:g}", why
         )
+
+
+def _whole_gpu_rules(config: AppConfig, shares: Mapping[str, float]) -> Iterator[str]:
+    """Ranks of one group must be on different GPUs, which Ray ensures for whole ones and slots."""
+    if config.placement == "colocated":
+        return
+    ranks = {"engine.gpus_per_rank": config.engine.world_size}
+    if config.trainer is not None:
+        ranks["trainer.gpus_per_rank"] = config.trainer.world_size
+    for name, count in ranks.items():
+        if count > 1 and shares[name] < 1:
+            why = f"{count} ranks need a GPU each, and fractions could put them on one"
+            yield _expected(name, "1 with placement 'separate'", f"{shares[name]:g}", why)
 
 
 def _trainer_rules(config: AppConfig) -> Iterator[str]:
@@ -102,11 +123,13 @@ def _trainer_rules(config: AppConfig) -> Iterator[str]:
         why = "more than one rank needs strategy 'fsdp2'"
         yield _expected("trainer.world_size", "1 with strategy 'single'", trainer.world_size, why)
     if config.placement == "colocated":
-        ranks = config.engine.num_replicas * config.engine.world_size
-        if trainer.world_size != ranks:
-            why = "one trainer rank on every GPU of the replicas"
+        engine = config.engine
+        gpus = engine.num_replicas * engine.world_size
+        if trainer.world_size != gpus:
+            replicas = "1 replica" if engine.num_replicas == 1 else f"{engine.num_replicas} replicas"
+            why = f"one trainer rank on every GPU of the replicas: {replicas} of {engine.world_size}"
             yield _expected(
-                "trainer.world_size", f"{ranks} with placement 'colocated'", trainer.world_size, why
+                "trainer.world_size", f"{gpus} with placement 'colocated'", trainer.world_size, why
             )
     elif config.weights.transport == "ipc":
         why = "CUDA IPC reaches only processes on the same GPU"
@@ -133,3 +156,7 @@ def _extra_rules(config: AppConfig) -> Iterator[str]:
     for name in config.engine.extra:
         if name in own:
             yield f"'engine.extra.{name}': set '{own[name]}' instead (one place for each setting)"
+    for name in config.engine.env:
+        if name in RESERVED_VARIABLES:
+            owner = RESERVED_VARIABLES[name]
+            yield f"'engine.env.{name}': set '{owner}' instead (one place for each setting)"

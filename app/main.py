@@ -43,7 +43,7 @@ def build(args: AppConfig) -> Application:
     """The application of one configuration.
 
     Raises:
-        ConfigError: a setting that only the installed vLLM, the environment or the cluster can judge is wrong.
+        ConfigError: a setting that only vLLM, the environment or the cluster can judge is wrong.
     """
     check_engine_args(args.engine.extra)
     if ray.is_initialized():  # as it is wherever Serve builds; a test may look without a cluster

@@ -24,6 +24,7 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
         world_size=trainer.world_size,
         device=args.device.value,
         dtype=trainer.dtype,
+        wire_dtype=trainer.wire_dtype,
         learner=LearnerConfig(
             optimizer=OptimizerConfig(**optimizer),
             loss=LossConfig(**loss),

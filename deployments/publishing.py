@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
+from deployments.errors import FleetUnavailable
 from deployments.trainer_spec import TrainerSpec
 from deployments.weights.client import FleetWeightSyncClient
 from deployments.weights.plugin import register
@@ -76,6 +77,11 @@ class PublishSource(WeightSource):
 class Publisher:
     """Publishes this rank's part of the policy; every rank must call `publish`.
 
+        rank 0      asks the controller for the fleet ─┐
+        all ranks   ◄── all_gather: who is connected, and to which fleet
+        all ranks   connect anew if anybody must; then gather layer by layer, and send
+        a rank that fails still joins the gathers that are left, for the others wait there
+
     The connection to the fleet is made anew for each membership: a group of processes that has lost
     or won one cannot be used again, and a restarted controller knows no connection.
     """
@@ -99,15 +105,22 @@ class Publisher:
         """
         self.source.begin()
         self._client.options = replace(self._client.options, label=label)
+        fleet = self._agree()
         try:
-            self._connected().send_weights()
+            if fleet is not None:
+                self._forget()
+                self._engine, self._epoch = self._connect(fleet.workers), fleet.epoch
+            assert self._engine is not None
+            self._engine.send_weights()
         except BaseException as error:
             self._forget()
+            # What went wrong is already known; that the controller cannot be told either, or that a
+            # gather breaks off as well, adds nothing.
             if self._rank == 0:
-                # What went wrong is already known; that the controller cannot be told either adds nothing.
                 with contextlib.suppress(Exception):
                     self._client.abort(str(error))
-                if self._spec.world_size > 1:
+            if self._spec.world_size > 1:
+                with contextlib.suppress(Exception):
                     self.source.drain()
             raise
         return self._client.report
@@ -115,19 +128,40 @@ class Publisher:
     def close(self) -> None:
         self._forget()
 
-    def _connected(self) -> TrainerWeightTransferEngine[Any]:
-        if self._rank != 0:
-            if self._engine is None:
-                self._engine = self._connect(workers=0)
-            return self._engine
+    def _agree(self) -> "_Fleet | None":
+        """Whom to connect to; None if all ranks have a connection that is still good.
+
+        Rank 0 knows the fleet and every rank what it has itself: one that made a connection of its own
+        accord would wait for the others, who do not come.
+        """
+        fleet, failure = None, None
+        if self._rank == 0:
+            try:
+                fleet = self._changed_fleet()
+            except Exception as error:  # the other ranks must hear it before it is raised
+                failure = error
+        mine = (self._engine is not None, fleet, None if failure is None else str(failure))
+        ranks = [mine]
+        if self._spec.world_size > 1:
+            ranks = [mine] * self._spec.world_size
+            torch.distributed.all_gather_object(ranks, mine)
+        if failure is not None:
+            raise failure
+        _, fleet, told = ranks[0]
+        if told is not None:
+            raise FleetUnavailable(f"rank 0 of the trainer cannot publish: {told}")
+        assert fleet is not None
+        return fleet if fleet.changed or not all(connected for connected, _, _ in ranks) else None
+
+    def _changed_fleet(self) -> "_Fleet":
         fleet = self._controller.fleet.remote().result(timeout_s=FLEET_TIMEOUT_S)
         connection = fleet["connection"]
         ours = connection is not None and connection["publisher"] == PUBLISHER
-        if self._engine is None or not ours or fleet["epoch"] != self._epoch:
-            self._forget()
-            self._engine = self._connect(fleet["workers"])
-            self._epoch = fleet["epoch"]
-        return self._engine
+        return _Fleet(
+            epoch=fleet["epoch"],
+            workers=fleet["workers"],
+            changed=not ours or fleet["epoch"] != self._epoch,
+        )
 
     def _connect(self, workers: int) -> TrainerWeightTransferEngine[Any]:
         register()
@@ -142,6 +176,18 @@ class Publisher:
         self._epoch = None
         if engine is not None:
             engine.shutdown()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fleet:
+    """Attributes:
+    workers: of all replicas together, those that receive.
+    changed: since the connection was made.
+    """
+
+    epoch: int
+    workers: int
+    changed: bool
 
 
 def trainer_init_info(spec: TrainerSpec, rank: int, workers: int) -> TrainerInitInfo:

@@ -30,10 +30,11 @@ class Trainer:
     Args:
         spec: what the workers are started with.
         controller: the fleet's controller.
+        slots: whose GPUs the ranks share with the replicas; None: they have GPUs of their own.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, spec: TrainerSpec, controller: DeploymentHandle
+        self, spec: TrainerSpec, controller: DeploymentHandle, slots: DeploymentHandle | None = None
     ) -> None:
         self._spec = spec
         self._controller = controller
@@ -42,7 +43,8 @@ class Trainer:
         self._since = time.monotonic()
         self._last_step: dict[str, Any] = {}
         self._last_round: dict[str, Any] = {}
-        self._group, loaded = await WorkerGroup.start(spec, controller)
+        plan = None if slots is None else await slots.plan.remote()
+        self._group, loaded = await WorkerGroup.start(spec, controller, plan)
         self._parameters: int = loaded["parameters"]
         self._version: int = loaded["version"]  # the newest that this trainer has published or resumed from
         self._step: int = loaded["step"]

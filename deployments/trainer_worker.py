@@ -52,17 +52,8 @@ class TrainerWorker:
         if spec.strategy == Strategy.FSDP2:
             self._join(meeting_point)
         version = max(self._store.list(), default=0)
-        directory = self._store.path_of(version) if version else Path(spec.model)
-        self._policy = Policy.load(directory, dtype=spec.dtype, device=self._device())
-        reference = None
-        if spec.learner.loss.kl_coefficient != 0.0:
-            reference = Policy.load(spec.model, dtype=spec.dtype, device=self._device())
-        if spec.strategy == Strategy.FSDP2:
-            from trainers.fsdp2 import shard_policy
-
-            for policy in (self._policy, reference):
-                if policy is not None:
-                    shard_policy(policy)
+        self._policy = self._read(self._store.path_of(version) if version else Path(spec.model))
+        reference = self._read(Path(spec.model)) if spec.learner.loss.kl_coefficient != 0.0 else None
         self._learner = Learner(self._policy, spec.learner, reference=reference)
         if version:
             self._resume(version)
@@ -135,7 +126,10 @@ class TrainerWorker:
             raise InvalidRequest(
                 f"path must be a directory that can be written, got {path}: {error}"
             ) from error
-        weights = {name: tensor.to("cpu") for name, tensor in ParameterSource(self._policy.model)}
+        weights = {}
+        for name, tensor in ParameterSource(self._policy.model):  # every rank gathers, one keeps
+            if self._rank == 0:
+                weights[name] = tensor.to("cpu")
         if self._rank == 0:
             from safetensors.torch import save_file
 
@@ -166,6 +160,15 @@ class TrainerWorker:
         }
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
 
+    def _read(self, directory: Path) -> Policy:
+        if self._spec.strategy == Strategy.SINGLE:
+            return Policy.load(directory, dtype=self._spec.dtype, device=self._device())
+        from trainers.fsdp2 import shard_policy
+
+        policy = Policy.load(directory, dtype=self._spec.dtype)
+        shard_policy(policy, device=self._device())
+        return policy
+
     def _device(self) -> str:
         return "cuda:0" if self._spec.device == "cuda" else "cpu"
 
@@ -173,7 +176,8 @@ class TrainerWorker:
         return sum(parameter.numel() for parameter in self._policy.model.parameters())
 
     def _resume(self, version: int) -> None:
-        step = int(json.loads((self._store.path_of(version) / "manifest.json").read_text())["trainer_step"])
+        manifest = json.loads((self._store.path_of(version) / "manifest.json").read_text())
+        step = int(manifest.get("trainer_step", 0))  # an outside publisher's version has none
         try:
             state = torch.load(self._state_file(), weights_only=True)
             # Moments that are a few steps older than the weights are better than none.

@@ -9,14 +9,16 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle
+from ray.util.placement_group import get_placement_group
 
 from deployments.errors import FleetUnavailable, SlipstreamError
+from deployments.placement import SlotPlan, in_bundle
 from deployments.trainer_spec import TrainerSpec
 from deployments.trainer_worker import TrainerWorker
 
@@ -36,27 +38,28 @@ class WorkerGroup:
         self.broken: str | None = None
 
     @classmethod
-    async def start(cls, spec: TrainerSpec, controller: DeploymentHandle) -> tuple["WorkerGroup", Any]:
-        """Start the ranks; returns when all of them have loaded the model, with rank 0's answer."""
+    async def start(
+        cls, spec: TrainerSpec, controller: DeploymentHandle, slots: SlotPlan | None = None
+    ) -> tuple["WorkerGroup", Any]:
+        """Start the ranks; returns when all of them have loaded the model, with rank 0's answer.
+
+        Args:
+            slots: the ranks share its GPUs with the replicas, rank r that of bundle r; None: Ray
+                gives each rank its own.
+        """
         incarnation = uuid.uuid4().hex[:8]
-        threads = spec.cpu_threads if spec.cpu_threads > 0 else os.cpu_count() or 1
         group = cls(
             [
                 _ACTOR.options(
-                    name=f"slipstream-trainer-{incarnation}-{rank}",
-                    num_cpus=0,
-                    num_gpus=spec.gpus_per_rank if spec.device == "cuda" else 0,
-                    max_restarts=0,
-                    # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU, so that torch
-                    # would leave all cores but one idle. It counts for every thread of the process,
-                    # which torch.set_num_threads does not.
-                    runtime_env={"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+                    name=f"slipstream-trainer-{incarnation}-{rank}", **_resources(spec, rank, slots)
                 ).remote(spec, rank, controller)
                 for rank in range(spec.world_size)
             ]
         )
         try:
-            meeting_point = await group._workers[0].meeting_point.remote()
+            # Reserved GPUs may be held by a group that is just ending, but not for good.
+            async with asyncio.timeout(spec.start_timeout_s):
+                meeting_point = await group._workers[0].meeting_point.remote()
             loaded = await group.call("load", meeting_point, timeout_s=spec.start_timeout_s)
         except BaseException:  # a start that is cut short must not leave workers behind
             group.kill()
@@ -77,19 +80,20 @@ class WorkerGroup:
         ]
         try:
             done, pending = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            waited_s = timeout_s
             if pending and any(call.exception() for call in done):
                 _, pending = await asyncio.wait(pending, timeout=STRAGGLER_S)
-            if pending:
-                ranks = [rank for rank, call in enumerate(calls) if call in pending]
-                self.broken = f"ranks {ranks} did not finish {method!r} within {timeout_s:g} s"
-                raise FleetUnavailable(f"the trainer's {self.broken}; it is restarted")
+                waited_s = STRAGGLER_S
+            failures = {rank: call.exception() for rank, call in enumerate(calls) if call not in pending}
+            lost = {rank: type(error).__name__ for rank, error in failures.items() if _is_loss(error)}
+            late = [rank for rank, call in enumerate(calls) if call in pending]
+            if lost or late:
+                self.broken = _sentence(method, lost, late, waited_s, failures)
+                raise FleetUnavailable(f"{self.broken}; the trainer is restarted from the store")
             answers = [call.result() for call in calls]  # each: whatever a rank raised comes out
             return answers[0]
         except RayTaskError as error:
             raise _cause(error) from None
-        except RayError as error:  # its actor's death; or Ray ended it for want of memory, another class
-            self.broken = f"a worker died during {method!r} ({type(error).__name__})"
-            raise FleetUnavailable(f"{self.broken}; it is restarted from the store") from error
         finally:
             for call in calls:
                 call.cancel()
@@ -120,8 +124,45 @@ class WorkerGroup:
             ray.kill(worker)
 
 
+def _resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str, Any]:
+    threads = spec.cpu_threads if spec.cpu_threads > 0 else os.cpu_count() or 1
+    chosen: dict[str, Any] = {
+        "num_cpus": 0,
+        "num_gpus": spec.gpus_per_rank if spec.device == "cuda" else 0,
+        "max_restarts": 0,
+        # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU, so that torch would leave all
+        # cores but one idle. It counts for every thread of the process, which torch.set_num_threads
+        # does not.
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+    }
+    if slots is not None:
+        group = get_placement_group(slots.name)
+        chosen |= {"num_gpus": slots.trainer_share, "scheduling_strategy": in_bundle(group, rank)}
+    return chosen
+
+
 async def _answer(reference: Any) -> Any:
     return await reference
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    """Its actor died; or Ray ended it for want of memory, which is another class."""
+    return isinstance(error, RayError) and not isinstance(error, RayTaskError)
+
+
+def _sentence(
+    method: str,
+    lost: Mapping[int, str],
+    late: Sequence[int],
+    waited_s: float,
+    failures: Mapping[int, BaseException | None],
+) -> str:
+    parts = [f"rank {rank} of the trainer died during {method!r} ({kind})" for rank, kind in lost.items()]
+    if late:
+        parts.append(f"ranks {list(late)} did not finish {method!r} within {waited_s:g} s")
+    raised = {rank: error for rank, error in failures.items() if isinstance(error, RayTaskError)}
+    parts += [f"rank {rank} raised {_cause(error)}" for rank, error in raised.items()]
+    return "; ".join(parts)
 
 
 def _cause(error: BaseException) -> BaseException:

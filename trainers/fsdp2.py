@@ -14,11 +14,17 @@ from trainers.policy import Policy
 
 
 def shard_policy(
-    policy: Policy, *, mesh: DeviceMesh | None = None, compute_dtype: torch.dtype | None = None
+    policy: Policy,
+    *,
+    device: str | None = None,
+    mesh: DeviceMesh | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> None:
     """Shard the policy's model in place; call on every rank, before its optimizer is built.
 
     Args:
+        device: where the shards go; by default where the model is. A model in host memory moves there
+            layer by layer, so that no device ever holds a whole copy.
         mesh: one-dimensional; by default all ranks of the default process group.
         compute_dtype: of gathered parameters in forward and backward; gradients are reduced in float32.
 
@@ -28,13 +34,15 @@ def shard_policy(
     if not dist.is_initialized():
         raise ValueError("FSDP2 needs torch.distributed.init_process_group to be called first")
     model = policy.model
+    target = policy.device if device is None else torch.device(device)
     if mesh is None:
-        mesh = init_device_mesh(policy.device.type, (dist.get_world_size(),))
+        mesh = init_device_mesh(target.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
+    policy.device = target
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

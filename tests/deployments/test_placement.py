@@ -1,0 +1,134 @@
+"""Slots on a real cluster whose GPUs are numbers only: who shares which, and what a death leaves."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.util.placement_group import get_placement_group
+
+from deployments.placement import VISIBLE, SlotPlan, Slots, in_bundle, require_host_with, take_slot, use_gpus
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
+PORT = 8361
+PLAN = SlotPlan(name="slots-test", slots=2, gpus_per_slot=2, engine_share=0.6, trainer_share=0.4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    environment = {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}}
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=4,
+        include_dashboard=False,
+        runtime_env=environment,
+        log_to_driver=False,
+        namespace="serve",  # Serve's own: names are looked up there
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+class Shell:
+    """What a replica does before it starts its engine."""
+
+    async def __init__(self, slots: Any) -> None:  # type: ignore[misc]
+        self._slot = await take_slot(await slots.plan.remote())
+        use_gpus(self._slot)
+
+    def seat(self) -> tuple[int, str, int]:
+        return self._slot.index, os.environ[VISIBLE], os.getpid()
+
+
+class Rank:
+    def gpu(self) -> tuple[str, int]:
+        (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return gpu, os.getpid()
+
+
+@pytest.fixture
+def shells() -> Iterator[Any]:
+    options = {"ray_actor_options": {"num_cpus": 0}, "health_check_period_s": 1.0}
+    slots = serve.deployment(Slots, name="slots", graceful_shutdown_timeout_s=30, **options).bind(PLAN)
+    application = serve.deployment(Shell, name="shell", num_replicas=2, **options).bind(slots)
+    yield serve.run(application, name="slots-test", route_prefix=None)
+    serve.delete("slots-test")
+
+
+def seats(shells: Any, *, without: int = -1, timeout_s: float = 60.0) -> dict[int, tuple[str, int]]:
+    """The slots by index, once two replicas are up, none of which is the process `without`."""
+    deadline = time.monotonic() + timeout_s
+    found: dict[int, tuple[str, int]] = {}
+    while len(found) < 2:
+        assert time.monotonic() < deadline, found
+        try:
+            index, visible, pid = shells.seat.remote().result(timeout_s=10)
+        except (ray.exceptions.RayError, TimeoutError):  # it was asked while it died
+            continue
+        if pid != without:
+            found[index] = (visible, pid)
+    return found
+
+
+def start_ranks() -> list[Any]:
+    group = get_placement_group(PLAN.name)
+    options = {"num_cpus": 0, "num_gpus": PLAN.trainer_share}
+    return [
+        ray.remote(Rank).options(scheduling_strategy=in_bundle(group, rank), **options).remote()
+        for rank in range(PLAN.gpus)
+    ]
+
+
+def test_a_trainer_rank_and_an_engine_rank_share_each_gpu_and_die_apart(shells: Any) -> None:
+    ranks = start_ranks()
+    gpus, pids = zip(*ray.get([rank.gpu.remote() for rank in ranks], timeout=60), strict=True)
+    assert sorted(gpus) == ["0", "1", "2", "3"]
+    before = seats(shells)
+    assert sorted(before) == [0, 1]
+    assert [before[index][0] for index in (0, 1)] == [f"{gpus[0]},{gpus[1]}", f"{gpus[2]},{gpus[3]}"]
+
+    os.kill(before[1][1], signal.SIGKILL)  # a replica: the next one gets its GPUs, and the ranks live on
+    after = seats(shells, without=before[1][1])
+    assert after[0] == before[0]
+    assert after[1][0] == before[1][0] and after[1][1] != before[1][1]
+    assert [pid for _, pid in ray.get([rank.gpu.remote() for rank in ranks], timeout=60)] == list(pids)
+
+    for pid in pids:  # the trainer: its successor gets the same GPUs, and the replicas live on
+        os.kill(pid, signal.SIGKILL)
+    successors = start_ranks()
+    assert [gpu for gpu, _ in ray.get([rank.gpu.remote() for rank in successors], timeout=60)] == list(gpus)
+    assert seats(shells) == after
+
+
+def test_slots_that_stay_taken_are_an_error_with_the_numbers(shells: Any) -> None:
+    seats(shells)
+    with pytest.raises(RuntimeError, match=r"all 2 slots of 2 GPUs stayed taken for 1 s"):
+        asyncio.run(take_slot(PLAN, timeout_s=1.0))
+
+
+def test_the_group_survives_its_owner_and_goes_with_the_application(shells: Any) -> None:
+    before = seats(shells)
+    group = get_placement_group(PLAN.name)
+    (owner,) = [a for a in ray.util.list_named_actors(all_namespaces=True) if "#slots#" in a["name"]]
+    ray.kill(ray.get_actor(owner["name"], namespace=owner["namespace"]), no_restart=True)
+    time.sleep(3.0)
+    assert get_placement_group(PLAN.name).id == group.id
+    assert seats(shells) == before
+    serve.delete("slots-test")
+    with pytest.raises(ValueError, match="Failed to look up placement group"):
+        get_placement_group(PLAN.name)
+
+
+def test_a_host_without_gpus_enough_is_named_with_the_numbers() -> None:
+    require_host_with(4)
+    with pytest.raises(RuntimeError, match=r"needs 5 GPUs on one host, but the largest .* has 4"):
+        require_host_with(5)
