@@ -24,6 +24,7 @@ from deployments.errors import Conflict, ReplicaUnavailable
 from deployments.follower import Follower
 from deployments.member import EngineMember
 from deployments.parent_death import own_engine
+from deployments.placement import take_slot, use_gpus
 from deployments.routing import Demand
 from deployments.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 from deployments.weights.protocol import Directive, JoinAnswer, KvCache, Report
@@ -42,6 +43,7 @@ class Rollout:
         self_fence_s: without contact to the controller for this long, take no more requests:
             the fleet may have moved on. Shorter than the time after which it does.
         coalesce_s: streamed pieces of so long travel as one; each costs two hops between processes.
+        slots: where the engine's GPUs come from; None: Serve has given this process its own.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -51,12 +53,16 @@ class Rollout:
         kv_cache: KvCache = KvCache.RECOMPUTE,
         self_fence_s: float = 20.0,
         coalesce_s: float = 0.0,
+        slots: DeploymentHandle | None = None,
     ) -> None:
         self._controller = controller
         self._self_fence_s = self_fence_s
         self._coalesce_s = coalesce_s
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._incarnation = uuid.uuid4().hex
+        if slots is not None:
+            self._slot = await take_slot(await slots.plan.remote())
+            use_gpus(self._slot)
         answer = await self._join()
         spec = engine if answer.path is None else dataclasses.replace(engine, model=answer.path)
         own_engine()
