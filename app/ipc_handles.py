@@ -11,15 +11,21 @@ import pickle
 from typing import Any
 
 from deployments.errors import InvalidRequest
+from deployments.weights.handles import plain_handles
 
 FIELD = "ipc_handles_pickled"
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
+)
 ALLOWED = frozenset(
     {
         ("torch.storage", "UntypedStorage"),
+        ("torch.storage", "TypedStorage"),
         ("torch", "Tensor"),
         ("torch", "Size"),
         ("torch", "device"),
-        *(("torch", dtype) for dtype in ("float32", "float16", "bfloat16", "uint8", "int8", "float8_e4m3fn")),
+        *(("torch", dtype) for dtype in DTYPES),
         ("torch._utils", "_get_dtype"),
     }
 )
@@ -35,7 +41,7 @@ class _Restricted(pickle.Unpickler):
 
 
 def refuse_or_restrict(payload: dict[str, Any] | list[Any], *, allowed: bool) -> Any:
-    """The payload with its handles as plain objects.
+    """The payload with its handles in JSON types, as `deployments.weights.handles` has them.
 
     Raises:
         InvalidRequest: pickled handles while the switch is off, or something else inside them.
@@ -56,10 +62,10 @@ def refuse_or_restrict(payload: dict[str, Any] | list[Any], *, allowed: bool) ->
 
 
 def read_handles(text: Any) -> Any:
-    """Unpickle base64 text that holds CUDA IPC handles and nothing else."""
+    """Unpickle base64 text that holds CUDA IPC handles and nothing else; they come out in JSON types."""
     try:
         data = base64.b64decode(text, validate=True)
-        return _Restricted(io.BytesIO(data)).load()
+        return plain_handles(_Restricted(io.BytesIO(data)).load())
     except InvalidRequest:
         raise
     except Exception as error:  # a pickle can fail in any way its bytes please

@@ -55,6 +55,10 @@ class Member(Protocol):
     def staged_round(self) -> int | None: ...
 
     @property
+    def torn(self) -> bool:
+        """Its live weights are being changed: whatever goes wrong now, it is broken."""
+
+    @property
     def kept_version(self) -> int | None: ...
 
     @property
@@ -180,7 +184,8 @@ class Follower:
         except TimeoutError:
             message = f"{instruction.kind} took longer than {instruction.deadline_s:g} s"
             outcome = Outcome.FAILED
-            if instruction.kind in BEFORE_COMMIT:  # live weights are untouched: whoever sends is slow or gone
+            # Live weights are untouched: whoever sends is slow or gone.
+            if instruction.kind in BEFORE_COMMIT and not self._member.torn:
                 outcome = Outcome.REJECTED
                 await self._member.interrupt()
         except Exception as error:  # the fleet decides what to do with a replica that says why it failed

@@ -33,6 +33,7 @@ class EngineMember:
         self._payloads = 0
         self._staged: dict[str, Any] = {}
         self.staged_round: int | None = None
+        self.torn = False
         self._keeping: int | None = None  # the version that the open session keeps for the store
         self.kept_version: int | None = None
         self.store_result: StoreResult | None = None

@@ -22,7 +22,7 @@ from deployments.asgi import AsgiCall, HttpAnswer, HttpRequest
 from deployments.engine import Engine, EngineSpec
 from deployments.errors import Conflict, ReplicaUnavailable
 from deployments.follower import Follower
-from deployments.member import EngineMember
+from deployments.native_member import member_of
 from deployments.parent_death import own_engine
 from deployments.placement import take_slot, use_gpus
 from deployments.routing import Demand
@@ -68,7 +68,7 @@ class Rollout:
         own_engine()
         self._engine = await Engine.start(spec, version=answer.version)
         self._engine.llm.salt_prefixes = kv_cache is KvCache.KEEP
-        self._member = EngineMember(self._engine)
+        self._member = member_of(self._engine, spec)
         self._follower = Follower(
             replica_id=self._replica_id, incarnation=self._incarnation, member=self._member, poll=self._poll
         )

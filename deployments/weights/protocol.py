@@ -19,7 +19,9 @@ from typing import Any
 
 class InstructionKind(StrEnum):
     CONNECT = "connect"  # join the transfer group; args: {"init_info": {...}} with this replica's rank_offset
-    BEGIN = "begin"  # open a staging session; args: {"round_id": int, "keep": version | None}
+    BEGIN = (
+        "begin"  # open a staging session; args: {"round_id", "keep": version | None, "kv_cache", "in_flight"}
+    )
     RECEIVE = "receive"  # stage one payload; args: {"round_id": int, "payload": {...} | [{...}]}
     VERIFY = "verify"  # wait for the staging, check it; args: {"round_id", "manifest": {...} | None}
     COMMIT = "commit"  # swap between two steps; args: see CommitArgs
@@ -114,7 +116,7 @@ class Report:
     incarnation: str
     version: int  # the weights that its engine holds
     world_size: int  # TP x PP x DP workers
-    staged_round: int | None  # a round whose staging is complete and verified here
+    staged_round: int | None  # a round whose staging is complete and verified here, or whose bytes are live
     kept_version: int | None = None  # committed; its tensors are kept for the store
     store_result: StoreResult | None = None
     acknowledgements: Sequence[Acknowledgement] = ()

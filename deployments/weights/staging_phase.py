@@ -48,9 +48,13 @@ class StagingPhase:
         self._book.enter(current, RoundPhase.OPEN, now)
         for member in members:
             self._fleet.withdraw(member, [InstructionKind.CATCH_UP], sent=False)
-        keep = current.version if current.persist else None
-        parts = {member.replica_id: keep for member in members}
-        task = self._ask(current, InstructionKind.BEGIN, {"keep": parts}, now)
+        begin = {
+            "keep": current.version if current.persist else None,
+            "kv_cache": current.kv_cache.value,
+            "in_flight": current.in_flight.value,
+        }
+        parts = {name: {each.replica_id: value for each in members} for name, value in begin.items()}
+        task = self._ask(current, InstructionKind.BEGIN, parts, now)
         task.result = current.round_id
         return task
 
@@ -82,7 +86,12 @@ class StagingPhase:
 
     def drop(self, member: Member, round_id: int, now: float) -> None:
         if not member.has_order(InstructionKind.DROP):
-            self._fleet.order(member, InstructionKind.DROP, {"round_id": round_id}, now, None)
+            args = {member.replica_id: {"round_id": round_id}}
+            self._fleet.ask(InstructionKind.DROP, args, now, then=self._dropped)
+
+    def _dropped(self, task: Task, now: float) -> None:
+        """Who cannot say that its live weights are as they were is not trusted any more."""
+        self._fleet.fence_each(judge(task).all_wrong, "drop", now)
 
     def check_quorum(self, now: float) -> None:
         """A round that lost too many members ends here."""

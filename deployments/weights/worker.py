@@ -6,10 +6,11 @@ vLLM mixes this class into its worker (`worker_extension_cls`); the follower rea
 
 from typing import Any
 
+from deployments.weights.native import NativeWorkerExtension
 from deployments.weights.staging import StagedWeightTransferEngine
 
 
-class StagingWorkerExtension:
+class StagingWorkerExtension(NativeWorkerExtension):
     weight_transfer_engine: StagedWeightTransferEngine[Any, Any]
     model_runner: Any
     _weight_update_active: bool

@@ -1,6 +1,7 @@
 """Our own routes' bodies, tokens and IPC handles, without a fleet behind them."""
 
 import base64
+import json
 import pickle
 from typing import Any
 
@@ -14,6 +15,7 @@ from app.exposition import exposition
 from app.ipc_handles import refuse_or_restrict
 from deployments.errors import InvalidRequest, PayloadTooLarge
 from deployments.router import demand_of
+from deployments.weights.handles import with_handles
 
 
 def request(path: str = "/pause", body: bytes = b"", **headers: str) -> Request:
@@ -60,14 +62,22 @@ def handles(value: object) -> dict[str, Any]:
     return {"names": ["a"], "ipc_handles_pickled": base64.b64encode(pickle.dumps(value)).decode()}
 
 
+def ipc_handle() -> tuple[Any, ...]:
+    """As torch's `reduce_tensor` makes it of a tensor on a GPU."""
+    storage = torch.storage.TypedStorage
+    place = (0, b"memory", 24, 512, False, b"counter", 3, b"event", True)
+    return (torch.Tensor, torch.Size([2, 3]), (3, 1), 0, storage, torch.bfloat16, *place)
+
+
 def test_pickled_handles_need_the_switch() -> None:
     with pytest.raises(InvalidRequest, match="allow_pickled_ipc_over_http"):
         refuse_or_restrict(handles([]), allowed=False)
 
 
 def test_handles_are_read_and_nothing_else_is() -> None:
-    handle = [{"GPU-1": (torch.Tensor, torch.Size([2]), (1,), 0, torch.float32, 0, b"h", 8, 0, b"r", 0)}]
-    assert refuse_or_restrict(handles(handle), allowed=True)["ipc_handles"] == handle
+    read = refuse_or_restrict(handles([{"GPU-1": ipc_handle()}]), allowed=True)
+    (back,) = with_handles(json.loads(json.dumps(read)))["ipc_handles"]
+    assert back["GPU-1"][1:4] == ipc_handle()[1:4] and back["GPU-1"][5:] == ipc_handle()[5:]
 
     class Evil:
         def __reduce__(self) -> Any:
@@ -77,6 +87,10 @@ def test_handles_are_read_and_nothing_else_is() -> None:
         refuse_or_restrict(handles(Evil()), allowed=True)
     with pytest.raises(InvalidRequest, match="cannot be read"):
         refuse_or_restrict({"ipc_handles_pickled": "!!"}, allowed=True)
+    with pytest.raises(InvalidRequest, match="expected the 15 parts of a CUDA IPC handle"):
+        refuse_or_restrict(handles({"GPU-1": ipc_handle()[:9]}), allowed=True)
+    with pytest.raises(InvalidRequest, match="handle by GPU UUID, got str"):
+        refuse_or_restrict(handles("handle"), allowed=True)
 
 
 @pytest.mark.parametrize(

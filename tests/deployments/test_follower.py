@@ -15,6 +15,7 @@ class Member:
 
     version, world_size, staged_round = 3, 1, None
     kept_version, store_result = None, None
+    torn = False
 
     def __init__(self) -> None:
         self.ran: list[str] = []
@@ -70,8 +71,9 @@ def tell(seq: int, kind: InstructionKind, deadline_s: float = 5.0, **args: Any) 
     return Instruction(seq=seq, kind=kind, args=args, deadline_s=deadline_s)
 
 
-async def run(script: Script) -> Member:
+async def run(script: Script, *, torn: bool = False) -> Member:
     member = Member()
+    member.torn = torn
     made = Follower(replica_id="r", incarnation="i", member=member, poll=script)
     await asyncio.wait_for(made.run(), 10)
     assert member.fenced == "the end"
@@ -108,9 +110,10 @@ async def test_a_deadline_before_the_commit_is_not_this_replicas_fault() -> None
     assert "receive took longer than 0.05 s" in script.outcomes[1][1]
 
 
-async def test_a_deadline_in_the_commit_is() -> None:
-    script = Script([tell(1, InstructionKind.COMMIT, 0.05, act="hang")])
-    await run(script)
+@pytest.mark.parametrize(("kind", "torn"), [(InstructionKind.COMMIT, False), (InstructionKind.RECEIVE, True)])
+async def test_a_deadline_while_live_weights_change_is(kind: InstructionKind, torn: bool) -> None:
+    script = Script([tell(1, kind, 0.05, act="hang")])
+    await run(script, torn=torn)
     assert script.outcomes[1][0] is Outcome.FAILED
 
 

@@ -140,3 +140,14 @@ def test_a_replica_that_acknowledges_a_commit_but_holds_the_old_version_is_fence
         scene.poll(1)
         liar.version = 0
     assert report_of(task).fenced == {"r0": "commit: acknowledged version 1 but holds 0"}
+
+
+def test_a_replica_that_cannot_drop_what_came_is_fenced() -> None:
+    """With `staging: none` its live weights are a mixture then."""
+    scene = Scene(replicas=2)
+    scene.connect()
+    round_id = scene.open()
+    scene.replicas[0].outcomes[InstructionKind.DROP] = FAILED
+    scene.ledger.abort_round(scene.token, round_id, "changed my mind", scene.now)
+    scene.poll()
+    assert scene.replicas[0].fenced == "drop: failed here" and scene.replicas[1].admitted
