@@ -86,7 +86,7 @@ def build(args: AppConfig) -> Application:
             request_router_class=FleetRequestRouter, request_routing_stats_period_s=STATS_PERIOD_S
         ),
     ).bind(
-        _engine_spec(args, model),
+        engine_spec(args, model),
         controller,
         kv_cache=args.weights.kv_cache,
         self_fence_s=args.weights.heartbeat_timeout_s * SELF_FENCE_FRACTION,
@@ -127,7 +127,7 @@ def build(args: AppConfig) -> Application:
     )
 
 
-def _engine_spec(args: AppConfig, model: str) -> EngineSpec:
+def engine_spec(args: AppConfig, model: str) -> EngineSpec:
     engine = args.engine
     arguments = {
         "dtype": engine.dtype,

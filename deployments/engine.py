@@ -88,6 +88,8 @@ class Engine:
         self.app = app
         self.version = version
         self.paused_by_user = False
+        self.asleep = False  # some of its memory is given back, or its scheduler sleeps
+        self.weights_asleep = False
         self._lifespan = app.router.lifespan_context(app)
 
     @classmethod
@@ -126,7 +128,7 @@ class Engine:
     async def commit(self, args: CommitArgs) -> ReplicaTimings:
         """Make the staged version the live one between two decoding steps.
 
-        Stays paused if `args.hold`, or if a user has paused the engine.
+        Stays paused if `args.hold`, if a user has paused the engine, or while its KV cache sleeps.
         """
         core = self.llm.engine_core
         recompute = args.kv_cache is KvCache.RECOMPUTE
@@ -138,7 +140,7 @@ class Engine:
         calls = [self._swap(), core.set_weight_version_async(str(args.version))]
         if not recompute:
             calls.append(self.llm.reset_prefix_cache())
-        if not (args.hold or self.paused_by_user):
+        if not args.hold and self._may_resume:
             calls.append(core.resume_scheduler_async())
         # Sent without waiting in between: the engine core handles them in this order.
         failures = [
@@ -152,7 +154,7 @@ class Engine:
 
     async def release(self) -> None:
         """Go on after a commit that held."""
-        if not self.paused_by_user:
+        if self._may_resume:
             await self.llm.engine_core.resume_scheduler_async()
 
     async def load(self, path: str, version: int) -> None:
@@ -163,6 +165,25 @@ class Engine:
         await core.set_weight_version_async(str(version))
         self.version = version
         await self.release()
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Give memory back: at level 1 the weights wait in host memory, at level 2 they are gone."""
+        await self.llm.sleep(level=level, mode=mode)
+        self.asleep = True
+        self.weights_asleep = self.weights_asleep or level >= 1
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Take memory back, all of it or by tags; the last part also resumes the scheduler."""
+        awake = await self.llm.wake_up(tags)
+        if tags is None or "weights" in tags:
+            self.weights_asleep = False
+        if awake:
+            self.asleep = self.paused_by_user = False
+
+    @property
+    def _may_resume(self) -> bool:
+        # A step without its KV cache's memory would end the engine.
+        return not (self.paused_by_user or self.asleep)
 
     async def stop(self) -> None:
         """End the engine's processes. AsyncLLM's own `__del__` is too late and prints a TypeError."""

@@ -77,6 +77,8 @@ class EngineMember:
         return self._engine.world_size
 
     async def execute(self, instruction: Instruction) -> Any:
+        if instruction.kind is InstructionKind.BEGIN and self._engine.weights_asleep:
+            raise Rejected("its weights sleep; wake them before an update (POST /wake_up?tags=weights)")
         value = await self._handlers[instruction.kind](dict(instruction.args))
         async with self.changed:
             self.changed.notify_all()
@@ -183,16 +185,16 @@ class EngineMember:
 
     async def _resume(self, args: dict[str, Any]) -> None:
         self._engine.paused_by_user = False
-        await self._engine.llm.resume_generation()
+        await self._engine.release()
 
     async def _is_paused(self, args: dict[str, Any]) -> bool:
         return bool(await self._engine.llm.is_paused())
 
     async def _sleep(self, args: dict[str, Any]) -> None:
-        await self._engine.llm.sleep(level=args.get("level", 1), mode=args.get("mode", "abort"))
+        await self._engine.sleep(level=args.get("level", 1), mode=args.get("mode", "abort"))
 
     async def _wake_up(self, args: dict[str, Any]) -> None:
-        await self._engine.llm.wake_up(args.get("tags"))
+        await self._engine.wake_up(args.get("tags"))
 
     async def _is_sleeping(self, args: dict[str, Any]) -> bool:
         return bool(await self._engine.llm.is_sleeping())

@@ -18,15 +18,22 @@ from app.config import (
 )
 from app.config_errors import ConfigError
 from app.engine_args import check_names
+from app.serve_file import read_serve_file
 from deployments.weights.ledger_config import LedgerConfig
 from deployments.weights.protocol import CommitMode
 
+CONFIGS = Path("app/configs")
 COLOCATED: dict[str, Any] = {
     "device": "cuda",
     "placement": "colocated",
     "engine": {"num_replicas": 2, "gpus_per_rank": 0.6},
     "weights": {"transport": "ipc", "staging": "device"},
     "trainer": {"strategy": "fsdp2", "world_size": 2, "gpus_per_rank": 0.4},
+}
+SEPARATE: dict[str, Any] = {
+    "device": "cuda",
+    "weights": {"transport": "nccl", "staging": "device"},
+    "trainer": {},
 }
 
 
@@ -50,6 +57,33 @@ def test_the_default_file_is_valid() -> None:
     assert config.engine.num_replicas == 2
     assert config.engine.dtype == "float32"
     assert config.trainer is not None
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_ready_made_configuration_is_valid(file: Path) -> None:
+    ready = read_serve_file(file)
+    assert ready.config.device == "cuda"
+    command = f"serve run app/configs/{file.name}"
+    assert command in file.read_text(), "it says how to start it"
+
+
+def test_the_ready_made_configurations_are_there() -> None:
+    names = {file.stem for file in CONFIGS.glob("*.yaml")}
+    assert names == {
+        "async_inflight",
+        "http_ipc",
+        "http_nccl",
+        "ipc",
+        "ipc_fsdp_dense",
+        "ipc_fsdp_ep",
+        "nccl_tp",
+        "nccl_two_replicas",
+    }
+
+
+def test_numbers_are_fine_as_values_of_the_engines_variables() -> None:
+    config = parse_config({"model": "m", "engine": {"env": {"VLLM_BATCH_INVARIANT": 1}}})
+    assert config.engine.env == {"VLLM_BATCH_INVARIANT": "1"}
 
 
 def test_colocated_gpus_are_accepted() -> None:
@@ -131,10 +165,41 @@ def test_colocated_gpus_are_accepted() -> None:
         (
             COLOCATED | {"engine": {"num_replicas": 3, "gpus_per_rank": 0.5}},
             "'trainer.world_size': expected 3 with placement 'colocated', but 2 came "
-            "(one trainer rank on every GPU of the replicas)",
+            "(one trainer rank on every GPU of the replicas: 3 replicas of 1)",
         ),
         (
-            COLOCATED | {"placement": "separate"},
+            COLOCATED | {"engine": {"num_replicas": 1, "data_parallel_size": 4, "gpus_per_rank": 0.5}},
+            "'trainer.world_size': expected 4 with placement 'colocated', but 2 came "
+            "(one trainer rank on every GPU of the replicas: 1 replica of 4)",
+        ),
+        (
+            SEPARATE | {"engine": {"gpus_per_rank": 1.5}},
+            "'engine.gpus_per_rank': expected at most 1, but 1.5 came (a rank runs on one GPU)",
+        ),
+        (
+            SEPARATE | {"engine": {"tensor_parallel_size": 2, "gpus_per_rank": 0.5}},
+            "'engine.gpus_per_rank': expected 1 with placement 'separate', but 0.5 came "
+            "(2 ranks need a GPU each, and fractions could put them on one)",
+        ),
+        (
+            SEPARATE | {"trainer": {"strategy": "fsdp2", "world_size": 4, "gpus_per_rank": 0.25}},
+            "'trainer.gpus_per_rank': expected 1 with placement 'separate', but 0.25 came "
+            "(4 ranks need a GPU each, and fractions could put them on one)",
+        ),
+        (
+            {"engine": {"env": {"PATH": "/tmp"}}},
+            "'engine.env': expected names as VLLM_*, NCCL_* or CUDA_*, but 'PATH' came",
+        ),
+        (
+            {"engine": {"env": {"CUDA_VISIBLE_DEVICES": "0"}}},
+            "'engine.env.CUDA_VISIBLE_DEVICES': set 'placement' instead (one place for each setting)",
+        ),
+        (
+            {"engine": {"env": {"NCCL_DEBUG": ["x"]}}},
+            "'engine.env.NCCL_DEBUG': expected a valid string, but ['x'] came",
+        ),
+        (
+            COLOCATED | {"placement": "separate", "trainer": {}},
             "'placement': expected 'colocated' with transport 'ipc' and a trainer, but 'separate' came "
             "(CUDA IPC reaches only processes on the same GPU)",
         ),

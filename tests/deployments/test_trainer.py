@@ -98,7 +98,7 @@ async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes
             await asyncio.sleep(0.1)
         (pid,) = await trainer.process_ids()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(FleetUnavailable, match="worker died during 'step'"):
+        with pytest.raises(FleetUnavailable, match="rank 0 of the trainer died during 'step'"):
             await trainer.step(BATCH)
         with pytest.raises(RuntimeError, match="worker group is broken"):
             await trainer.check_health()

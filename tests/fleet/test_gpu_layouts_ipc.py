@@ -1,0 +1,97 @@
+"""Four GPUs that an FSDP2 trainer shares with its fleet: four dense replicas, and one of spread experts."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
+from tests.fleet.talk import PROMPT, body, complete, on_every_replica, parsed, train_and_publish
+from tests.tiny_models import save_tiny_experts, save_tiny_llama
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+DENSE_PORT, EXPERTS_PORT = 8371, 8372
+TOKENS = 24
+PROMPTS = [PROMPT, [40, 41, 42], list(range(10, 30))]
+
+
+def publish(client: httpx.Client) -> dict[str, Any]:
+    answer = client.post("/train/publish", json={})
+    assert answer.status_code == 200, answer.text
+    report: dict[str, Any] = answer.json()
+    return report
+
+
+@needs_gpus(4)
+def test_four_replicas_each_beside_a_rank_end_where_a_fresh_engine_begins(tmp_path: Path) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
+    config = configuration("ipc_fsdp_dense", checkpoint, tmp_path / "state", {"engine": {"env": INVARIANT}})
+    with running(config, checkpoint, DENSE_PORT) as fleet, fleet.client() as client:
+        before = on_every_replica(client, count=4, max_tokens=TOKENS)
+        assert len(publish(client)["replicas"]) == 4
+        for _ in range(2):
+            version = train_and_publish(client)
+        last = client.get("/fleet/rounds").json()["rounds"][-1]
+        print("last round", last)
+        assert len(last["replicas"]) == 4 and not last["fenced"]
+        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
+        (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS, tmp_path)
+        after = on_every_replica(client, count=4, max_tokens=TOKENS)
+        for replica, answer in after.items():
+            assert answer.version == version == 3
+            assert answer.tokens == expected != before[replica].tokens
+
+
+@needs_gpus(4)
+def test_spread_experts_sleep_wake_update_and_end_where_a_fresh_engine_begins(tmp_path: Path) -> None:
+    checkpoint = save_tiny_experts(tmp_path / "model", seed=1, dtype=torch.bfloat16)
+    config = configuration(
+        "ipc_fsdp_ep",
+        checkpoint,
+        tmp_path / "state",
+        {"engine": {"enforce_eager": True}, "weights": {"chunk_bytes": 1 << 20}},
+    )
+    with running(config, checkpoint, EXPERTS_PORT) as fleet, fleet.client() as client:
+        assert client.get("/get_world_size").json() == {"world_size": 4}
+        before = [complete(client, prompt, TOKENS).tokens for prompt in PROMPTS]
+        publish(client)
+        train_and_publish(client)
+        asleep_round(client)
+        version = train_and_publish(client, sign=-1.0)
+        print("last round", client.get("/fleet/rounds").json()["rounds"][-1])
+        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
+        after = [complete(client, prompt, TOKENS) for prompt in PROMPTS]
+        assert {answer.version for answer in after} == {version} == {4}
+        expected = fresh_answers(config, saved, PROMPTS, TOKENS, tmp_path)
+        assert [answer.tokens for answer in after] == expected
+        assert all(old != new for old, new in zip(before, expected, strict=True))
+
+
+def asleep_round(client: httpx.Client) -> None:
+    """The engine gives its memory to the trainer's step, and takes it back in two parts."""
+    trajectories = [_trajectory(client, index) for index in range(4)]
+    client.post("/sleep", params={"level": 1}).raise_for_status()
+    assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+    client.post("/train/step", json={"trajectories": trajectories}).raise_for_status()
+    refused = client.post("/train/publish", json={})
+    assert refused.status_code >= 400 and "wake_up?tags=weights" in refused.json()["error"]["message"]
+    client.post("/wake_up", params={"tags": "weights"}).raise_for_status()
+    publish(client)
+    assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+    client.post("/wake_up", params={"tags": "kv_cache"}).raise_for_status()
+    assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
+def _trajectory(client: httpx.Client, index: int) -> dict[str, Any]:
+    options = {"temperature": 1.0, "logprobs": 1, "seed": index}
+    answer = client.post("/v1/completions", json=body(PROMPT, 12, **options))
+    sample = parsed(answer)
+    return {
+        "prompt_token_ids": PROMPT,
+        "token_ids": sample.tokens,
+        "logprobs": sample.logprobs,
+        "advantage": 1.0 if index % 2 else -1.0,
+        "weight_versions": sample.spans,
+    }

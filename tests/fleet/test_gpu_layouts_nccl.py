@@ -1,0 +1,51 @@
+"""A trainer on a GPU of its own: one replica at TP 2 that quantizes to fp8, and two replicas at TP 1."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
+from tests.fleet.talk import PROMPT, complete, on_every_replica, train_and_publish
+from tests.tiny_models import save_tiny_llama
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+FP8_PORT, TWO_PORT = 8373, 8374
+TOKENS = 24
+PROMPTS = [PROMPT, [40, 41, 42], list(range(10, 30))]
+
+
+@needs_gpus(3)
+def test_fp8_at_tp_2_ends_where_a_fresh_fp8_engine_begins(tmp_path: Path) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, width=256, dtype=torch.bfloat16)
+    config = configuration("nccl_tp", checkpoint, tmp_path / "state", {"engine": {"enforce_eager": True}})
+    with running(config, checkpoint, FP8_PORT) as fleet, fleet.client() as client:
+        before = [complete(client, prompt, TOKENS).tokens for prompt in PROMPTS]
+        for _ in range(3):
+            version = train_and_publish(client)
+        print("last round", client.get("/fleet/rounds").json()["rounds"][-1])
+        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
+        after = [complete(client, prompt, TOKENS) for prompt in PROMPTS]
+        assert {answer.version for answer in after} == {version} == {3}
+        expected = fresh_answers(config, saved, PROMPTS, TOKENS, tmp_path)
+        assert [answer.tokens for answer in after] == expected
+        assert all(old != new for old, new in zip(before, expected, strict=True))
+
+
+@needs_gpus(3)
+def test_one_broadcast_reaches_two_replicas_that_end_where_a_fresh_engine_begins(tmp_path: Path) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
+    overrides = {"engine": {"env": INVARIANT, "enforce_eager": True}}
+    config = configuration("nccl_two_replicas", checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, TWO_PORT) as fleet, fleet.client() as client:
+        before = on_every_replica(client, max_tokens=TOKENS)
+        for _ in range(3):
+            version = train_and_publish(client)
+        last = client.get("/fleet/rounds").json()["rounds"][-1]
+        print("last round", last)
+        assert len(last["replicas"]) == 2 and not last["fenced"]
+        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
+        (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS, tmp_path)
+        for replica, answer in on_every_replica(client, max_tokens=TOKENS).items():
+            assert answer.version == version == 3
+            assert answer.tokens == expected != before[replica].tokens
