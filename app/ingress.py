@@ -20,7 +20,6 @@ from app.weight_routes import WeightRoutes
 from deployments.errors import SlipstreamError
 from deployments.router import Router, RouterLimits
 
-METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
 logger = logging.getLogger("ray.serve")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -55,7 +54,7 @@ class Ingress:
             routes=[
                 Route("/", page, methods=["GET"]),
                 *[Route(path, self._guarded(call), methods=[method]) for method, path, call in guarded],
-                Route("/{path:path}", self._router.forward, methods=METHODS),
+                Route("/{path:path}", self._router),
             ],
             exception_handlers={
                 SlipstreamError: _say,

@@ -13,8 +13,7 @@ class FleetRequestRouter(RequestRouter):
     """Serve's request router for the fleet.
 
     Without Serve's FIFOMixin, on purpose: with it a choice made for one request may be given to
-    another, and affinity is lost. What that costs: a parent request that makes two concurrent
-    calls to the fleet hangs. The router makes one at a time.
+    another, and affinity is lost. Our router only asks for a choice and sends nothing through Serve.
     """
 
     async def choose_replicas(
@@ -34,6 +33,7 @@ def _candidates(replicas: dict[str, RunningReplica]) -> list[Candidate]:
             replica_id=name,
             version=int(replica.routing_stats.get("version", 0)),
             admitted=bool(replica.routing_stats.get("admitted", True)),
+            in_flight=int(replica.routing_stats.get("in_flight", 0)),
         )
         for name, replica in replicas.items()
     ]

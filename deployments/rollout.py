@@ -12,21 +12,20 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.asgi import AsgiCall, HttpAnswer, HttpRequest
 from deployments.engine import Engine, EngineSpec
 from deployments.errors import Conflict, ReplicaUnavailable
 from deployments.follower import Follower
 from deployments.native_member import member_of
 from deployments.parent_death import own_engine
 from deployments.placement import take_slot, use_gpus
+from deployments.replica_server import ReplicaFront, ReplicaServer
 from deployments.routing import Demand
-from deployments.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 from deployments.weights.protocol import Directive, JoinAnswer, KvCache, Report
 
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
@@ -42,7 +41,7 @@ class Rollout:
         kv_cache: what the fleet does with running requests' caches at an update.
         self_fence_s: without contact to the controller for this long, take no more requests:
             the fleet may have moved on. Shorter than the time after which it does.
-        coalesce_s: streamed pieces of so long travel as one; each costs two hops between processes.
+        drain_s: how long requests that are running may go on when the replica is stopped.
         slots: where the engine's GPUs come from; None: Serve has given this process its own.
     """
 
@@ -52,12 +51,13 @@ class Rollout:
         controller: DeploymentHandle,
         kv_cache: KvCache = KvCache.RECOMPUTE,
         self_fence_s: float = 20.0,
-        coalesce_s: float = 0.0,
+        drain_s: float = 10.0,
         slots: DeploymentHandle | None = None,
     ) -> None:
         self._controller = controller
         self._self_fence_s = self_fence_s
-        self._coalesce_s = coalesce_s
+        self._drain_s = drain_s
+        self._stopping = False
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._incarnation = uuid.uuid4().hex
         if slots is not None:
@@ -73,41 +73,27 @@ class Rollout:
             replica_id=self._replica_id, incarnation=self._incarnation, member=self._member, poll=self._poll
         )
         self._following = asyncio.create_task(self._follower.run())
+        self._front = ReplicaFront(
+            self._engine.app,
+            replica_id=self._replica_id,
+            gate=self._until_version,
+            refusal=self._refusal,
+            version=lambda: self._engine.version,
+        )
         await self._until_admitted()
+        self._server = ReplicaServer(self._front, ray.util.get_node_ip_address())
 
-    async def http(self, request: HttpRequest, demand: Demand) -> AsyncIterator[HttpAnswer | bytes]:
-        """Answer one HTTP request: an `HttpAnswer`, then the rest of the body if it is a stream.
-
-        Raises:
-            ReplicaUnavailable: nothing was sent; another replica may answer.
-            Conflict: the demanded version was not reached in time.
-        """
-        await self._until_version(demand)
-        recorder = SpanRecorder(self._engine.version)
-        RECORDER.set(recorder)
-        call = AsgiCall(self._engine.app, request)
-        try:
-            answer = await self._first(call)
-            headers = [
-                *answer.headers,
-                (b"x-slipstream-replica", self._replica_id.encode()),
-                (b"x-weight-version", str(recorder.version).encode()),
-            ]
-            if not answer.streaming:
-                yield self._whole(answer, headers, recorder)
-                return
-            yield dataclasses.replace(answer, headers=headers)
-            annotate = StreamAnnotator(recorder)
-            async for piece in call.pieces():
-                yield annotate(piece)
-                if self._coalesce_s > 0:
-                    await asyncio.sleep(self._coalesce_s)
-        finally:
-            await call.close()
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What every router learns of this replica as it becomes ready."""
+        return {"address": self._server.address, "key": self._front.key}
 
     def record_routing_stats(self) -> dict[str, Any]:
         """What the router knows of this replica between two requests."""
-        return {"version": self._engine.version, "admitted": self._refusal() is None}
+        return {
+            "version": self._engine.version,
+            "admitted": self._refusal() is None,
+            "in_flight": self._front.in_flight,
+        }
 
     def check_health(self) -> None:
         if self._member.fenced is not None:
@@ -121,6 +107,8 @@ class Rollout:
         return os.getpid()
 
     async def __del__(self) -> None:
+        self._stopping = True
+        await self._drain()
         following = getattr(self, "_following", None)
         if following is not None:
             following.cancel()
@@ -150,8 +138,20 @@ class Rollout:
             self.check_health()
             await asyncio.sleep(0.02)
 
+    async def _drain(self) -> None:
+        """Let running requests end. Serve cannot: it does not see them."""
+        server = getattr(self, "_server", None)
+        if server is None:
+            return
+        deadline = time.monotonic() + self._drain_s
+        while self._front.in_flight and self._member.fenced is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await server.close()
+
     def _refusal(self) -> str | None:
         """Why this replica must not answer; None if it may."""
+        if self._stopping:
+            return "it is being stopped"
         if self._member.fenced is not None:
             return f"fenced: {self._member.fenced}"
         if not self._member.admitted:
@@ -185,28 +185,3 @@ class Rollout:
         refusal = self._refusal()
         if refusal is not None:
             raise ReplicaUnavailable(f"replica {self._replica_id}: {refusal}", {"replica": self._replica_id})
-
-    async def _first(self, call: AsgiCall) -> HttpAnswer:
-        try:
-            answer = await call.start()
-        except Exception as error:
-            self._check()
-            raise ReplicaUnavailable(
-                f"replica {self._replica_id} failed: {error}", {"replica": self._replica_id}
-            ) from error
-        if answer.status >= 500:
-            self._check()  # vLLM answers 500 when its engine has died: let another replica try
-        return answer
-
-    def _whole(
-        self, answer: HttpAnswer, headers: list[tuple[bytes, bytes]], recorder: SpanRecorder
-    ) -> HttpAnswer:
-        if dict(answer.headers).get(b"content-type", b"").startswith(b"application/json"):
-            body = annotate_json(answer.body, recorder, answer.status)
-            headers = [(name, value) for name, value in headers[:-1] if name != b"content-length"]
-            headers += [
-                (b"content-length", str(len(body)).encode()),
-                (b"x-weight-version", str(recorder.version).encode()),
-            ]
-            return dataclasses.replace(answer, headers=headers, body=body)
-        return dataclasses.replace(answer, headers=headers)

@@ -1,36 +1,42 @@
 """The fleet's front: passes HTTP through to a replica, and streams the answer back.
 
-A request that no byte was answered to yet moves on to another replica when its own fails, so an
-update, a fence or a crash is not the client's business. Nothing is retried after the first byte.
+Serve's request router names the replica; the request and its answer go over a connection to that
+replica's own server. A request that no byte was answered to yet moves on to another replica when its own
+fails, so an update, a fence or a crash is not the client's business. Nothing is retried after the
+first byte.
 """
 
 import asyncio
 import json
 import logging
-import math
+import socket
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
-from ray.exceptions import RayActorError, RayError, TaskCancelledError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+import aiohttp
+from multidict import CIMultiDict
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from yarl import URL
 
-from deployments.asgi import HttpAnswer, HttpRequest
-from deployments.errors import (
-    FleetUnavailable,
-    InvalidRequest,
-    PayloadTooLarge,
-    ReplicaUnavailable,
-    SlipstreamError,
+from deployments.errors import FleetUnavailable, PayloadTooLarge, ReplicaUnavailable
+from deployments.replica_server import KEY_HEADER, REFUSED_HEADER
+from deployments.routing import Demand, demand_of
+
+# Of one connection and not of the request, or set anew.
+NOT_FORWARDED = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "host", "content-length"}
 )
-from deployments.routing import Demand
-
-HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"host"})
+NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
 RETRY_PAUSE_S = 0.05
+CONNECT_TIMEOUT_S = 10.0
 logger = logging.getLogger("ray.serve")
 
 
@@ -46,14 +52,17 @@ class RouterLimits:
 
 
 class Router:
-    """Forwards requests to the rollout replicas."""
+    """Forwards requests to the rollout replicas: an ASGI application, so that a place is held exactly
+    as long as the request is there."""
 
     def __init__(self, rollout: DeploymentHandle, limits: RouterLimits) -> None:
-        self._rollout = rollout.options(method_name="http", stream=True)
+        self._rollout = rollout
         self._limits = limits
+        self._session: aiohttp.ClientSession | None = None
+        self._at: Counter[str] = Counter()  # requests at each replica
         self.in_flight = 0
 
-    async def forward(self, request: Request) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request from one of the replicas.
 
         Raises:
@@ -66,97 +75,126 @@ class Router:
             )
         self.in_flight += 1
         try:
-            inner = HttpRequest(
-                method=request.method,
-                path=request.scope["path"].removeprefix(request.scope.get("root_path", "")),  # Serve's prefix
-                query=request.url.query.encode(),
-                headers=[(k, v) for k, v in request.headers.raw if k not in HOP_BY_HOP],
-                body=await read_body(request, self._limits.max_body_bytes),
-            )
-            answer, rest = await self._answer(
-                inner, demand_of(request.headers, self._limits.weight_timeout_s)
-            )
-        except BaseException:  # a cancelled request gives its place back too
+            request = Request(scope, receive)
+            demand = demand_of(request.headers, self._limits.weight_timeout_s)
+            body = await read_body(request, self._limits.max_body_bytes)
+            answer, held = await self._answer(request, demand, body)
+            async with held:  # left early, it closes the connection, which ends the request in the engine
+                response = await _response(answer)
+                await response(scope, receive, send)
+        finally:
             self.in_flight -= 1
-            raise
-        if not answer.streaming:
-            self.in_flight -= 1
-            await rest.aclose()
-            return _response(answer)
-        response = StreamingResponse(self._stream(rest), status_code=answer.status)
-        response.raw_headers = [(k, v) for k, v in answer.headers if k != b"content-length"]
-        return response
 
-    async def _answer(self, request: HttpRequest, demand: Demand) -> tuple[HttpAnswer, "ReplicaStream"]:
-        """The first message of a replica's answer; tries replica after replica."""
+    async def _answer(
+        self, request: Request, demand: Demand, body: bytes
+    ) -> tuple[aiohttp.ClientResponse, AsyncExitStack]:
+        """A replica's answer of which nothing has been sent on; tries replica after replica."""
         deadline = time.monotonic() + self._limits.find_replica_timeout_s
+        path = quote(request.scope["path"].removeprefix(request.scope.get("root_path", "")))  # Serve's prefix
+        query = request.scope["query_string"].decode("latin-1")
+        target = f"{path}?{query}" if query else path
+        headers = _headers(request, demand)
         reason = "no replica is ready"
         while True:
-            stream = ReplicaStream(self._rollout.remote(request, demand))
+            replica_id = None
             try:
-                first = await anext(stream)
-                assert isinstance(first, HttpAnswer)
-                return first, stream
-            except ReplicaUnavailable as error:
-                reason = error.message
-                refused = error.detail.get("replica")
-                if isinstance(refused, str):
-                    demand = replace(demand, excluded=(*demand.excluded[-7:], refused))
-            except SlipstreamError:
-                raise
-            except (BackPressureError, DeploymentUnavailableError, RayActorError) as error:
-                reason = _first_line(error)
-            except RayError as error:
-                if isinstance(error, TaskCancelledError | RequestCancelledError):
-                    raise
-                reason = _first_line(error)
+                replica_id, address, key = await self._choose(demand, deadline)
+                headers[KEY_HEADER.decode()] = key
+                async with AsyncExitStack() as attempt:
+                    call = self._asked(replica_id, request.method, f"http://{address}{target}", headers, body)
+                    answer = await attempt.enter_async_context(call)
+                    if REFUSED_HEADER.decode() not in answer.headers:
+                        if answer.content_length is not None:
+                            await answer.read()  # a replica that is lost now has done no harm yet
+                        return answer, attempt.pop_all()
+                    reason = (await answer.json())["error"]["message"]
+            except aiohttp.ClientError as error:
+                reason = f"replica {replica_id} does not answer: {_first_line(error)}"
+            except (BackPressureError, DeploymentUnavailableError, TimeoutError) as error:
+                reason = reason if isinstance(error, TimeoutError) else _first_line(error)
             if time.monotonic() > deadline:
                 raise FleetUnavailable(
                     f"no replica could answer within {self._limits.find_replica_timeout_s:g} s: {reason}",
                     {"retry_after_s": self._limits.retry_after_s},
                 )
+            if replica_id is not None:
+                demand = replace(demand, refused=(*demand.refused[-7:], replica_id))
             await asyncio.sleep(RETRY_PAUSE_S)
-            if len(demand.excluded) > 1:  # all of a small fleet has refused once: ask again
-                demand = replace(demand, excluded=demand.excluded[-1:])
 
-    async def _stream(self, rest: "ReplicaStream") -> AsyncIterator[bytes]:
+    async def _choose(self, demand: Demand, deadline: float) -> tuple[str, str, str]:
+        """Id, address and key of the replica to ask; waits while there is none.
+
+        Raises:
+            TimeoutError: there was none until the deadline.
+        """
+        asked = replace(demand, in_flight=dict(self._at))
+        async with asyncio.timeout(deadline - time.monotonic()):
+            # Without a reservation: it costs two calls to the replica, and our own count serves better.
+            async with self._rollout.choose_replica(asked, _reserve=False) as chosen:
+                return chosen.replica_id, chosen.replica_metadata["address"], chosen.replica_metadata["key"]
+
+    @asynccontextmanager
+    async def _asked(
+        self, replica_id: str, method: str, url: str, headers: CIMultiDict[str], body: bytes
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session is None:  # in the event loop that serves requests
+            self._session = _connections()
+        self._at[replica_id] += 1
         try:
-            async with aclosing(rest):
-                async for piece in rest:
-                    assert isinstance(piece, bytes)
-                    yield piece
-        except (RayError, ReplicaUnavailable) as error:
-            logger.warning("a replica was lost in the middle of a stream: %s", _first_line(error))
-            lost = ReplicaUnavailable("the replica that streamed this answer was lost")
-            yield b"data: " + json.dumps(lost.body()).encode() + b"\n\n"
+            async with self._session.request(
+                method, URL(url, encoded=True), headers=headers, data=body or None, allow_redirects=False
+            ) as answer:
+                yield answer
         finally:
-            self.in_flight -= 1
+            self._at[replica_id] -= 1
 
 
-class ReplicaStream:
-    """A replica's answer, message by message; closing it early ends the request in the engine."""
+def _connections() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        auto_decompress=False,
+        skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
 
-    def __init__(self, generator: DeploymentResponseGenerator[HttpAnswer | bytes]) -> None:
-        self._generator = generator
-        self._ended = False
 
-    def __aiter__(self) -> "ReplicaStream":
-        return self
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket that notices a host that has gone without a word; a process that dies says so."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made
 
-    async def __anext__(self) -> HttpAnswer | bytes:
-        try:
-            return await anext(self._generator)
-        except asyncio.CancelledError:
-            self._generator.cancel()
-            raise
-        except BaseException:  # its end, or an error: either way there is nothing left to cancel
-            self._ended = True
-            raise
 
-    async def aclose(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self._generator.cancel()
+def _headers(request: Request, demand: Demand) -> CIMultiDict[str]:
+    own = {KEY_HEADER.decode(), "x-weight-timeout"}
+    kept = [(name, value) for name, value in request.headers.items() if name not in NOT_FORWARDED | own]
+    return CIMultiDict([*kept, ("x-weight-timeout", str(demand.timeout_s))])
+
+
+async def _response(answer: aiohttp.ClientResponse) -> Response:
+    headers = [(name.lower(), value) for name, value in answer.raw_headers]
+    response: Response
+    if answer.content_length is not None:
+        response = Response(await answer.read(), answer.status)
+    else:
+        response = StreamingResponse(_pieces(answer), answer.status)
+    response.raw_headers = [(name, value) for name, value in headers if name not in NOT_RETURNED]
+    return response
+
+
+async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    try:
+        async for piece in answer.content.iter_any():
+            yield piece
+    except aiohttp.ClientError as error:
+        logger.warning("a replica was lost in the middle of a stream: %s", _first_line(error))
+        lost = ReplicaUnavailable("the replica that streamed this answer was lost")
+        yield b"data: " + json.dumps(lost.body()).encode() + b"\n\n"
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -173,38 +211,6 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 f"the body must have at most {max_bytes} bytes", {"max_body_bytes": max_bytes}
             )
     return bytes(body)
-
-
-def demand_of(headers: Mapping[str, str], weight_timeout_s: float) -> Demand:
-    """What the request's headers ask of the weights.
-
-    Raises:
-        InvalidRequest: a header is not a number in its range.
-    """
-    return Demand(
-        min_version=int(_number(headers, "x-min-weight-version", 0)),
-        timeout_s=_number(headers, "x-weight-timeout", weight_timeout_s),
-        session_id=headers.get("x-session-id"),
-    )
-
-
-def _number(headers: Mapping[str, str], name: str, default: float) -> float:
-    text = headers.get(name)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf or (name == "x-min-weight-version" and not value.is_integer()):
-        raise InvalidRequest(f"{name} must be a number of at least 0, got {text!r}")
-    return value
-
-
-def _response(answer: HttpAnswer) -> Response:
-    response = Response(content=answer.body, status_code=answer.status)
-    response.raw_headers = list(answer.headers)
-    return response
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,10 +4,13 @@ The router knows each replica's version and admission as of its last routing sta
 replica itself checks again, and is the authority.
 """
 
+import math
 import random
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
+
+from deployments.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +21,15 @@ class Demand:
         min_version: the oldest weights that may answer.
         timeout_s: how long to wait for them.
         session_id: requests of one session go to one replica while it is there.
-        excluded: replicas that have refused this request already.
+        refused: replicas that have refused this request already; they are asked last.
+        in_flight: requests that the asking router has at each replica.
     """
 
     min_version: int = 0
     timeout_s: float = 0.0
     session_id: str | None = None
-    excluded: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    in_flight: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,23 +37,31 @@ class Candidate:
     replica_id: str
     version: int
     admitted: bool
+    in_flight: int = 0  # as of its last routing statistics, from all routers
 
 
 def rank(candidates: Sequence[Candidate], demand: Demand) -> list[list[str]]:
-    """Replica ids, best rank first; Serve takes the one with the shortest queue within a rank.
+    """Replica ids, best first; the ranks separate those that are behind from the others.
 
     A session's replica comes first, found by rendezvous hashing, so that a membership change
-    moves only the sessions of the replica that left. Without a session: the power of two choices.
-    Replicas that are behind the demanded version come last: they may reach it in time.
+    moves only the sessions of the replica that left. Without a session: the less loaded of two
+    that are drawn. Replicas that are behind the demanded version come later, as they may reach it in
+    time, and those that have refused come last.
     """
-    usable = [c for c in candidates if c.admitted and c.replica_id not in demand.excluded]
-    fresh = [c.replica_id for c in usable if c.version >= demand.min_version]
-    behind = [c.replica_id for c in usable if c.version < demand.min_version]
-    if demand.session_id is None:
-        ranks = [random.sample(group, min(2, len(group))) for group in (fresh, behind)]
-    else:
-        ranks = [[home] for group in (fresh, behind) for home in _by_weight(group, demand.session_id)]
-    return [group for group in ranks if group]
+    # A router's own count is exact, and misses what others send; the replica's is late.
+    load = {c.replica_id: max(c.in_flight, demand.in_flight.get(c.replica_id, 0)) for c in candidates}
+    groups: dict[tuple[bool, bool], list[str]] = {}
+    for candidate in candidates:
+        if candidate.admitted:
+            place = candidate.replica_id in demand.refused, candidate.version < demand.min_version
+            groups.setdefault(place, []).append(candidate.replica_id)
+    ranks: list[list[str]] = []
+    for _, group in sorted(groups.items()):
+        if demand.session_id is not None:
+            ranks += [[home] for home in _by_weight(group, demand.session_id)]
+        else:
+            ranks.append(sorted(random.sample(group, min(2, len(group))), key=load.__getitem__))
+    return ranks
 
 
 def _by_weight(replica_ids: Collection[str], session_id: str) -> list[str]:
@@ -56,3 +69,29 @@ def _by_weight(replica_ids: Collection[str], session_id: str) -> list[str]:
         return blake2b(f"{session_id}\0{replica_id}".encode(), digest_size=8).digest()
 
     return sorted(replica_ids, key=weight, reverse=True)
+
+
+def demand_of(headers: Mapping[str, str], weight_timeout_s: float) -> Demand:
+    """What the request's headers ask of the weights.
+
+    Raises:
+        InvalidRequest: a header is not a number in its range.
+    """
+    return Demand(
+        min_version=int(_number(headers, "x-min-weight-version", 0)),
+        timeout_s=_number(headers, "x-weight-timeout", weight_timeout_s),
+        session_id=headers.get("x-session-id"),
+    )
+
+
+def _number(headers: Mapping[str, str], name: str, default: float) -> float:
+    text = headers.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf or (name == "x-min-weight-version" and not value.is_integer()):
+        raise InvalidRequest(f"{name} must be a number of at least 0, got {text!r}")
+    return value

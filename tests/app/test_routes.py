@@ -14,7 +14,7 @@ from app.body import field, json_object
 from app.exposition import exposition
 from app.ipc_handles import refuse_or_restrict
 from deployments.errors import InvalidRequest, PayloadTooLarge
-from deployments.router import demand_of
+from deployments.routing import demand_of
 from deployments.weights.handles import with_handles
 
 

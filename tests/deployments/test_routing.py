@@ -10,9 +10,9 @@ def flat(ranks: list[list[str]]) -> list[str]:
     return [name for group in ranks for name in group]
 
 
-def test_replicas_that_are_not_admitted_or_have_refused_are_left_out() -> None:
+def test_replicas_that_are_not_admitted_are_left_out_and_those_that_have_refused_come_last() -> None:
     fleet = [*FLEET[:2], Candidate(replica_id="new", version=5, admitted=False)]
-    assert flat(rank(fleet, Demand(excluded=("r0",)))) == ["r1"]
+    assert flat(rank(fleet, Demand(refused=("r0",)))) == ["r1", "r0"]
     assert rank(fleet[2:], Demand()) == []
 
 
