@@ -1,8 +1,9 @@
 """How a replica becomes a member, catches up, is admitted, and what it is told in each poll.
 
 A joiner serves only the committed version: it loads it from the store, or gets it in the next round,
-in which it takes part like everybody. It is admitted between rounds, or during the staging of one
-that it takes part in; never between a round's decision and its end.
+in which it takes part like everybody. It is paused or put to sleep first if the fleet is. It is admitted
+between rounds, or during the staging of one that it takes part in; never between a round's decision and
+its end.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from deployments.weights.commit_phase import CommitPhase
 from deployments.weights.connections import Connections
 from deployments.weights.fleet import Fleet
 from deployments.weights.members import Member, MemberState, Task
+from deployments.weights.operations import Operations
 from deployments.weights.persistence import Persistence
 from deployments.weights.protocol import Directive, InstructionKind, JoinAnswer, Report
 from deployments.weights.round import judge
@@ -27,6 +29,7 @@ class Admission:
         staging: StagingPhase,
         connections: Connections,
         persistence: Persistence,
+        operations: Operations,
     ) -> None:
         self._fleet = fleet
         self._book = book
@@ -34,6 +37,7 @@ class Admission:
         self._staging = staging
         self._connections = connections
         self._persistence = persistence
+        self._operations = operations
 
     def first_weights(self) -> JoinAnswer:
         if self._book.stored is None:
@@ -128,7 +132,7 @@ class Admission:
                 continue
             if member.version != self._book.committed_version:
                 self._catch_up(member, now)
-            elif self._admissible(member):
+            elif self._admissible(member) and self._operations.bring(member, now):
                 self._fleet.admit(member, now)
 
     def _admissible(self, member: Member) -> bool:

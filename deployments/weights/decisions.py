@@ -4,13 +4,13 @@ The set is closed and small; `recover` folds it back into a ledger, `compact` ke
 still needs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from deployments.weights.protocol import CommitMode, InFlight, KvCache
+from deployments.weights.protocol import CommitMode, FleetOperation, InFlight, KvCache
 
 KEPT_FENCES = 1000
 
@@ -117,6 +117,22 @@ class Fenced:
     kind: Literal["fenced"] = "fenced"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One operation on a replica."""
+
+    operation: FleetOperation
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditioned:
+    """What a user made of the fleet (paused, asleep): the operations that lead there from a fresh engine."""
+
+    steps: tuple[Step, ...]
+    kind: Literal["conditioned"] = "conditioned"
+
+
 Decision = (
     Started
     | LeaseIssued
@@ -129,6 +145,7 @@ Decision = (
     | Stored
     | Admitted
     | Fenced
+    | Conditioned
 )
 
 _ADAPTER: TypeAdapter[Decision] = TypeAdapter(Annotated[Decision, Field(discriminator="kind")])

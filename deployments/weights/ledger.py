@@ -56,7 +56,13 @@ class Ledger:
         self._operations = Operations(self._fleet)
         self._persistence = Persistence(self._fleet, self._book, store)
         self._admission = Admission(
-            self._fleet, self._book, self._commit_phase, self._staging, self._connections, self._persistence
+            self._fleet,
+            self._book,
+            self._commit_phase,
+            self._staging,
+            self._connections,
+            self._persistence,
+            self._operations,
         )
 
     # -- replicas -----------------------------------------------------------------------------
@@ -159,6 +165,7 @@ class Ledger:
     def open_round(self, token: int, manifest: Manifest | None, options: RoundOptions, now: float) -> Task:
         """The task's result is the round's id; it is done when every participant has begun."""
         self.renew(token, now)
+        self._operations.check_awake()
         task = self._staging.open(manifest, options, self._connections.current, now)
         self._advance(now)
         return task
@@ -221,6 +228,7 @@ class Ledger:
             book=self._book,
             lease=self._lease,
             commit_phase=self._commit_phase,
+            operations=self._operations,
             now=now,
         )
         self._advance(now)
@@ -243,6 +251,7 @@ class Ledger:
         return {
             **fleet_status(self._fleet, self._book, self._lease, self._connections.current, now),
             "store_problem": self._persistence.problem,
+            "condition": [step.operation.value for step in self._operations.condition],
         }
 
     # -- what follows -------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from deployments.errors import SlipstreamError
+from deployments.weights.decisions import Step
 from deployments.weights.protocol import Acknowledgement, Instruction, InstructionKind
 
 
@@ -29,6 +30,7 @@ class Member:
     orders: list["Order"] = field(default_factory=list)  # in order, not acknowledged yet
     told: tuple[Any, ...] | None = None  # what the last directive said
     was_serving: bool = False  # before the controller restarted
+    condition: tuple[Step, ...] = ()  # what was done to it that lasts, see `operations`
     kept_version: int | None = None  # its tensors wait there for the store
     fence_told: bool = False  # it knows that it is fenced; until then it may still take a request
 

@@ -1,28 +1,80 @@
-"""vLLM's RL operations on every serving replica: `/pause`, `/sleep` and their like, with fleet meaning."""
+"""vLLM's RL operations on every serving replica: `/pause`, `/sleep` and their like, with fleet meaning.
+
+What they leave behind (paused, asleep) is the fleet's *condition*: the operations that lead to it from a
+fresh engine, in order. It is durable, and a replica that starts later goes through them before it takes
+requests. None is admitted while an operation is on its way that may change the condition.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from deployments.errors import InvalidRequest, ReplicaUnavailable
+from deployments.errors import Conflict, InvalidRequest, ReplicaUnavailable
+from deployments.weights.decisions import Conditioned, Step
 from deployments.weights.fleet import Fleet
-from deployments.weights.members import Task
+from deployments.weights.members import Member, Task
 from deployments.weights.protocol import FleetOperation, InstructionKind
 from deployments.weights.round import judge, sentence
+
+Condition = tuple[Step, ...]
+PAUSE, RESUME = FleetOperation.PAUSE, FleetOperation.RESUME
+SLEEP, WAKE_UP = FleetOperation.SLEEP, FleetOperation.WAKE_UP
+CHANGING = (PAUSE, RESUME, SLEEP, WAKE_UP)
+SLEEPING_PARTS = frozenset({"weights", "kv_cache"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a task of this module asked for, of the fleet or of one joiner."""
+
+    step: Step
+    of_joiner: bool
 
 
 class Operations:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._calls: dict[int, Call] = {}  # by the task's id
+        self.condition: Condition = ()
 
     def call(self, operation: FleetOperation, arguments: Mapping[str, Any], now: float) -> Task:
         """The task's result is {replica id: value}; its error names the replicas that could not."""
-        args = {"operation": operation.value, "arguments": dict(arguments)}
-        members = {member.replica_id: args for member in self._fleet.serving()}
-        return self._fleet.ask(InstructionKind.CALL, members, now, then=self._called)
+        step = Step(operation=operation, arguments=dict(arguments))
+        return self._ask(self._fleet.serving(), Call(step=step, of_joiner=False), now)
+
+    def check_awake(self) -> None:
+        """Raises Conflict while the weights sleep: there is no memory that an update could go to."""
+        if "weights" in asleep(self.condition):
+            raise Conflict(
+                "the fleet's weights sleep: wake them before an update (POST /wake_up?tags=weights)",
+                {"condition": [step.operation.value for step in self.condition]},
+            )
+
+    def bring(self, member: Member, now: float) -> bool:
+        """Whether a joiner is in the fleet's condition; if not, it is on its way there."""
+        if any(not call.of_joiner and call.step.operation in CHANGING for call in self._calls.values()):
+            return False
+        if member.has_order(InstructionKind.CALL):
+            return False
+        for step in way(member.condition, self.condition):
+            self._ask([member], Call(step=step, of_joiner=True), now)
+        return member.condition == self.condition
+
+    def _ask(self, members: list[Member], call: Call, now: float) -> Task:
+        args = {"operation": call.step.operation.value, "arguments": dict(call.step.arguments)}
+        orders = {member.replica_id: args for member in members}
+        task = self._fleet.ask(InstructionKind.CALL, orders, now, then=self._called)
+        self._calls[id(task)] = call
+        return task
 
     def _called(self, task: Task, now: float) -> None:
+        call = self._calls.pop(id(task))
         verdict = judge(task)
-        self._fleet.fence_each(verdict.failed, "call", now)
+        if call.of_joiner:
+            self._fleet.fence_each(verdict.all_wrong, f"join: {call.step.operation}", now)
+        else:
+            self._fleet.fence_each(verdict.failed, "call", now)
+        self._note(call, task, now)
         if verdict.rejected:
             wrong = dict(verdict.rejected)
             task.finish(error=InvalidRequest(f"rejected by {sentence(wrong)}", {"replicas": wrong}))
@@ -30,3 +82,62 @@ class Operations:
             missing = {**task.absent, **verdict.failed}
             task.finish(error=ReplicaUnavailable(f"not done by {sentence(missing)}", {"replicas": missing}))
         task.finish(result={replica_id: answer.value for replica_id, answer in task.answers.items()})
+
+    def _note(self, call: Call, task: Task, now: float) -> None:
+        """Keep what those who did it are in now, and what the fleet is meant to be in."""
+        if call.step.operation not in CHANGING:
+            return
+        done = judge(task).done
+        for replica_id in done:
+            member = self._fleet.members.get(replica_id)
+            if member is not None:
+                member.condition = after(member.condition, call.step)
+        nobody_there = not task.answers and not task.absent  # those who come later are meant
+        wanted = after(self.condition, call.step)
+        if not call.of_joiner and (done or nobody_there) and wanted != self.condition:
+            self.condition = wanted
+            self._fleet.decisions.append(Conditioned(steps=wanted))
+            self._fleet.events.record("condition", now, steps=[step.operation.value for step in wanted])
+
+
+def after(condition: Condition, step: Step) -> Condition:
+    """The shortest way from a fresh engine to where `step` leads from `condition`."""
+    match step.operation:
+        case FleetOperation.PAUSE:
+            return (*_without(condition, PAUSE), step)
+        case FleetOperation.RESUME:
+            return _without(condition, PAUSE)
+        case FleetOperation.SLEEP:
+            return (*_without(condition, SLEEP, WAKE_UP), step)
+        case FleetOperation.WAKE_UP:
+            longer = (*condition, step)
+            # Who is wholly awake is also resumed, whoever has paused it.
+            return longer if asleep(longer) else _without(longer, PAUSE, SLEEP, WAKE_UP)
+    return condition
+
+
+def way(have: Condition, wanted: Condition) -> Condition:
+    """The operations that lead from one condition to another."""
+    if wanted[: len(have)] == have:
+        return wanted[len(have) :]
+    back = [Step(operation=WAKE_UP, arguments={"tags": None})] if asleep(have) else []
+    paused = any(step.operation is PAUSE for step in have)
+    return (*back, *([Step(operation=RESUME, arguments={})] if paused else []), *wanted)
+
+
+def asleep(condition: Condition) -> frozenset[str]:
+    """The parts of an engine that sleep: "weights", "kv_cache", or at level 0 only the "scheduling"."""
+    parts: frozenset[str] = frozenset()
+    for step in condition:
+        if step.operation is SLEEP:
+            level = step.arguments.get("level", 1)
+            parts = SLEEPING_PARTS if level else frozenset({"scheduling"})
+        elif step.operation is WAKE_UP:
+            tags = step.arguments.get("tags")
+            # At level 0 there is no memory to wake: whatever is asked for resumes.
+            parts = frozenset() if tags is None or "scheduling" in parts else parts - frozenset(tags)
+    return parts
+
+
+def _without(condition: Condition, *operations: FleetOperation) -> Condition:
+    return tuple(step for step in condition if step.operation not in operations)

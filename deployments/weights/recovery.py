@@ -12,6 +12,7 @@ from deployments.weights.decisions import (
     Aborted,
     Admitted,
     Committed,
+    Conditioned,
     Decision,
     EpochChanged,
     Fenced,
@@ -24,6 +25,7 @@ from deployments.weights.decisions import (
 )
 from deployments.weights.fleet import Fleet
 from deployments.weights.lease import LeaseDesk
+from deployments.weights.operations import Operations
 from deployments.weights.round_book import RoundBook
 
 
@@ -34,6 +36,7 @@ def recover(
     book: RoundBook,
     lease: LeaseDesk,
     commit_phase: CommitPhase,
+    operations: Operations,
     now: float,
 ) -> None:
     generation = 0
@@ -66,6 +69,8 @@ def recover(
                 open_round = None
             case Finished():
                 committed = None
+            case Conditioned():
+                operations.condition = decision.steps
     fleet.start_generation(generation + 1)
     fleet.decisions.append(Started(generation=generation + 1))
     fleet.events.record("start", now, generation=generation + 1, version=book.committed_version)
@@ -73,6 +78,8 @@ def recover(
         fleet.decisions.append(Aborted(round_id=open_round, reason="the controller restarted"))
         fleet.events.record("round", now, round_id=open_round, phase="aborted", version=None)
     for each in admitted:
-        fleet.returning(each.member, version=book.committed_version, was_serving=True, now=now)
+        member = fleet.returning(each.member, version=book.committed_version, was_serving=True, now=now)
+        if member is not None:
+            member.condition = operations.condition  # as every replica that served
     if committed is not None:
         commit_phase.resume(committed, now)

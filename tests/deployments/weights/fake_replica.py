@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.weights.decisions import Step
+from deployments.weights.operations import after
 from deployments.weights.protocol import (
     Acknowledgement,
     Directive,
+    FleetOperation,
     Instruction,
     InstructionKind,
     Outcome,
@@ -25,6 +28,7 @@ class FakeReplica:
     keeping: int | None = None  # what the open session is to keep
     kept_version: int | None = None
     store_result: StoreResult | None = None
+    condition: tuple[Step, ...] = ()
     store_problem: str = ""  # why it cannot write to the store
     writes_at_once: bool = True
     admitted: bool = False
@@ -94,6 +98,8 @@ class FakeReplica:
             case InstructionKind.FORGET if self.kept_version == args["version"]:
                 self.kept_version = None
             case InstructionKind.CALL:
+                step = Step(operation=FleetOperation(args["operation"]), arguments=args["arguments"])
+                self.condition = after(self.condition, step)
                 return f"{args['operation']} on {self.replica_id}"
         return None
 

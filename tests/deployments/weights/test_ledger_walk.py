@@ -30,6 +30,10 @@ HEARTBEAT_S = 10.0
 KINDS = st.sampled_from(
     [each for each in InstructionKind if each not in (InstructionKind.DROP, InstructionKind.CALL)]
 )
+OPERATIONS = [
+    *(FleetOperation.IS_PAUSED, FleetOperation.PAUSE, FleetOperation.RESUME),
+    *(FleetOperation.SLEEP, FleetOperation.WAKE_UP),
+]
 FAULTS = st.sampled_from([Outcome.REJECTED, Outcome.FAILED])
 
 
@@ -58,6 +62,7 @@ class Walk(RuleBasedStateMachine):
         self.token = 0
         self.round_id = 0
         self.committed = 0
+        self.restarted = False
         self.ledger = Ledger(self.config, STORE)
         self.ledger.recover([], self.now)
         self.persist()
@@ -205,9 +210,10 @@ class Walk(RuleBasedStateMachine):
             self.ledger.set_stored(self.ledger.committed_version, "/store", None, self.now)
         self.persist()
 
-    @rule()
-    def call(self) -> None:
-        self.ledger.call(FleetOperation.IS_PAUSED, {}, self.now)
+    @rule(operation=st.sampled_from(OPERATIONS))
+    def call(self, operation: FleetOperation) -> None:
+        # Level 0: else no round could open until it is woken.
+        self.ledger.call(operation, {"level": 0} if operation is FleetOperation.SLEEP else {}, self.now)
         self.persist()
 
     # -- time and restarts --------------------------------------------------------------------
@@ -220,6 +226,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(compacted=st.booleans())
     def restart(self, compacted: bool) -> None:
+        self.restarted = True
         if compacted:
             self.journal = compact(self.journal)
         self.ledger = Ledger(self.config, STORE)
@@ -268,6 +275,9 @@ class Walk(RuleBasedStateMachine):
         for replica in self.serving():
             assert replica.version == self.ledger.committed_version
         status = self.ledger.status(self.now)
+        if not self.restarted:  # else some may have done what the last controller could not note
+            for replica in self.serving():
+                assert [each.operation for each in replica.condition] == status["condition"]
         if decided and self.to_be_stored():
             stored = status["stored_version"] == status["committed_version"]
             assert stored != (status["store_problem"] is not None), "neither stored nor said to be lost"
