@@ -1,0 +1,113 @@
+"""A trainer of two ranks (FSDP2 over Gloo, on the CPU) whose fleet serves what both of them hold."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+
+from tests.fleet.conftest import MODEL, PORT, Fleet
+from tests.fleet.talk import PROMPT, Reference, complete, train_and_publish
+from tests.fleet.test_rounds import fresh_engine
+from tests.tiny_models import save_tiny_llama
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
+LAYERS = 8  # enough, in small chunks, for a round to last
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def sharded(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("fsdp2")
+    from app.config import parse_config
+    from app.main import build
+
+    checkpoint = save_tiny_llama(root / "model", seed=3, layers=LAYERS)
+    config = parse_config(
+        {
+            "model": str(checkpoint),
+            "served_model_name": MODEL,
+            "state_dir": str(root / "state"),
+            "engine": {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "num_replicas": 1},
+            "weights": {"chunk_bytes": 1 << 16, "lease_s": 30, "heartbeat_timeout_s": 20},
+            "trainer": {
+                "strategy": "fsdp2",
+                "world_size": RANKS,
+                "cpu_threads": 1,
+                "optimizer": {"learning_rate": 0.02},
+            },
+        }
+    )
+    serve.run(build(config), name="fsdp2", route_prefix="/fsdp2")
+    try:
+        yield Fleet(
+            url=f"http://127.0.0.1:{PORT}/fsdp2", checkpoint=checkpoint, store=root / "state" / "store"
+        )
+    finally:
+        serve.delete("fsdp2")
+
+
+def rank_ids() -> list[int]:
+    handle: Any = serve.get_deployment_handle("trainer", app_name="fsdp2")
+    return list(handle.process_ids.remote().result(timeout_s=30))
+
+
+def test_three_rounds_of_two_ranks_end_where_a_fresh_engine_begins(sharded: Fleet, tmp_path: Path) -> None:
+    with sharded.client() as client:
+        status = client.get("/train/status").json()
+        assert status["strategy"] == "fsdp2" and status["world_size"] == RANKS == len(set(rank_ids()))
+        before = complete(client, max_tokens=24).tokens
+        assert before == Reference(sharded.checkpoint)(PROMPT, 24)
+        for _ in range(3):
+            version = train_and_publish(client)
+        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
+        answer = complete(client, max_tokens=24)
+        assert answer.version == version and answer.tokens != before
+        assert [answer.tokens] == fresh_engine(saved, [PROMPT], 24, tmp_path)
+        assert answer.tokens == Reference(saved)(PROMPT, 24)
+
+
+def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_served(sharded: Fleet) -> None:
+    with sharded.client() as client:
+        version, before = sharded.version(), complete(client, max_tokens=24).tokens
+        ranks = rank_ids()
+        answers: list[httpx.Response] = []
+
+        def publish() -> None:
+            with sharded.client(timeout_s=300) as trainer:
+                answers.append(trainer.post("/train/publish", json={}))
+
+        publishing = threading.Thread(target=publish)
+        publishing.start()
+        deadline = time.monotonic() + 30
+        while client.get("/fleet").json()["round"] is None:
+            assert publishing.is_alive() and time.monotonic() < deadline, "no round was seen"
+        os.kill(ranks[1], signal.SIGKILL)
+        publishing.join(timeout=120)
+        (answer,) = answers
+        assert answer.status_code == 503, answer.text
+        assert "rank 1 of the trainer died during 'publish'" in answer.json()["error"]["message"]
+        after = complete(client, max_tokens=24)
+        assert (after.version, after.tokens) == (version, before)
+        wait_for_other_ranks(client, ranks)
+        assert train_and_publish(client) == version + 1
+        assert complete(client, max_tokens=24).version == version + 1
+
+
+def wait_for_other_ranks(client: httpx.Client, before: list[int], timeout_s: float = 120.0) -> None:
+    """Until Serve has replaced the trainer, all ranks of it."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if client.get("/train/status").is_success and not set(rank_ids()) & set(before):
+                return
+        except Exception as error:  # the old one is gone, the new one not there: any of Serve's errors
+            print("not yet:", error)
+        assert time.monotonic() < deadline, "the trainer was not replaced"
+        time.sleep(0.5)
