@@ -75,6 +75,8 @@ def write_config(size: str, directory: Path, *, tied: bool = False) -> None:
     chosen.save_pretrained(directory)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0, "<eos>": 1, **{letter: 2 + i for i, letter in enumerate(alphabet)}}
+    # Never made from a text; but random weights answer with any of them, and each must be some text.
+    vocabulary |= {f"word{i}": i for i in range(len(vocabulary), chosen.vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""The two servers that the CPU benchmarks compare: a fleet of ours, and `vllm serve`."""
+"""The two servers that the benchmarks of serving compare: a fleet of ours, and `vllm serve`."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,55 @@ import yaml
 from app.models import resolve_model
 
 MODEL = "smollm2-135m"
-ENGINE = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 64}
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What both servers run.
+
+    Attributes:
+        model: the built-in model's name, or a directory.
+        engine: vLLM's engine arguments.
+        settings: further sections of the fleet's configuration.
+        environment: of the engines.
+    """
+
+    model: str = MODEL
+    engine: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+CPU = Setup(
+    engine={"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 64},
+    environment={
+        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    },
+)
+
+
+def gpu(model: Path) -> Setup:
+    """Random weights of a real shape: both engines on one GPU, one of them idle at any time."""
+    return Setup(
+        model=str(model),
+        engine={
+            "dtype": "bfloat16",
+            "max_model_len": 4096,
+            "max_num_seqs": 256,
+            "load_format": "dummy",
+            "gpu_memory_utilization": 0.45,
+        },
+        settings={"device": "cuda", "weights": {"transport": "nccl", "staging": "device"}},
+    )
 
 
 @contextmanager
-def fleet(port: int, *, replicas: int = 1, trainer: bool = False, **settings: Any) -> Iterator[str]:
+def fleet(
+    port: int, *, setup: Setup = CPU, replicas: int = 1, trainer: bool = False, **settings: Any
+) -> Iterator[str]:
     """A fleet, started as `make serve` starts it; yields its URL once it is healthy."""
     with tempfile.TemporaryDirectory() as root:
         config = {
@@ -34,10 +78,12 @@ def fleet(port: int, *, replicas: int = 1, trainer: bool = False, **settings: An
                     "route_prefix": "/",
                     "import_path": "app.main:build",
                     "args": {
-                        "model": MODEL,
+                        "model": setup.model,
+                        "served_model_name": MODEL,
                         "state_dir": f"{root}/state",
-                        "engine": ENGINE | {"num_replicas": replicas},
+                        "engine": setup.engine | {"num_replicas": replicas},
                         **({"trainer": {}} if trainer else {}),
+                        **setup.settings,
                         **settings,
                     },
                 }
@@ -45,15 +91,8 @@ def fleet(port: int, *, replicas: int = 1, trainer: bool = False, **settings: An
         }
         file = Path(root) / "fleet.yaml"
         file.write_text(yaml.safe_dump(config))
-        command = [
-            sys.executable,
-            "-m",
-            "app.launch",
-            "--config",
-            str(file),
-            "--dashboard-port",
-            str(port + 1),
-        ]
+        command = [sys.executable, "-m", "app.launch", "--config", str(file)]
+        command += ["--dashboard-port", str(port + 1)]
         with _process(command, Path(root) / "log", {}) as process:
             url = f"http://127.0.0.1:{port}"
             _until_healthy(process, url, Path(root) / "log", serving=replicas)
@@ -63,40 +102,23 @@ def fleet(port: int, *, replicas: int = 1, trainer: bool = False, **settings: An
 
 
 @contextmanager
-def vllm_serve(port: int, *, threads: int) -> Iterator[str]:
+def vllm_serve(port: int, *, setup: Setup = CPU) -> Iterator[str]:
     """`vllm serve` with the same engine arguments; yields its URL once it is healthy."""
     with tempfile.TemporaryDirectory() as root:
         # What `vllm serve` runs. The command itself does not start beside vllm-cpu: it asks for the
         # version of a distribution that is called vllm.
         command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-        command += [
-            "--model",
-            str(resolve_model(MODEL)),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--served-model-name",
-            MODEL,
-        ]
-        command += [
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            "2048",
-            "--max-num-seqs",
-            "64",
-            "--enforce-eager",
-        ]
-        command += ["--disable-uvicorn-access-log"]
+        command += ["--model", str(resolve_model(setup.model)), "--served-model-name", MODEL]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+        for name, value in setup.engine.items():
+            flag = "--" + name.replace("_", "-")
+            command += [flag] if value is True else [flag, str(value)]
         environment = {
-            "OMP_NUM_THREADS": str(threads),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "HF_HUB_OFFLINE": "1",
+            **setup.environment,
         }
         with _process(command, Path(root) / "log", environment) as process:
             url = f"http://127.0.0.1:{port}"
@@ -106,6 +128,7 @@ def vllm_serve(port: int, *, threads: int) -> Iterator[str]:
 
 @contextmanager
 def _process(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends a benchmark with its servers
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment

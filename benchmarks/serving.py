@@ -1,53 +1,81 @@
 """Throughput and time to first token through Slipstream, against `vllm serve` with the same engine.
 
-python -m benchmarks.serving [--requests 64] [--concurrency 16] [--repeats 3]
+    python -m benchmarks.serving                                      (a CPU, the built-in model)
+    python -m benchmarks.serving --gpu 8b --concurrency 16 256 --processes 4 --routers 4         (one GPU)
 
 Both servers are up at the same time and loaded in turns, so that both meet the same machine.
 """
 
 import argparse
-import asyncio
-import os
 import statistics
+from pathlib import Path
 
 from benchmarks.load import Felt, Load, run
-from benchmarks.servers import fleet, vllm_serve
+from benchmarks.servers import CPU, Setup, fleet, gpu, vllm_serve
+
+FLEET, PEER = "slipstream", "vllm serve"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=16)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--gpu", metavar="SIZE", help="random weights of this shape, see benchmarks.models")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[16])
+    parser.add_argument("--requests", type=int, default=0, help="0: four for each concurrent one")
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-    load = Load(requests=args.requests, concurrency=args.concurrency)
-    single = Load(requests=12, concurrency=1)
-    warm = Load(requests=args.concurrency, concurrency=args.concurrency)
-    felt: dict[str, list[Felt]] = {"vllm serve": [], "slipstream": []}
-    alone: dict[str, list[Felt]] = {"vllm serve": [], "slipstream": []}
-    with fleet(8431) as ours, vllm_serve(8441, threads=os.cpu_count() or 1) as peer:
-        for url in (peer, ours):
-            asyncio.run(run(url, warm))
-        for _ in range(args.repeats):
-            for name, url in (("vllm serve", peer), ("slipstream", ours)):
-                felt[name].append(asyncio.run(run(url, load)))
-                alone[name].append(asyncio.run(run(url, single)))
-    print(f"| {load.concurrency} concurrent streams | requests/s | tokens/s | first token, median | alone |")
-    print("|---|---|---|---|---|")
+    parser.add_argument("--processes", type=int, default=1, help="of the client")
+    parser.add_argument("--routers", type=int, default=1)
+    parser.add_argument("--plain", action="store_true", help="also answers that are not streamed")
+    args = parser.parse_args(arguments)
+    setup = CPU if args.gpu is None else _gpu_setup(args.gpu)
+    loads = [
+        Load(
+            requests=args.requests or 4 * count,
+            concurrency=count,
+            max_tokens=args.tokens,
+            stream=stream,
+            processes=args.processes if count % args.processes == 0 else 1,
+        )
+        for count in args.concurrency
+        for stream in ([True, False] if args.plain else [True])
+    ]
+    alone = Load(requests=30, concurrency=1, max_tokens=4)
+    with (
+        fleet(8431, setup=setup, router={"num_replicas": args.routers}) as ours,
+        vllm_serve(8441, setup=setup) as peer,
+    ):
+        urls = {PEER: peer, FLEET: ours}
+        for url in urls.values():
+            run(url, loads[0])
+        print("| load | server | requests/s | tokens/s | first token, median (ms) | ratio |")
+        print("|---|---|---|---|---|---|")
+        for load in [*loads, alone]:
+            _compare(urls, load, args.repeats)
+
+
+def _gpu_setup(size: str) -> Setup:
+    from benchmarks.models import write_config
+
+    directory = Path("/tmp/slipstream-models") / f"{size}-config"
+    directory.mkdir(parents=True, exist_ok=True)
+    write_config(size, directory)
+    return gpu(directory)
+
+
+def _compare(urls: dict[str, str], load: Load, repeats: int) -> None:
+    felt: dict[str, list[Felt]] = {name: [] for name in urls}
+    for _ in range(repeats):
+        for name, url in urls.items():
+            felt[name].append(run(url, load))
+    what = f"{load.concurrency} {'streams' if load.stream else 'plain'}, {load.max_tokens} tokens"
+    ratios = [a.requests_per_s / b.requests_per_s for a, b in zip(felt[FLEET], felt[PEER], strict=True)]
     for name, runs in felt.items():
-        rate, tokens, first = _medians(runs)
-        print(f"| {name} | {rate:.2f} | {tokens:.0f} | {first:.0f} ms | {_medians(alone[name])[2]:.1f} ms |")
-    ratio = _medians(felt["slipstream"])[0] / _medians(felt["vllm serve"])[0]
-    more = _medians(alone["slipstream"])[2] - _medians(alone["vllm serve"])[2]
-    print(f"\nthroughput ratio {ratio:.3f}; first token of a single stream: {more:+.1f} ms")
-
-
-def _medians(runs: list[Felt]) -> tuple[float, float, float]:
-    return (
-        statistics.median(run.requests_per_s for run in runs),
-        statistics.median(run.tokens_per_s for run in runs),
-        statistics.median(run.first_token_ms for run in runs),
-    )
+        rate = statistics.median(run.requests_per_s for run in runs)
+        tokens = statistics.median(run.tokens_per_s for run in runs)
+        first = statistics.median(run.first_token_ms for run in runs)
+        each = f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        shown = each if name == FLEET else ""
+        print(f"| {what} | {name} | {rate:.2f} | {tokens:.0f} | {first:.1f} | {shown} |", flush=True)
 
 
 if __name__ == "__main__":

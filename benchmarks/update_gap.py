@@ -7,12 +7,11 @@ with one `vllm serve`: save a checkpoint, pause, load it from disk, resume.
 """
 
 import argparse
-import asyncio
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -23,14 +22,14 @@ from benchmarks.load import Load, run
 from benchmarks.servers import MODEL, fleet, vllm_serve
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=4)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     load = Load(requests=args.streams, concurrency=args.streams, max_tokens=160)
     rows = []
-    with vllm_serve(8441, threads=os.cpu_count() or 1) as peer, tempfile.TemporaryDirectory() as root:
+    with vllm_serve(8441) as peer, tempfile.TemporaryDirectory() as root:
         rows.append(("vllm serve, no update", *_measure(peer, load, args.rounds, lambda: None)))
         rows.append(
             (
@@ -55,15 +54,16 @@ def main() -> None:
 def _measure(url: str, load: Load, rounds: int, update: Callable[[], None]) -> tuple[float, float]:
     """Median over the rounds of the longest gap (ms), and of the update's duration (s)."""
 
-    async def once() -> tuple[float, float]:
-        streams = asyncio.create_task(run(url, load))
-        await asyncio.sleep(2.0)
-        begin = time.perf_counter()
-        await asyncio.to_thread(update)
-        took = time.perf_counter() - begin
-        return (await streams).longest_gap_ms, took
+    def once() -> tuple[float, float]:
+        with ThreadPoolExecutor(1) as pool:
+            streams = pool.submit(run, url, load)
+            time.sleep(2.0)
+            begin = time.perf_counter()
+            update()
+            took = time.perf_counter() - begin
+            return streams.result().longest_gap_ms, took
 
-    results = [asyncio.run(once()) for _ in range(rounds)]
+    results = [once() for _ in range(rounds)]
     return statistics.median(gap for gap, _ in results), statistics.median(took for _, took in results)
 
 
