@@ -1,6 +1,6 @@
 """From the configuration's sections to what the trainer deployment is started with."""
 
-from app.config import AppConfig, TrainerConfig
+from app.config import AppConfig, StagingPlace, TrainerConfig
 from deployments.trainer_spec import Strategy, TrainerSpec
 from trainers.learner import LearnerConfig
 from trainers.losses import Aggregation, LossConfig
@@ -20,6 +20,7 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
         keep=args.store.keep,
         transport=args.weights.transport.value,
         chunk_bytes=args.weights.chunk_bytes,
+        native=args.weights.staging is StagingPlace.NONE,
         strategy=Strategy(trainer.strategy.value),
         world_size=trainer.world_size,
         device=args.device.value,

@@ -2,8 +2,9 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -119,7 +120,9 @@ class Publisher:
             if self._rank == 0:
                 with contextlib.suppress(Exception):
                     self._client.abort(str(error))
-            if self._spec.world_size > 1:
+            # The ranks of vLLM's ipc engine wait for each other in calls of its own, not in the gathers
+            # alone: nothing but the end of the group brings them out.
+            if self._spec.world_size > 1 and not (self._spec.native and self._spec.transport == "ipc"):
                 with contextlib.suppress(Exception):
                     self.source.drain()
             raise
@@ -166,7 +169,7 @@ class Publisher:
     def _connect(self, workers: int) -> TrainerWeightTransferEngine[Any]:
         register()
         return WeightTransferTrainerFactory.trainer_init(
-            init_info=trainer_init_info(self._spec, self._rank, workers),
+            init_info=trainer_init_info(self._spec, self._rank, workers, self.source.metadata()),
             client=self._client,
             source=self.source,
         )
@@ -190,11 +193,14 @@ class _Fleet:
     changed: bool
 
 
-def trainer_init_info(spec: TrainerSpec, rank: int, workers: int) -> TrainerInitInfo:
+def trainer_init_info(
+    spec: TrainerSpec, rank: int, workers: int, tensors: Sequence[ParamMeta]
+) -> TrainerInitInfo:
     """What the transport's sending half needs.
 
     Args:
         workers: of all replicas together, those that receive.
+        tensors: what will be sent.
 
     Raises:
         ValueError: a transport that is not known.
@@ -207,28 +213,32 @@ def trainer_init_info(spec: TrainerSpec, rank: int, workers: int) -> TrainerInit
         case "gloo":
             from deployments.weights.gloo import GlooTrainerInitInfo
 
-            return GlooTrainerInitInfo(
-                rank=rank,
-                master_address=own_address(),
-                master_port=free_port(),
-                world_size=1 + workers,
-                chunk_bytes=spec.chunk_bytes,
-            )
+            return GlooTrainerInitInfo(rank=rank, chunk_bytes=spec.chunk_bytes, **_meeting(workers))
+        case "ipc" if spec.native:
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            largest = max(meta.dtype.itemsize * prod(meta.shape) for meta in tensors)
+            buffer_bytes = max(spec.chunk_bytes, largest)  # it refuses a tensor that is larger
+            return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer_bytes)
         case "ipc":
             from deployments.weights.ipc import IpcTrainerInitInfo
 
             return IpcTrainerInitInfo(rank=rank, world_size=1 + workers, chunk_bytes=spec.chunk_bytes)
+        case "nccl" if spec.native:
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+            # One buffer: the receiver of vLLM 0.32 does not order its streams when there are more.
+            sizes = {"packed_buffer_size_bytes": spec.chunk_bytes, "packed_num_buffers": 1}
+            return NCCLTrainerInitInfo(rank=rank, **_meeting(workers), **sizes)
         case "nccl":
             from deployments.weights.nccl import NcclTrainerInitInfo
 
-            return NcclTrainerInitInfo(
-                rank=rank,
-                master_address=own_address(),
-                master_port=free_port(),
-                world_size=1 + workers,
-                chunk_bytes=spec.chunk_bytes,
-            )
+            return NcclTrainerInitInfo(rank=rank, chunk_bytes=spec.chunk_bytes, **_meeting(workers))
     raise ValueError(f"transport must be one of 'shm', 'gloo', 'ipc', 'nccl', got {spec.transport!r}")
+
+
+def _meeting(workers: int) -> dict[str, Any]:
+    return {"master_address": own_address(), "master_port": free_port(), "world_size": 1 + workers}
 
 
 def own_address() -> str:

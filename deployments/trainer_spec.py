@@ -18,6 +18,7 @@ class TrainerSpec:
     store_dir: the store of committed versions, the same that the controller reads.
     keep: how many versions stay in it.
     transport, chunk_bytes: how weights travel, see deployments.weights.
+    native: by vLLM's own engines of that name, which load inside a pause (`staging: none`).
     wire_dtype: floating-point weights are cast to it when published and stored; None leaves them.
     optimizer_state_every: write the optimizer's state with every n-th stored version; 0 never.
         It is twice the size of the weights in float32; without it a restarted trainer begins
@@ -29,6 +30,7 @@ class TrainerSpec:
     store_dir: str
     transport: str
     chunk_bytes: int = 64 << 20
+    native: bool = False
     keep: int = 3
     strategy: Strategy = Strategy.SINGLE
     world_size: int = 1
