@@ -63,7 +63,7 @@ class ReplicaFront:
         assert scope["type"] == "http"
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(KEY_HEADER, b""), self.key.encode()):
-            return await _say(send, InvalidRequest("this port is for the fleet's routers"), {})
+            return await _say(send, InvalidRequest("this port is for the fleet's routers"))
         self.in_flight += 1
         try:
             await self._gate(
@@ -72,7 +72,7 @@ class ReplicaFront:
             answer = _Answer(send, SpanRecorder(self._version()), self._replica_id, self._refused)
             await answer.run(self._app, scope, receive)
         except SlipstreamError as error:
-            await _say(send, error, {"replica": self._replica_id})
+            await _say(send, error)
         finally:
             self.in_flight -= 1
 
@@ -188,8 +188,7 @@ def _content_type(headers: Headers) -> bytes:
     return next((value for name, value in headers if name.lower() == b"content-type"), b"")
 
 
-async def _say(send: Send, error: SlipstreamError, detail: dict[str, Any]) -> None:
-    error.detail = {**detail, **error.detail}
+async def _say(send: Send, error: SlipstreamError) -> None:
     body = json.dumps(error.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if isinstance(error, ReplicaUnavailable):
