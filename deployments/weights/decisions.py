@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from deployments.weights.protocol import CommitMode, FleetOperation, InFlight, KvCache
+from deployments.weights.protocol import CommitMode, FleetOperation, InFlight, KvCache, RoundReport
 
 KEPT_FENCES = 1000
+KEPT_ROUNDS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,14 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A round's entry in the history: nothing is decided by it."""
+
+    report: RoundReport
+    kind: Literal["ended"] = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     version: int
     path: str
@@ -142,6 +151,7 @@ Decision = (
     | Labelled
     | Finished
     | Aborted
+    | Ended
     | Stored
     | Admitted
     | Fenced
@@ -165,14 +175,12 @@ def compact(decisions: Iterable[Decision]) -> list[Decision]:
     """The shortest list, in order, that recovers the same ledger."""
     decided = list(decisions)
     last = {_subject(decision): index for index, decision in enumerate(decided)}
-    fences = [decided[index] for index in sorted(last.values()) if isinstance(decided[index], Fenced)]
-    void = {each.incarnation for each in fences if isinstance(each, Fenced) and each.told}
-    forgotten = set(map(id, fences[:-KEPT_FENCES]))
-    return [
-        decided[index]
-        for index in sorted(last.values())
-        if id(decided[index]) not in forgotten and not _admits_one_of(decided[index], void)
-    ]
+    lasting = [decided[index] for index in sorted(last.values())]
+    fences = [each for each in lasting if isinstance(each, Fenced)]
+    rounds = [each for each in lasting if isinstance(each, Ended)]
+    void = {each.incarnation for each in fences if each.told}
+    forgotten = set(map(id, [*fences[:-KEPT_FENCES], *rounds[:-KEPT_ROUNDS]]))
+    return [each for each in lasting if id(each) not in forgotten and not _admits_one_of(each, void)]
 
 
 def _subject(decision: Decision) -> str:
@@ -182,6 +190,8 @@ def _subject(decision: Decision) -> str:
             return f"admitted {decision.member.incarnation}"
         case Fenced():
             return f"fenced {decision.incarnation}"
+        case Ended():
+            return f"ended {decision.report.round_id}"
         case _:
             return decision.kind
 

@@ -33,6 +33,6 @@ class NativeWorkerExtension:
 
     def native_digest(self) -> str:
         """The digest of the live parameters: equal on replicas that loaded the same weights."""
-        parameters = self.model_runner.model.named_parameters()
+        parameters = self.model_runner.get_model().named_parameters()
         tensors = {name: parameter.data.contiguous() for name, parameter in parameters if parameter.numel()}
         return combined(dict(zip(tensors, digests(list(tensors.values())), strict=True)))

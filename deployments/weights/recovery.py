@@ -14,6 +14,7 @@ from deployments.weights.decisions import (
     Committed,
     Conditioned,
     Decision,
+    Ended,
     EpochChanged,
     Fenced,
     Finished,
@@ -69,6 +70,8 @@ def recover(
                 open_round = None
             case Finished():
                 committed = None
+            case Ended():
+                book.history.append(decision.report)
             case Conditioned():
                 operations.condition = decision.steps
     fleet.start_generation(generation + 1)

@@ -3,12 +3,10 @@
 from collections import OrderedDict, deque
 
 from deployments.errors import Conflict, SlipstreamError
-from deployments.weights.decisions import Aborted, Finished, Labelled, Opened, Stored
+from deployments.weights.decisions import KEPT_ROUNDS, Aborted, Ended, Finished, Labelled, Opened, Stored
 from deployments.weights.fleet import Fleet
 from deployments.weights.protocol import RoundReport
 from deployments.weights.round import Round, RoundPhase
-
-KEPT_ROUNDS = 200
 
 
 class RoundBook:
@@ -78,5 +76,6 @@ class RoundBook:
         self.enter(current, phase, now)
         report = current.report(phase, reason, now)
         self.history.append(report)
+        self._fleet.decisions.append(Ended(report=report))
         self.current = None
         return report

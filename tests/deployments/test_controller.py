@@ -222,6 +222,7 @@ async def test_a_restarted_controller_knows_the_version_and_admits_who_holds_it(
         await after.admitted("a")
         status = await after.controller.fleet()
         assert (status["committed_version"], status["label"]) == (1, "step-1")
+        assert [(each.version, each.phase) for each in await after.controller.rounds()] == [(1, "committed")]
         assert not after.replicas["b"].admitted
         assert (await after.controller.acquire("trainer")).token == 2
     finally:

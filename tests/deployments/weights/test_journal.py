@@ -3,9 +3,11 @@ from pathlib import Path
 import pytest
 
 from deployments.weights.decisions import (
+    KEPT_ROUNDS,
     Admitted,
     Committed,
     Decision,
+    Ended,
     EpochChanged,
     Fenced,
     Finished,
@@ -17,7 +19,7 @@ from deployments.weights.decisions import (
     compact,
 )
 from deployments.weights.journal import NAME, Journal, JournalError
-from deployments.weights.protocol import CommitMode, InFlight, KvCache
+from deployments.weights.protocol import CommitMode, InFlight, KvCache, RoundReport
 
 MEMBER = Participant(replica_id="r", incarnation="i", world_size=2)
 COMMITTED = Committed(
@@ -86,6 +88,17 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(JournalError, match="expected a directory that can be written"):
         Journal(tmp_path / "file" / "state")
+
+
+def test_compaction_keeps_the_last_rounds_of_the_history() -> None:
+    reports = [
+        RoundReport(
+            round_id=number, version=number, label=None, epoch=1, phase="aborted", reason="no", duration_s=0.5
+        )
+        for number in range(KEPT_ROUNDS + 20)
+    ]
+    kept = compact([Ended(report=report) for report in reports])
+    assert kept == [Ended(report=report) for report in reports[20:]]
 
 
 def test_compaction_keeps_the_last_of_each_and_forgets_members_that_are_gone() -> None:
