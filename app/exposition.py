@@ -19,6 +19,8 @@ def exposition(fleet: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) ->
 
     families: dict[str, Gauge] = {}
     gauge("weight_version", "version that the fleet has committed", fleet["committed_version"])
+    stored = 0 if fleet["stored_version"] is None else fleet["stored_version"]
+    gauge("stored_weight_version", "newest version in the store, which late joiners load", stored)
     gauge("epoch", "number of the membership", fleet["epoch"])
     for member in fleet["members"]:
         name = str(member["replica_id"])

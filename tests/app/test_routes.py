@@ -104,6 +104,7 @@ def test_weight_headers_must_be_numbers(headers: dict[str, str]) -> None:
 def test_the_exposition_counts_rounds_and_replicas() -> None:
     fleet = {
         "committed_version": 7,
+        "stored_version": 6,
         "epoch": 2,
         "members": [{"replica_id": "a", "version": 7, "state": "serving"}],
     }
@@ -113,6 +114,6 @@ def test_the_exposition_counts_rounds_and_replicas() -> None:
         {"phase": "committed", "replicas": {"a": timings}, "duration_s": 2.0},
     ]
     text = exposition(fleet, rounds)
-    assert "slipstream_weight_version 7.0" in text
+    assert "slipstream_weight_version 7.0" in text and "slipstream_stored_weight_version 6.0" in text
     assert 'slipstream_rounds{phase="aborted"} 1.0' in text
     assert 'slipstream_last_round_gap_seconds{replica="a"} 0.5' in text
