@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.errors import FleetUnavailable
+from deployments.snapshots import Snapshot, Snapshots
 from deployments.trainer_spec import TrainerSpec
 from deployments.weights.client import FleetWeightSyncClient
 from deployments.weights.plugin import register
@@ -27,8 +28,6 @@ from trainers.sources import ParameterSource
 FLEET_TIMEOUT_S = 30.0
 PUBLISHER = "trainer"
 logger = logging.getLogger("ray.serve")
-
-Snapshot = dict[str, torch.Tensor]
 
 
 class PublishSource(WeightSource):
@@ -43,9 +42,8 @@ class PublishSource(WeightSource):
 
     def __init__(self, source: ParameterSource, *, keep_copy: bool) -> None:
         self._source = source
-        self._keep_copy = keep_copy
+        self._copies = Snapshots(source) if keep_copy else None
         self._running: Iterator[tuple[str, torch.Tensor]] | None = None
-        self.copy: Snapshot = {}
 
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(spec.name, spec.dtype, spec.shape) for spec in self._source.specs()]
@@ -57,7 +55,8 @@ class PublishSource(WeightSource):
     def begin(self) -> None:
         """Before each round."""
         self._running = None
-        self.copy = {}
+        if self._copies is not None:
+            self._copies.begin()
 
     def drain(self) -> None:
         """Run a pass that failed on this rank to its end: the others are in the same gathers, waiting."""
@@ -65,13 +64,13 @@ class PublishSource(WeightSource):
             pass
 
     def take_copy(self) -> Snapshot:
-        taken, self.copy = self.copy, {}
-        return taken
+        """What went out in the last pass, on the rank that keeps it."""
+        return Snapshot() if self._copies is None else self._copies.finish()
 
     def _pass(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._source:
-            if self._keep_copy:
-                self.copy[name] = tensor.to("cpu", copy=True)
+            if self._copies is not None:
+                self._copies.add(name, tensor)
             yield name, tensor
 
 

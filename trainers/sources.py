@@ -41,6 +41,16 @@ class ParameterSource:
         self._groups = layer_groups(_held_names(model))
         self._specs: list[ParameterSpec] | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Of what is yielded."""
+        return next(iter(self._model.parameters())).device
+
+    def storages(self) -> frozenset[int]:
+        """Addresses of the model's own memory. What is yielded from elsewhere was made for its reader."""
+        whole = [t for t in self._model.state_dict().values() if not isinstance(t, DTensor)]
+        return frozenset(tensor.untyped_storage().data_ptr() for tensor in whole)
+
     def specs(self) -> list[ParameterSpec]:
         """What iteration will yield, in its order; gathers nothing."""
         if self._specs is None:
