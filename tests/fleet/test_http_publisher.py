@@ -15,12 +15,13 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from deployments.weights.gloo import GlooTrainerInitInfo
 from deployments.weights.packing import describe, pack, plan_chunks
 from deployments.weights.plugin import register
 from deployments.weights.shm import ShmTrainerInitInfo, create_segment, remove_segment
 from tests.fleet.conftest import Fleet
-from tests.fleet.talk import complete, on_every_replica, train_and_publish
+from tests.fleet.losing import kill_a_replica, members, wait_for_another
+from tests.fleet.talk import Reference, complete, on_every_replica, stored, train_and_publish
+from tests.fleet.test_rounds import wait_for
 from tests.tiny_models import tiny_llama
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
@@ -83,16 +84,23 @@ def test_a_label_of_the_caller_stands_beside_the_version(fleet: Fleet) -> None:
     assert httpx.get(f"{fleet.url}/weight_info").json() == {"weight_version": "step-12"}
 
 
-def test_a_transfer_group_of_the_wrong_size_is_refused(fleet: Fleet) -> None:
-    """A meeting of seven cannot happen with two replicas: refused, before anybody waits for long."""
-    client = HTTPVLLMWeightSyncClient(fleet.url, timeout=60)
-    info = GlooTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=29777, world_size=7)
-    with pytest.raises((requests.HTTPError, RuntimeError, ValueError)):
-        WeightTransferTrainerFactory.trainer_init(
-            init_info=info.__class__(**{**vars(info), "timeout_s": 1.0}),
-            client=client,
-            source=ModuleSource(tiny_llama(1)),
-        )
+@pytest.mark.chaos
+def test_a_replica_that_starts_later_has_the_version_of_a_publisher_that_is_gone(fleet: Fleet) -> None:
+    """And what the user asked of the fleet before it was there: it is paused as well."""
+    with fleet.client() as http:
+        publish(fleet, ModuleSource(tiny_llama(15))).shutdown_weight_transfer_engine()
+        version = fleet.version()
+        wait_for(stored(fleet, version))
+        assert Reference(stored(fleet, version))([5, 6, 7, 8, 9], 16) == reference(15, [5, 6, 7, 8, 9], 16)
+        before = members(http)
+        http.post("/pause?mode=keep").raise_for_status()
+        kill_a_replica()
+        wait_for_another(http, before)
+        assert http.get("/is_paused").json() == {"is_paused": True}, "of every replica"
+        http.post("/resume").raise_for_status()
+        for answer in on_every_replica(http, max_tokens=16).values():
+            assert answer.tokens == reference(15, [5, 6, 7, 8, 9], 16)
+            assert answer.version == version
 
 
 def wrong_updates() -> Iterator[tuple[str, dict[str, torch.Tensor], str]]:

@@ -1,12 +1,15 @@
 """A second fleet in the same cluster, with the other settings: gloo, rolling commits, kept caches."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+import requests
 from ray import serve
+from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
 from tests.fleet.conftest import MODEL, PORT, Fleet
 from tests.fleet.talk import PROMPT, Answer, Reference, ask, complete, on_every_replica, train_and_publish
@@ -95,3 +98,19 @@ def test_a_prefix_of_an_older_version_is_never_reused(gloo: Fleet, tmp_path: Pat
         expected = Reference(Path(saved))(prompt, 16)
         for answer in on_every_replica(client, prompt=prompt, max_tokens=16).values():
             assert answer.tokens == expected
+
+
+def test_a_transfer_group_of_the_wrong_size_is_refused_with_the_numbers(gloo: Fleet) -> None:
+    """A meeting of seven cannot happen with two replicas: refused, before anybody waits for it."""
+    client = HTTPVLLMWeightSyncClient(gloo.url, timeout=60)
+    info = {"master_address": "127.0.0.1", "master_port": 29777, "rank_offset": 1, "world_size": 7}
+    version = gloo.version()
+    begin = time.monotonic()
+    with pytest.raises(requests.HTTPError) as caught:
+        client.init_weight_transfer_engine(info)
+    assert time.monotonic() - begin < 10
+    assert caught.value.response.status_code == 400
+    error = caught.value.response.json()["error"]
+    assert error["detail"] == {"expected": 3, "actual": 7, "workers": 2}
+    with gloo.client() as http:
+        assert train_and_publish(http) == version + 1

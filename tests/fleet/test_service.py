@@ -4,10 +4,10 @@ import asyncio
 import time
 
 import httpx
-import psutil
 import pytest
 
 from tests.fleet.conftest import MAX_IN_FLIGHT, Fleet
+from tests.fleet.losing import kill_a_replica, members
 from tests.fleet.talk import ask, body, complete, on_every_replica, train_and_publish
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
@@ -91,28 +91,18 @@ def test_a_killed_replica_comes_back_with_the_committed_version(fleet: Fleet) ->
     with fleet.client() as client:
         version = train_and_publish(client)
         expected = complete(client, max_tokens=24).tokens
-        members = {m["replica_id"] for m in client.get("/fleet").json()["members"] if m["admitted"]}
-        victim = next(
-            process
-            for process in psutil.process_iter(["name"])
-            if "ServeReplica:slipstream:rollout" in " ".join(process.cmdline()[:1])
-        )
-        engine = victim.children(recursive=True)
-        assert engine, "a replica's engine runs in processes of its own"
-        victim.kill()
-        _, orphans = psutil.wait_procs(engine, timeout=10)
-        assert not orphans, "the engine of a killed replica must not live on"
+        before = members(client)
+        kill_a_replica()
         deadline = time.monotonic() + 150
         answered = 0
         while time.monotonic() < deadline:
             answer = complete(client, max_tokens=24)
             assert answer.tokens == expected and answer.version == version
             answered += 1
-            serving = {m["replica_id"] for m in client.get("/fleet").json()["members"] if m["admitted"]}
-            if len(serving) == 2 and serving != members:
+            if len(now := members(client)) == 2 and now != before:
                 break
             time.sleep(0.2)
-        assert len(serving) == 2 and serving != members, "the replica did not come back"
+        assert len(now) == 2 and now != before, "the replica did not come back"
         assert answered > 5
         for answer in on_every_replica(client, max_tokens=24).values():
             assert answer.tokens == expected and answer.version == version

@@ -1,0 +1,35 @@
+"""Layout 5: requests in flight, pause, update, resume; every continuation is that of a fresh engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.main import engine_spec
+from app.scenarios.async_inflight import parse, scenario
+from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
+from tests.tiny_models import save_tiny_llama
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+REQUESTS = 24
+
+
+@pytest.mark.parametrize(
+    ("layout", "port"),
+    [
+        pytest.param("async_inflight", 8356, marks=needs_gpus(2)),
+        pytest.param("ipc", 8357, marks=needs_gpus(1)),
+    ],
+)
+def test_every_continuation_is_that_of_a_fresh_engine(layout: str, port: int, tmp_path: Path) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
+    config = configuration(layout, checkpoint, tmp_path / "state", {"engine": {"env": INVARIANT}})
+    engine = engine_spec(config, "").arguments | {"load_format": "auto"}
+    with running(config, checkpoint, port) as fleet:
+        options = ["--url", fleet.url, "--requests", str(REQUESTS), "--tokens", "400", "--pause-after", "64"]
+        options += ["--engine", json.dumps(engine), "--environment", json.dumps(INVARIANT)]
+        outcomes = scenario(parse(options))
+    print("tokens before the switch:", [outcome.before for outcome in outcomes])
+    assert [outcome.differs_at for outcome in outcomes] == [None] * REQUESTS
+    assert all(64 <= outcome.before < outcome.total == 400 for outcome in outcomes)
