@@ -21,7 +21,7 @@ from typing import Any
 
 import requests
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.distributed.weight_transfer import (
     HTTPVLLMWeightSyncClient,
     ModuleSource,
@@ -142,6 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
         show(service, "after", options.tokens)
     if options.save is not None:
         model.save_pretrained(options.save)
+        AutoTokenizer.from_pretrained(options.model).save_pretrained(options.save)
     # Ends the fleet's side too; a group whose peer is gone cannot be used again.
     service.post("/shutdown_weight_transfer_engine")
     engine.shutdown()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from app.scenarios.async_inflight import parse, scenario
 from tests.fleet.conftest import Fleet
@@ -31,6 +32,7 @@ def test_an_outside_program_publishes_a_checkpoint_round_after_round(fleet: Flee
     assert said.returncode == 0, said.stderr[-2000:]
     assert f"version {version + 2} in" in said.stdout
     assert said.stdout.count("after: version") == 4
+    assert AutoTokenizer.from_pretrained(saved).decode(PROMPT), "a whole checkpoint"
     expected = Reference(saved)(PROMPT, 16)
     assert expected != Reference(fleet.checkpoint)(PROMPT, 16)
     with fleet.client() as client:
