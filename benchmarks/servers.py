@@ -59,7 +59,7 @@ def gpu(model: Path) -> Setup:
             "load_format": "dummy",
             "gpu_memory_utilization": 0.45,
         },
-        settings={"device": "cuda", "weights": {"transport": "nccl", "staging": "device"}},
+        settings={"device": "cuda", "weights": {"transport": "nccl", "staging": "host"}},
     )
 
 
