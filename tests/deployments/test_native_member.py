@@ -18,7 +18,7 @@ class RecordingEngine:
 
     def __init__(self) -> None:
         self.did: list[str] = []
-        self.version, self.world_size, self.paused_by_user = 4, 1, False
+        self.version, self.world_size, self.paused_by_user, self.weights_asleep = 4, 1, False, False
         core = SimpleNamespace(
             pause_scheduler_async=self._core("pause"), set_weight_version_async=self._core("version")
         )
