@@ -178,6 +178,9 @@ class TrainerConfig(Section):
 class StoreConfig(Section):
     path: Path = Path("store")  # relative to state_dir
     keep: PositiveInt = 3  # committed versions
+    # What an outside program published is written by a replica. Until then each replica keeps it in host
+    # memory: with staging 'device' that costs a copy of every tensor, before the commit and beside decoding.
+    outside_versions: bool = True
 
 
 class SecurityConfig(Section):

@@ -62,6 +62,7 @@ def build(args: AppConfig) -> Application:
         state_dir=str(args.state_dir),
         store_dir=str(args.store_path),
         keep=args.store.keep,
+        outside_versions=args.store.outside_versions,
         is_alive=ServeReplicas(ROLLOUT),
     )
     slots = None

@@ -48,6 +48,7 @@ class Controller:
         state_dir: where decisions are kept; a restarted controller needs the same one.
         store_dir: where committed versions are kept.
         keep: how many of them.
+        outside_versions: whether replicas write those that their publisher does not write.
         is_alive: whether the process of a replica (by id) exists; called in a thread.
         poll_s: how long a poll without news waits.
         quiet_s: a member that has not polled for this long is looked up; more than `poll_s`.
@@ -62,6 +63,7 @@ class Controller:
         store_dir: str,
         is_alive: IsAlive,
         keep: int = KEEP,
+        outside_versions: bool = True,
         poll_s: float = 1.0,
         quiet_s: float = 2.0,
         tick_s: float = 0.5,
@@ -74,7 +76,8 @@ class Controller:
         self._is_alive = is_alive
         self._store = Store(Path(store_dir), keep=keep)
         self._journal = Journal(Path(state_dir))
-        self._ledger = Ledger(config, StorePlace(directory=store_dir, keep=keep))
+        place = StorePlace(directory=store_dir, keep=keep) if outside_versions else None
+        self._ledger = Ledger(config, place)
         self._ledger.recover(self._journal.recovered, clock())
         self._journal.append(self._ledger.take_decisions())
         self._changed = asyncio.Event()

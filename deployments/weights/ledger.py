@@ -166,6 +166,7 @@ class Ledger:
         """The task's result is the round's id; it is done when every participant has begun."""
         self.renew(token, now)
         self._operations.check_awake()
+        options = self._persistence.allowed(options)
         task = self._staging.open(manifest, options, self._connections.current, now)
         self._advance(now)
         return task

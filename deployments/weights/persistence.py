@@ -8,13 +8,13 @@ keeps which version is in every report, so a restarted controller goes on where 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deployments.errors import InvalidRequest
 from deployments.weights.decisions import Stored
 from deployments.weights.fleet import Fleet
 from deployments.weights.members import Member, MemberState, Task
-from deployments.weights.protocol import InstructionKind, Report, StoreResult
+from deployments.weights.protocol import InstructionKind, Report, RoundOptions, StoreResult
 from deployments.weights.round import judge, sentence
 from deployments.weights.round_book import RoundBook
 
@@ -47,6 +47,10 @@ class Persistence:
         self._about = 0  # the version that `_failed` and `problem` speak of
         self.problem: str | None = None  # why the committed version will not get into the store
 
+    def allowed(self, options: RoundOptions) -> RoundOptions:
+        """Without a place nothing is kept."""
+        return options if self._place is not None else replace(options, persist=False)
+
     def set_stored(self, version: int, path: str, label: str | None, now: float) -> None:
         committed = self._book.committed_version
         if not 0 <= version <= committed:
@@ -72,7 +76,7 @@ class Persistence:
     def advance(self, now: float) -> None:
         for member, kept in self._kept_in_vain():
             self._fleet.order(member, InstructionKind.FORGET, {"version": kept}, now, None)
-        version = self._book.unstored
+        version = None if self._place is None else self._book.unstored
         if version is None:
             self._writing = None
             self._start_over(self._book.committed_version)
@@ -90,7 +94,8 @@ class Persistence:
             return  # one that is not heard of since a restart may keep it
         keepers = [each for each in self._fleet.live() if each.kept_version == version]
         willing = [each for each in keepers if each.replica_id not in self._failed]
-        if self._place is None or not willing:
+        assert self._place is not None, "nothing is to be stored where there is no place for it"
+        if not willing:
             why = sentence(self._failed) if self._failed else "no replica has kept its tensors"
             self._give_up(version, why, now)
             return

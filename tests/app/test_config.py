@@ -113,7 +113,10 @@ def test_colocated_gpus_are_accepted() -> None:
             {"weights": {"commit": "one"}},
             "'weights.commit': expected 'together' or 'rolling', but 'one' came",
         ),
-        ({"store": 3}, "'store': expected a section with settings of its own (path, keep), but 3 came"),
+        (
+            {"store": 3},
+            "'store': expected a section with settings of its own (path, keep, outside_versions), but 3 came",
+        ),
         ({"model": ""}, "'model': expected a string with at least 1 character, but '' came"),
         (
             {"weights": {"transport": "nccl"}},

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from deployments.weights.ledger import Ledger
 from deployments.weights.members import Task
 from deployments.weights.protocol import InstructionKind, Outcome
 from tests.deployments.weights.fake_replica import FakeReplica
@@ -52,6 +53,16 @@ def test_nobody_writes_or_keeps_what_its_publisher_writes_itself() -> None:
     scene.poll()
     assert writers(scene) == [] and stored(scene) is None and problem(scene) is None
     assert all(each.kept_version is None for each in scene.replicas)
+
+
+def test_without_a_place_nothing_is_kept() -> None:
+    scene = scene_of(1)
+    scene.ledger = Ledger(scene.config)
+    scene.ledger.recover([], scene.now)
+    scene.poll()
+    publish(scene)
+    scene.poll()
+    assert writers(scene) == [] and scene.replicas[0].kept_version is None and problem(scene) is None
 
 
 def test_the_writing_does_not_hold_the_next_round_up() -> None:
