@@ -123,6 +123,9 @@ def _trainer_rules(config: AppConfig) -> Iterator[str]:
         why = "more than one rank needs strategy 'fsdp2'"
         yield _expected("trainer.world_size", "1 with strategy 'single'", trainer.world_size, why)
     if config.placement == "colocated":
+        if config.weights.transport == "nccl":
+            why = "NCCL does not connect two processes on one GPU"
+            yield _expected("weights.transport", "'ipc' with placement 'colocated'", "'nccl'", why)
         engine = config.engine
         gpus = engine.num_replicas * engine.world_size
         if trainer.world_size != gpus:

@@ -51,7 +51,7 @@ class WorkerGroup:
         group = cls(
             [
                 _ACTOR.options(
-                    name=f"slipstream-trainer-{incarnation}-{rank}", **_resources(spec, rank, slots)
+                    name=f"slipstream-trainer-{incarnation}-{rank}", **resources(spec, rank, slots)
                 ).remote(spec, rank, controller)
                 for rank in range(spec.world_size)
             ]
@@ -124,7 +124,8 @@ class WorkerGroup:
             ray.kill(worker)
 
 
-def _resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str, Any]:
+def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str, Any]:
+    """The options of a rank's actor: its GPU, and the threads of its process."""
     threads = spec.cpu_threads if spec.cpu_threads > 0 else os.cpu_count() or 1
     chosen: dict[str, Any] = {
         "num_cpus": 0,

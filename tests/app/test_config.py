@@ -176,6 +176,11 @@ def test_colocated_gpus_are_accepted() -> None:
             "(one trainer rank on every GPU of the replicas: 1 replica of 4)",
         ),
         (
+            COLOCATED | {"weights": {"transport": "nccl", "staging": "device"}},
+            "'weights.transport': expected 'ipc' with placement 'colocated', but 'nccl' came "
+            "(NCCL does not connect two processes on one GPU)",
+        ),
+        (
             SEPARATE | {"engine": {"gpus_per_rank": 1.5}},
             "'engine.gpus_per_rank': expected at most 1, but 1.5 came (a rank runs on one GPU)",
         ),

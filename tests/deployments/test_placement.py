@@ -14,6 +14,8 @@ from ray import serve
 from ray.util.placement_group import get_placement_group
 
 from deployments.placement import VISIBLE, SlotPlan, Slots, in_bundle, require_host_with, take_slot, use_gpus
+from deployments.trainer_spec import TrainerSpec
+from deployments.worker_group import resources
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
 PORT = 8361
@@ -107,6 +109,16 @@ def test_a_trainer_rank_and_an_engine_rank_share_each_gpu_and_die_apart(shells: 
     successors = start_ranks()
     assert [gpu for gpu, _ in ray.get([rank.gpu.remote() for rank in successors], timeout=60)] == list(gpus)
     assert seats(shells) == after
+
+
+def test_the_trainers_workers_are_placed_by_their_rank(shells: Any) -> None:
+    spec = TrainerSpec(model="m", store_dir="s", transport="ipc", device="cuda", gpus_per_rank=1.0)
+    for rank in range(PLAN.gpus):
+        options = resources(spec, rank, PLAN)
+        place = options["scheduling_strategy"]
+        assert place.placement_group.id == get_placement_group(PLAN.name).id
+        assert (place.placement_group_bundle_index, options["num_gpus"]) == (rank, PLAN.trainer_share)
+    assert resources(spec, 0, None)["num_gpus"] == 1.0, "a GPU of its own"
 
 
 def test_slots_that_stay_taken_are_an_error_with_the_numbers(shells: Any) -> None:
