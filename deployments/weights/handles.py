@@ -82,7 +82,7 @@ def _handle(plain: dict[str, Any]) -> tuple[Any, ...]:
         torch.Size(plain["size"]),
         tuple(plain["stride"]),
         plain["offset"],
-        torch.UntypedStorage,
+        torch.storage.TypedStorage,
         getattr(torch, plain["dtype"]),
         plain["device"],
         base64.b64decode(plain["memory"]),

@@ -76,8 +76,7 @@ def test_pickled_handles_need_the_switch() -> None:
 
 def test_handles_are_read_and_nothing_else_is() -> None:
     read = refuse_or_restrict(handles([{"GPU-1": ipc_handle()}]), allowed=True)
-    (back,) = with_handles(json.loads(json.dumps(read)))["ipc_handles"]
-    assert back["GPU-1"][1:4] == ipc_handle()[1:4] and back["GPU-1"][5:] == ipc_handle()[5:]
+    assert with_handles(json.loads(json.dumps(read)))["ipc_handles"] == [{"GPU-1": ipc_handle()}]
 
     class Evil:
         def __reduce__(self) -> Any:
