@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from bisect import bisect
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,6 +23,7 @@ from typing import Any
 
 LEAD_S = 1.2
 SETTLE_S = 0.5
+AFTER_S = 0.05  # what the update costs after the commit was reported counts as well
 SPACING_S = 0.8
 
 
@@ -42,21 +44,34 @@ async def streams(engine: Any, count: int, tokens: int, seen: list[list[float]])
 
 
 def tokens_between(seen: list[list[float]], start: float, end: float) -> int:
-    return sum(start <= t < end for times in seen for t in times)
+    """Tokens that came after `start`, up to and with `end`."""
+    return sum(start < t <= end for times in seen for t in times)
 
 
 def judge(seen: list[list[float]], times: Any, size_bytes: int) -> dict[str, float]:
-    """One round's figures. The rate that it is held against is that of the time just before it."""
-    rate = tokens_between(seen, times.begin - SETTLE_S, times.begin) / SETTLE_S
-    end = times.live + SETTLE_S
+    """One round's figures. The rate that it is held against is that of the time just before and after it:
+    tokens take longer as the requests grow.
+
+    All windows begin and end with a step: a step more or less would be a tenth of what is measured.
+    """
+    steps = sorted(t for stream in seen for t in stream)
+    first = steps[bisect(steps, times.begin - SETTLE_S)]
+    begin = steps[bisect(steps, times.begin) - 1]
+    staged = steps[bisect(steps, times.staged) - 1]
+    end = steps[min(bisect(steps, times.live + AFTER_S), len(steps) - 1)]
+    last = steps[min(bisect(steps, end + SETTLE_S), len(steps) - 1)]
+    rate = (tokens_between(seen, first, begin) + tokens_between(seen, end, last)) / (
+        begin - first + last - end
+    )
     gaps = [b - a for stream in seen for a, b in pairwise(stream) if b > times.staged - 0.002 and a < end]
+    steps_near = (b - a for s in seen for a, b in pairwise(s) if b > times.begin and a < end)
     staging = times.staged - times.begin
     return {
         "gap_ms": 1e3 * max(gaps, default=float("nan")),
-        "longest_step_ms": 1e3
-        * max((b - a for s in seen for a, b in pairwise(s) if b > times.begin and a < end), default=0.0),
-        "lost_s": (end - times.begin) - tokens_between(seen, times.begin, end) / rate,
-        "tokens_while_staging": tokens_between(seen, times.begin, times.staged) / (rate * staging),
+        "longest_step_ms": 1e3 * max(steps_near, default=0.0),
+        "lost_s": (end - begin) - tokens_between(seen, begin, end) / rate,
+        "lost_staging_s": (staged - begin) - tokens_between(seen, begin, staged) / rate,
+        "tokens_while_staging": tokens_between(seen, begin, staged) / (rate * (staged - begin)),
         "round_s": times.live - times.begin,
         "stage_s": staging,
         "gb_per_s": size_bytes / staging / 1e9,
@@ -84,45 +99,47 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         kv_cache_memory_bytes=arguments.kv_gib << 30,
     )
     link = Ours(engine) if mode == "ours" else Native(engine)
-    options: dict[str, Any] = {}
-    if mode == "ours" and arguments.chunk_mb:
-        options["chunk_bytes"] = arguments.chunk_mb << 20
-    if mode == "native" and colocated:
-        # Not packed: a packed buffer must hold the largest tensor and costs a call a gigabyte.
-        options["packed"] = False
-    await trainer.connect(link, backend, arguments.tp, **options)
-    for _ in range(2):
-        await trainer.send(link)
-    print("GAP ready", flush=True)
-    await asyncio.to_thread(sys.stdin.readline)  # until the engine before this one has been measured
-    idle = []
-    for _ in range(4):
-        seconds = await trainer.send(link)
-        staged = link.times.staged - link.times.begin
-        idle.append(
-            {"send_s": seconds, "stage_s": staged, "commit_ms": 1e3 * (link.times.live - link.times.staged)}
-            | dict(link.times.verified)
-        )
-    _tell(mode, {"idle": idle, "bytes": trainer.size_bytes})
-    for count in arguments.streams:
-        await streams(engine, count, 64, [[] for _ in range(count)])
-        for kv_cache in arguments.kv_cache:
-            for poll_ms in arguments.poll_ms if mode == "ours" else [0.0]:
+    waiting = True
+    for chunk_mb in arguments.chunk_mb if mode == "ours" else [0]:
+        options: dict[str, Any] = {"chunk_bytes": chunk_mb << 20} if chunk_mb else {}
+        if mode == "native" and colocated:
+            # Not packed: a packed buffer must hold the largest tensor and costs a call a gigabyte.
+            options["packed"] = False
+        await trainer.connect(link, backend, arguments.tp, **options)
+        for _ in range(3):  # the first is loaded by vLLM and recorded
+            await trainer.send(link)
+        if waiting:  # until the engine before this one has been measured
+            print("GAP ready", flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
+            waiting = False
+        await measure_idle(mode, trainer, link, chunk_mb)
+        for count in arguments.streams:
+            await streams(engine, count, 64, [[] for _ in range(count)])
+            for kv_cache in arguments.kv_cache:
                 link.kv_cache = kv_cache
-                await measure_under_load(arguments, mode, engine, trainer, link, count, poll_ms)
+                found = await measure_under_load(arguments, engine, trainer, link, count)
+                _tell(mode, {"chunk_mb": chunk_mb, **found})
     if arguments.soak and mode == "ours":
         await soak(arguments, engine, trainer, link)
     trainer.stop()
     await engine.stop()
 
 
-async def measure_under_load(
-    arguments: argparse.Namespace, mode: str, engine: Any, trainer: Any, link: Any, count: int, poll_ms: float
-) -> None:
-    import deployments.member
+async def measure_idle(mode: str, trainer: Any, link: Any, chunk_mb: int) -> None:
+    idle = []
+    for _ in range(4):
+        seconds = await trainer.send(link)
+        staged = link.times.staged - link.times.begin
+        commit_ms = 1e3 * (link.times.live - link.times.staged)
+        idle.append(
+            {"send_s": round(seconds, 4), "stage_s": round(staged, 4), "commit_ms": round(commit_ms, 2)}
+        )
+    _tell(mode, {"idle": idle, "bytes": trainer.size_bytes, "chunk_mb": chunk_mb})
 
-    if poll_ms:
-        deployments.member.STAGING_POLL_S = poll_ms / 1e3
+
+async def measure_under_load(
+    arguments: argparse.Namespace, engine: Any, trainer: Any, link: Any, count: int
+) -> dict[str, Any]:
     seen: list[list[float]] = [[] for _ in range(count)]
     load = asyncio.create_task(streams(engine, count, 3900, seen))
     await asyncio.sleep(LEAD_S)
@@ -136,17 +153,13 @@ async def measure_under_load(
     load.cancel()
     await asyncio.gather(load, return_exceptions=True)
     await asyncio.sleep(0.3)
-    _tell(
-        mode,
-        {
-            "streams": count,
-            "kv_cache": link.kv_cache,
-            "poll_ms": poll_ms,
-            "step_ms": 1e3 * median(steps),
-            "rounds": rounds,
-            "timeline": [round(t - times.begin, 5) for t in seen[0] if abs(t - times.begin) < 0.6],
-        },
-    )
+    return {
+        "streams": count,
+        "kv_cache": link.kv_cache,
+        "step_ms": 1e3 * median(steps),
+        "rounds": rounds,
+        "timeline": [round(t - times.begin, 5) for t in seen[0] if abs(t - times.begin) < 0.6],
+    }
 
 
 async def soak(arguments: argparse.Namespace, engine: Any, trainer: Any, link: Any) -> None:
@@ -205,12 +218,13 @@ def table(found: list[dict[str, Any]]) -> None:
         "gap_ms",
         "longest_step_ms",
         "lost_s",
+        "lost_staging_s",
         "tokens_while_staging",
         "round_s",
         "gb_per_s",
         "commit_ms",
     )
-    print("| engine | streams | kv_cache | poll (ms) | token (ms) | " + " | ".join(columns) + " |")
+    print("| engine | chunk (MiB) | streams | kv_cache | token (ms) | " + " | ".join(columns) + " |")
     print("|---" * (5 + len(columns)) + "|")
     for entry in found:
         if "rounds" not in entry:
@@ -221,10 +235,8 @@ def table(found: list[dict[str, Any]]) -> None:
         for column in columns:
             values = [r[column] for r in entry["rounds"]]
             cells.append(f"{min(values):.3g} to {max(values):.3g}")
-        print(
-            f"| {entry['mode']} | {entry['streams']} | {entry['kv_cache']} | {entry['poll_ms']:g} | "
-            f"{entry['step_ms']:.2f} | " + " | ".join(cells) + " |"
-        )
+        first = [entry["mode"], entry["chunk_mb"] or "", entry["streams"], entry["kv_cache"]]
+        print("| " + " | ".join([*map(str, first), f"{entry['step_ms']:.2f}", *cells]) + " |")
 
 
 def main() -> None:
@@ -236,13 +248,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--kv-cache", nargs="+", default=["keep", "recompute"])
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--chunk-mb", type=int, default=0, help="0: the transport's default")
+    parser.add_argument(
+        "--chunk-mb", type=int, nargs="+", default=[0], help="ours; 0: the transport's default"
+    )
     parser.add_argument("--soak", type=int, default=0, help="ours: so many rounds back to back under load")
     parser.add_argument("--soak-s", type=float, default=60.0)
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument(
-        "--poll-ms", type=float, nargs="+", default=[5.0], help="ours: how often the staging is asked"
-    )
     parser.add_argument("--memory", type=float, default=0.3, help="gpu_memory_utilization of each engine")
     parser.add_argument("--kv-gib", type=int, default=16)
     parser.add_argument("--gpu", type=int, default=0, help="the trainer's; the engine's begin there or after")

@@ -1,6 +1,10 @@
 """How fast a version is staged on an idle engine, by chunk size; vLLM's native engine as the peer.
 
-python -m benchmarks.stage_rate --size 1.7b --transport ipc --chunk-mb 256 512 1024
+    python -m benchmarks.stage_rate --size 1.7b --transport ipc --chunk-mb 256 512 1024      (1 GPU)
+    python -m benchmarks.stage_rate --size 30b-a3b --transport nccl --memory 0.95            (2 GPUs)
+
+The limit, measured in the same run: a copy of the same bytes on the device (ipc) or over the link (nccl).
+Over ipc a version is copied twice, into the channel and out of it.
 """
 
 import argparse
@@ -10,51 +14,60 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+COLUMNS = ("engine", "chunk (MiB)", "staged (ms)", "GB/s", "of the limit", "commit (ms)", "whole round (ms)")
+
 
 async def measure(arguments: argparse.Namespace) -> None:
-    from benchmarks.weight_sync import Native, Ours, TrainerProcess, start_engine
+    from benchmarks.limits import copy_rate
+    from benchmarks.weight_sync import TrainerProcess
 
-    trainer = TrainerProcess(arguments.size, 0, gpu=0)
-    if arguments.transport == "nccl":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(1 + i) for i in range(arguments.tp))
-    rows = []
-    for mode in ("ours", "native"):
-        backend = f"slipstream_{arguments.transport}" if mode == "ours" else arguments.transport
-        engine = await start_engine(
-            str(arguments.model),
-            backend,
-            "device" if mode == "ours" else "none",
-            load_format="dummy",
-            enforce_eager=True,
-            gpu_memory_utilization=0.45,
-            tensor_parallel_size=arguments.tp,
-        )
-        link: Any = Ours(engine) if mode == "ours" else Native(engine)
-        for chunk_mb in arguments.chunk_mb if mode == "ours" else [0]:
-            options: dict[str, Any] = {"chunk_bytes": chunk_mb << 20} if chunk_mb else {}
-            await trainer.connect(link, backend, arguments.tp, **options)
-            found = []
-            for _ in range(arguments.rounds + 2):
-                await trainer.send(link)
-                times = link.times
-                stage_s = times.verified.get("stage_s", times.staged - times.begin)
-                verify_s = times.verified.get("verify_s", 0.0)
-                found.append((times.staged - times.begin, stage_s, verify_s, times.live - times.staged))
-            staged, stage_s, verify_s, commit = (median(column) for column in zip(*found[2:], strict=True))
-            rate = trainer.size_bytes / staged / 1e9
-            rows.append(
-                f"| {mode} | {chunk_mb or 'default'} | {1e3 * staged:.0f} | {rate:.0f} | "
-                f"{1e3 * stage_s:.0f} | {1e3 * verify_s:.1f} | {1e3 * commit:.1f} |"
-            )
-        await engine.stop()
-    trainer.stop()
-    print(f"{arguments.size}, {trainer.size_bytes / 1e9:.2f} GB, {arguments.transport}, TP {arguments.tp}")
+    first = arguments.gpu + (arguments.transport == "nccl")
+    limit = copy_rate(arguments.gpu, first)
+    trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(arguments.tp))
     print(
-        "| engine | chunk (MiB) | begin to staged (ms) | GB/s | on the thread (ms) | digest launches (ms) "
-        "| commit (ms) |"
+        f"{arguments.size}, {trainer.size_bytes / 1e9:.2f} GB, {arguments.transport}, TP {arguments.tp}; "
+        f"limit: {limit / 1e9:.0f} GB/s"
     )
-    print("|---|---|---|---|---|---|---|")
-    print("\n".join(rows))
+    print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
+    for mode in arguments.modes:
+        await measure_mode(arguments, mode, trainer, limit)
+    trainer.stop()
+
+
+async def measure_mode(arguments: argparse.Namespace, mode: str, trainer: Any, limit: float) -> None:
+    from benchmarks.weight_sync import Native, Ours, start_engine
+
+    backend = f"slipstream_{arguments.transport}" if mode == "ours" else arguments.transport
+    engine = await start_engine(
+        str(arguments.model),
+        backend,
+        "device" if mode == "ours" else "none",
+        load_format="dummy",
+        enforce_eager=True,
+        gpu_memory_utilization=arguments.memory,
+        kv_cache_memory_bytes=2 << 30,
+        tensor_parallel_size=arguments.tp,
+    )
+    link: Any = Ours(engine) if mode == "ours" else Native(engine)
+    for chunk_mb in arguments.chunk_mb if mode == "ours" else [0]:
+        options: dict[str, Any] = {"chunk_bytes": chunk_mb << 20} if chunk_mb else {}
+        if backend == "ipc":
+            options["packed"] = False
+        await trainer.connect(link, backend, arguments.tp, **options)
+        found = []
+        for _ in range(arguments.rounds + 2):  # the first is loaded by vLLM and recorded
+            seconds = await trainer.send(link)
+            times = link.times
+            found.append((times.staged - times.begin, times.live - times.staged, seconds))
+        staged, commit, whole = (median(column) for column in zip(*found[2:], strict=True))
+        rate = trainer.size_bytes / staged
+        print(
+            f"| {mode} | {chunk_mb or ''} | {1e3 * staged:.0f} | {rate / 1e9:.0f} | {rate / limit:.0%} "
+            f"| {1e3 * commit:.1f} | {1e3 * whole:.0f} |",
+            flush=True,
+        )
+    await engine.stop()
 
 
 def main() -> None:
@@ -65,6 +78,9 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--chunk-mb", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--modes", nargs="+", default=["ours", "native"])
+    parser.add_argument("--memory", type=float, default=0.45, help="gpu_memory_utilization of the engine")
+    parser.add_argument("--gpu", type=int, default=0, help="the trainer's; over nccl the engine's come after")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     arguments.model = arguments.model / f"{arguments.size}-config"

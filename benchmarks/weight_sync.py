@@ -34,6 +34,7 @@ class Ours:
     def __init__(self, engine: Any, kv_cache: str = "keep") -> None:
         from deployments.member import EngineMember
 
+        self.engine = engine
         self._member = EngineMember(engine)
         self.kv_cache = kv_cache
         self.version = engine.version

@@ -7,6 +7,7 @@ from typing import Any
 
 from deployments.engine import Engine
 from deployments.follower import Rejected
+from deployments.progress import StagingProgress
 from deployments.weights.protocol import (
     CommitArgs,
     Directive,
@@ -31,6 +32,7 @@ class EngineMember:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._payloads = 0
+        self._progress: StagingProgress | None = None
         self._staged: dict[str, Any] = {}
         self.staged_round: int | None = None
         self.torn = False
@@ -100,6 +102,7 @@ class EngineMember:
     async def _connect(self, args: dict[str, Any]) -> None:
         await self._engine.workers("init_weight_transfer_engine", init_info=args["init_info"])
         await self._until(lambda states: all(s["done"] for s in states), "staging_connected")
+        self._progress = await StagingProgress.open(self._engine)
 
     async def _begin(self, args: dict[str, Any]) -> None:
         self._payloads = 0
@@ -111,6 +114,8 @@ class EngineMember:
     async def _receive(self, args: dict[str, Any]) -> None:
         await self._engine.workers("update_weights", update_info=args["payload"])
         self._payloads += 1
+        if self._progress is not None:
+            await self._progress.until(self._payloads)
         await self._until(
             lambda states: all(s["payloads_done"] >= self._payloads for s in states), "staging_progress"
         )

@@ -1,55 +1,29 @@
-"""Transport `gloo`: hosts without a common GPU fabric. A packed broadcast over a stateless Gloo group.
-
-Rank 0 is the publisher; each replica's workers have a range of ranks of their own, given by the
-ledger. A group belongs to one membership: a lost peer breaks it for everybody, and the next round
-builds a new one.
-"""
+"""Transport `gloo`: hosts without a common GPU fabric. A packed broadcast over a stateless Gloo group."""
 
 import ipaddress
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
-from vllm.distributed.weight_transfer.base import (
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    VLLMWeightSyncClient,
-    WeightSource,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-from deployments.weights.packing import Chunk, describe, pack, parse, plan_chunks
-from deployments.weights.staging import StagedWeightTransferEngine
+from deployments.weights.meeting import (
+    DEFAULT_TIMEOUT_S,
+    BroadcastInfo,
+    BroadcastReceiver,
+    BroadcastSender,
+    BrokenGroup,
+    MeetingInfo,
+)
+from deployments.weights.packing import Chunk, pack
+from deployments.weights.sending import Tensors
 
 DEFAULT_CHUNK_BYTES = 64 << 20
-DEFAULT_TIMEOUT_S = 60.0
-
-
-@dataclass(kw_only=True)
-class GlooInitInfo(WeightTransferInitInfo):
-    """Where the group meets, and the parameters that both sides must agree on: the sender's."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    timeout_s: float = DEFAULT_TIMEOUT_S
-
-
-@dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """All tensors of the broadcast that is about to start, in the order in which they come."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
 
 
 @dataclass
@@ -65,115 +39,34 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     timeout_s: float = DEFAULT_TIMEOUT_S
 
 
-class BrokenGroup(ValueError):
-    """A peer of the transfer group is gone. The replica is sound: the round must be sent again."""
+class GlooWeightTransferEngine(BroadcastReceiver[ProcessGroupGloo]):
+    def join(self, info: MeetingInfo, rank: int) -> ProcessGroupGloo:
+        return form_group(info, rank)
 
-
-class GlooWeightTransferEngine(StagedWeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
-
-    _group: ProcessGroupGloo | None = None
-    _chunk_bytes = DEFAULT_CHUNK_BYTES
-
-    def connect(self, init_info: GlooInitInfo) -> None:
-        self.abort()
-        parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._chunk_bytes = init_info.chunk_bytes
-        self._group = form_group(init_info, rank)
-
-    def receive(self, update_info: GlooUpdateInfo) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        group = self._group
-        if group is None:
-            raise ValueError("no transfer group: call init_weight_transfer_engine before update_weights")
-        tensors = parse(update_info.names, update_info.dtype_names, update_info.shapes)
-        for chunk in plan_chunks(tensors, self._chunk_bytes):
+    def receive(self, update_info: BroadcastInfo) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        group, chunks = self.expected(update_info)
+        for chunk in chunks:
             block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
             broadcast(group, block)
             yield chunk, block
 
-    def abort(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
 
-
-class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
+class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, ProcessGroupGloo]):
     init_info_cls = GlooTrainerInitInfo
 
-    def __init__(
-        self, *, client: VLLMWeightSyncClient, source: WeightSource, init_info: GlooTrainerInitInfo
-    ) -> None:
-        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        self._chunk_bytes = init_info.chunk_bytes
-        self._group: ProcessGroupGloo | None = None
+    def form(self, info: MeetingInfo) -> ProcessGroupGloo:
+        return form_group(info, 0)
 
-    @classmethod
-    def trainer_init(
-        cls,
-        init_info: GlooTrainerInitInfo,
-        *,
-        client: VLLMWeightSyncClient,
-        source: WeightSource | None = None,
-    ) -> Self:
-        if source is None:
-            raise ValueError("transport 'gloo' needs a WeightSource, got None")
-        engine = cls(client=client, source=source, init_info=init_info)
-        if engine.is_sender:
-            engine._meet(init_info)
-        return engine
-
-    def send_weights(self) -> None:
-        assert self.source is not None
-        tensors = iter(self.source)
-        if not self.is_sender:
-            for _ in tensors:  # materializing is a collective: every rank takes part
-                pass
-            return
-        metadata = [(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()]
-        self.client.start_weight_update()
-        # The receivers take part in the broadcast inside this call, so the two run side by side. It
-        # is never joined on an error: it ends when the fleet has given the round up.
-        calls = ThreadPoolExecutor(max_workers=1)
-        try:
-            receiving = calls.submit(self.client.update_weights, describe(metadata))
-            for chunk in plan_chunks(metadata, self._chunk_bytes):
-                block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-                pack(chunk, tensors, block)
-                if receiving.done():
-                    receiving.result()  # refused before the first byte: do not wait for peers
-                assert self._group is not None
-                broadcast(self._group, block)
-            receiving.result()
-        finally:
-            calls.shutdown(wait=False)
-        self.client.finish_weight_update()
-
-    def shutdown(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
-
-    def _meet(self, init_info: GlooTrainerInitInfo) -> None:
-        worker_info = {
-            "master_address": init_info.master_address,
-            "master_port": init_info.master_port,
-            "rank_offset": 1,
-            "world_size": init_info.world_size,
-            "chunk_bytes": init_info.chunk_bytes,
-            "timeout_s": init_info.timeout_s,
-        }
-        calls = ThreadPoolExecutor(max_workers=1)
-        try:
-            meeting = calls.submit(self.client.init_weight_transfer_engine, worker_info)
-            self._group = form_group(GlooInitInfo(**worker_info), 0)  # type: ignore[arg-type]
-            meeting.result()
-        finally:
-            calls.shutdown(wait=False)
+    def send(self, tensors: Tensors, receiving: Future[None] | None) -> None:
+        for chunk in self.chunks:
+            block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
+            pack(chunk, tensors, block)
+            if receiving is not None and receiving.done():
+                receiving.result()  # refused before the first byte: do not wait for peers
+            broadcast(self.group, block)
 
 
-def form_group(info: GlooInitInfo, rank: int) -> ProcessGroupGloo:
+def form_group(info: MeetingInfo, rank: int) -> ProcessGroupGloo:
     """Join the group; rank 0 opens the meeting point. Waits for all members, up to `timeout_s`."""
     timeout = timedelta(seconds=info.timeout_s)
     store = TCPStore(

@@ -7,45 +7,42 @@ it. A round is one payload; the chunks pass through the buffers without a call f
     trainer rank   waits until every worker took chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
-A counter is `round << 32 | chunks`, so what a broken round left behind is never taken for the next
-one's. Every wait has a deadline and ends when the other side gives up. Handles travel as JSON; no
-pickle is involved.
+Every wait ends when the other side gives up.
 """
 
-import base64
-import mmap
-import os
-import re
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    VLLMWeightSyncClient,
-    WeightSource,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from deployments.weights.gloo import BrokenGroup
-from deployments.weights.packing import Chunk, describe, pack, parse, plan_chunks
-from deployments.weights.shm import DIRECTORY, PREFIX, create_segment, remove_orphans, remove_segment
+from deployments.weights.ipc_channel import (
+    BUFFERS,
+    GIVEN_UP,
+    PUBLISHED,
+    TAKEN,
+    Page,
+    create_page,
+    gpu_uuid,
+    open_buffer,
+    open_page,
+    share_buffer,
+    wait_for,
+)
+from deployments.weights.meeting import DEFAULT_TIMEOUT_S, BrokenGroup
+from deployments.weights.packing import Chunk, layout, pack
+from deployments.weights.segments import remove_orphans, remove_segment
+from deployments.weights.sending import OnePayloadEngine, Tensors
 from deployments.weights.staging import StagedWeightTransferEngine
 
 DEFAULT_CHUNK_BYTES = 512 << 20
-DEFAULT_TIMEOUT_S = 60.0
-_BUFFERS = 2
-_POLL_S = 0.00005
-_WORD_BYTES = 8
-_PUBLISHED, _GIVEN_UP, _TAKEN = 0, 1, 2  # places in the page (int64): the last is rank 0's
-_ABSENT = -1
-_PAGE_NAME = re.compile(rf"{PREFIX}-\d+-[0-9a-f]{{32}}")
 
 
 @dataclass(kw_only=True)
@@ -83,37 +80,12 @@ class IpcTrainerInitInfo(TrainerInitInfo):
     timeout_s: float = DEFAULT_TIMEOUT_S
 
 
-class Page:
-    """The counters of one channel, mapped into both processes."""
-
-    def __init__(self, words: torch.Tensor, timeout_s: float) -> None:
-        self._words = words
-        self._timeout_s = timeout_s
-
-    def __getitem__(self, place: int) -> int:
-        return int(self._words[place])
-
-    def __setitem__(self, place: int, value: int) -> None:
-        self._words[place] = value
-
-    def workers(self) -> list[int]:
-        """The places of the workers that have opened the channel."""
-        return [_TAKEN + i for i, taken in enumerate(self._words[_TAKEN:].tolist()) if taken != _ABSENT]
-
-    def wait(self, reached: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while not reached():
-            if time.monotonic() > deadline:
-                raise BrokenGroup(f"{what}: nothing came in {self._timeout_s:g} s")
-            time.sleep(_POLL_S)
-
-
 class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateInfo]):
     init_info_cls = IpcInitInfo
     update_info_cls = IpcUpdateInfo
 
     _page: Page | None = None
-    _place = _TAKEN
+    _place = TAKEN
     _chunk_bytes = DEFAULT_CHUNK_BYTES
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -129,13 +101,11 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
                 f"this worker is on GPU {uuid}, and the trainer has ranks on {sorted(init_info.channels)}: "
                 "transport 'ipc' needs a trainer rank on the same GPU"
             )
-        parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._chunk_bytes = init_info.chunk_bytes
         self._buffers = []  # first: what a former connection mapped is given back
         self._buffers = [open_buffer(handle, self.device) for handle in channel["buffers"]]
         self._page = open_page(channel["page"], init_info.timeout_s)
-        self._place = _TAKEN + rank
+        self._place = TAKEN + init_info.rank_offset + self.worker_index
         self._page[self._place] = 0
 
     def receive(self, update_info: IpcUpdateInfo) -> Iterator[tuple[Chunk, torch.Tensor]]:
@@ -143,8 +113,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         if page is None:
             raise ValueError("no channel: call init_weight_transfer_engine before update_weights")
         self._stop.clear()
-        tensors = parse(update_info.names, update_info.dtype_names, update_info.shapes)
-        chunks = plan_chunks(tensors, self._chunk_bytes)
+        chunks = layout(update_info.names, update_info.dtype_names, update_info.shapes, self._chunk_bytes)
         largest = max((chunk.size_bytes for chunk in chunks), default=0)
         if largest > self._buffers[0].numel():
             raise ValueError(f"a chunk of {largest} bytes in buffers of {self._buffers[0].numel()} bytes")
@@ -152,14 +121,14 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         copied: list[torch.cuda.Event] = []
         for index, chunk in enumerate(chunks):
             page.wait(lambda at=start + index + 1: self._published(page, at), "the publisher of the weights")  # type: ignore[misc]
-            yield chunk, self._buffers[index % _BUFFERS][: chunk.size_bytes]
+            yield chunk, self._buffers[index % BUFFERS][: chunk.size_bytes]
             copied.append(torch.cuda.Event())
             copied[index].record()
             if index > 0:  # one behind: this thread queues the next copies while those run
-                _wait_for(copied[index - 1])
+                wait_for(copied[index - 1])
                 page[self._place] = start + index
         if copied:
-            _wait_for(copied[-1])
+            wait_for(copied[-1])
             page[self._place] = start + len(chunks)
 
     def abort(self) -> None:
@@ -172,103 +141,89 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
     def _published(self, page: Page, count: int) -> bool:
         if self._stop.is_set():
             raise BrokenGroup("the transfer was aborted")
-        published = page[_PUBLISHED]
-        if page[_GIVEN_UP] == count >> 32 or published >> 32 > count >> 32:
+        published = page[PUBLISHED]
+        if page[GIVEN_UP] == count >> 32 or published >> 32 > count >> 32:
             raise BrokenGroup("the publisher has given this round up")
         return published >= count
 
 
-class IpcTrainerWeightTransferEngine(TrainerWeightTransferEngine[IpcTrainerInitInfo]):
+class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
     """On every trainer rank: packs into its own GPU's channel. Only rank 0 calls the fleet."""
 
     init_info_cls = IpcTrainerInitInfo
 
-    def __init__(
-        self, *, client: VLLMWeightSyncClient, source: WeightSource, init_info: IpcTrainerInitInfo
-    ) -> None:
-        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
-        self._metadata = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
-        self._chunks = plan_chunks(self._metadata, init_info.chunk_bytes)
-        self._round_id = 0
-        largest = max(chunk.size_bytes for chunk in self._chunks)
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
-        self._page_name, memory = create_segment(_WORD_BYTES * (_TAKEN + init_info.world_size))
-        words = memory.view(torch.int64)
-        words.fill_(_ABSENT)
-        self._page = Page(words, init_info.timeout_s)
-        self._page[_PUBLISHED] = 0
-        self._workers: list[int] = []
-
-    @classmethod
-    def trainer_init(
-        cls,
-        init_info: IpcTrainerInitInfo,
-        *,
-        client: VLLMWeightSyncClient,
-        source: WeightSource | None = None,
-    ) -> Self:
-        if source is None:
-            raise ValueError("transport 'ipc' needs a WeightSource, got None")
-        if init_info.is_sender:
-            remove_orphans()
-        engine = cls(client=client, source=source, init_info=init_info)
-        try:
-            engine._meet(init_info)
-        finally:
-            remove_segment(engine._page_name)  # the mappings stay
-        return engine
+    _round_id = 0
+    _page: Page | None = None
+    _senders: Page | None = None  # rank 0's: the other ranks learn there that a round is given up
 
     def send_weights(self) -> None:
-        assert self.source is not None
         self._round_id += 1
-        if not self.is_sender:
-            self._send(iter(self.source), None)
-            return
-        self.client.start_weight_update()
-        calls = ThreadPoolExecutor(max_workers=1)
-        try:
-            payload = {"round_id": self._round_id, **describe(self._metadata)}
-            receiving = calls.submit(self.client.update_weights, payload)
-            self._send(iter(self.source), receiving)
-            receiving.result()
-        finally:
-            calls.shutdown(wait=False)
-        self.client.finish_weight_update()
+        super().send_weights()
+
+    def payload(self) -> dict[str, Any]:
+        return {"round_id": self._round_id, **super().payload()}
+
+    def follow(self, tensors: Tensors) -> None:
+        self.send(tensors, None)
+
+    def send(self, tensors: Tensors, receiving: Future[None] | None) -> None:
+        page, start = self._page, self._round_id << 32
+        assert page is not None
+        for index, chunk in enumerate(self.chunks):
+            if index >= BUFFERS:
+                self._wait_taken(page, start + index + 1 - BUFFERS, receiving)
+            pack(chunk, tensors, self._buffers[index % BUFFERS][: chunk.size_bytes])
+            torch.cuda.current_stream().synchronize()
+            page[PUBLISHED] = start + index + 1
+        self._wait_taken(page, start + len(self.chunks), receiving)
+
+    def give_up(self) -> None:
+        if self._page is not None:
+            self._page[GIVEN_UP] = self._round_id
 
     def shutdown(self) -> None:
-        self._page[_GIVEN_UP] = self._round_id
+        self.give_up()
 
-    def _send(self, tensors: Iterator[tuple[str, torch.Tensor]], receiving: Future[None] | None) -> None:
-        start, chunks = self._round_id << 32, self._chunks
-        try:
-            for index, chunk in enumerate(chunks):
-                if index >= _BUFFERS:
-                    self._wait_taken(start + index + 1 - _BUFFERS, receiving)
-                pack(chunk, tensors, self._buffers[index % _BUFFERS][: chunk.size_bytes])
-                torch.cuda.current_stream().synchronize()
-                self._page[_PUBLISHED] = start + index + 1
-            self._wait_taken(start + len(chunks), receiving)
-        except BaseException:  # whatever it was, the receivers must not wait for the rest
-            self._page[_GIVEN_UP] = self._round_id
-            raise
-
-    def _wait_taken(self, count: int, receiving: Future[None] | None) -> None:
+    def _wait_taken(self, page: Page, count: int, receiving: Future[None] | None) -> None:
         def taken() -> bool:
-            if all(self._page[place] >= count for place in self._workers):
+            if all(page[place] >= count for place in self._workers):
                 return True
             if receiving is not None and receiving.done():
                 receiving.result()
+            if self._senders is not None and self._senders[GIVEN_UP] == self._round_id:
+                raise BrokenGroup("rank 0 of the trainer has given this round up")
             return False
 
-        self._page.wait(taken, f"the workers on GPU {gpu_uuid(self._buffers[0].device)}")
+        page.wait(taken, f"the workers on GPU {gpu_uuid(self._buffers[0].device)}")
 
-    def _meet(self, init_info: IpcTrainerInitInfo) -> None:
-        uuid = gpu_uuid(self._buffers[0].device)
-        channel = {"page": self._page_name, "buffers": [share_buffer(block) for block in self._buffers]}
-        channels = {uuid: channel}
+    def meet(self, init_info: IpcTrainerInitInfo) -> None:
+        if self.is_sender:
+            remove_orphans()
+        largest = max(chunk.size_bytes for chunk in self.chunks)
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        name, self._page = create_page(init_info.world_size, init_info.timeout_s)
+        try:
+            self._open_to_workers(init_info, name)
+        finally:
+            remove_segment(name)  # the mappings stay
+        self._workers = self._page.workers()
+        uuid = gpu_uuid(device)
+        alone = [gpu for gpu, workers in _gathered((uuid, len(self._workers))) if not workers]
+        if alone:
+            raise ValueError(
+                f"no replica's worker is on GPU {', '.join(alone)}, where a trainer rank is: transport "
+                "'ipc' needs one on the GPU of each trainer rank"
+            )
+
+    def _open_to_workers(self, init_info: IpcTrainerInitInfo, page_name: str) -> None:
+        channel = {"page": page_name, "buffers": [share_buffer(block) for block in self._buffers]}
+        channels = {gpu_uuid(self._buffers[0].device): channel}
         for other in _gathered(channels):
             channels |= other
+        names = _gathered(page_name)
+        if not self.is_sender:
+            self._senders = open_page(names[0], init_info.timeout_s)
         failure = ""
         if self.is_sender:
             info = {
@@ -285,70 +240,6 @@ class IpcTrainerWeightTransferEngine(TrainerWeightTransferEngine[IpcTrainerInitI
         failures = [text for text in _gathered(failure) if text]
         if failures:
             raise BrokenGroup(f"the fleet did not connect: {failures[0]}")
-        self._workers = self._page.workers()
-        alone = [gpu for gpu, workers in _gathered((uuid, len(self._workers))) if not workers]
-        if alone:
-            raise ValueError(
-                f"no replica's worker is on GPU {', '.join(alone)}, where a trainer rank is: transport "
-                "'ipc' needs one on the GPU of each trainer rank"
-            )
-
-
-def gpu_uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def share_buffer(block: torch.Tensor) -> list[Any]:
-    """What another process needs to open a CUDA buffer, as JSON types."""
-    shared = block.untyped_storage()._share_cuda_()
-    return [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in shared]
-
-
-def open_buffer(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """The buffer (uint8) that `share_buffer` of another process describes.
-
-    Raises:
-        ValueError: this is not such a handle, or the driver refuses it.
-    """
-    try:
-        _, memory, size, offset, counter, counter_offset, event, sync = handle
-        storage = torch.UntypedStorage._new_shared_cuda(
-            device.index,  # the sender's numbering need not be ours
-            base64.b64decode(memory),
-            int(size),
-            int(offset),
-            base64.b64decode(counter),
-            int(counter_offset),
-            base64.b64decode(event),
-            bool(sync),
-        )
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the CUDA IPC handle cannot be opened: {error}") from error
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def open_page(name: str, timeout_s: float) -> Page:
-    """Map a channel's counters.
-
-    Raises:
-        ValueError: no such page on this host; names outside our own are refused.
-    """
-    if not isinstance(name, str) or _PAGE_NAME.fullmatch(name) is None:
-        raise ValueError(f"expected the name of a Slipstream segment, got {name!r}")
-    try:
-        descriptor = os.open(DIRECTORY / name, os.O_RDWR)
-    except FileNotFoundError as error:
-        raise ValueError(f"page {name!r} does not exist on this host") from error
-    try:
-        return Page(torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.int64), timeout_s)
-    finally:
-        os.close(descriptor)
-
-
-def _wait_for(event: torch.cuda.Event) -> None:
-    # Not event.synchronize(): it spins, on a core and in the driver, beside the thread that decodes.
-    while not event.query():
-        time.sleep(_POLL_S)
 
 
 def _gathered(value: Any) -> list[Any]:

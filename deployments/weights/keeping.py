@@ -60,6 +60,10 @@ class Keeper:
         """Keep what arrives from now on."""
         self._arriving = Kept(version=version)
 
+    @property
+    def expecting(self) -> bool:
+        return self._arriving is not None
+
     def add(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         arriving = self._arriving
         if arriving is not None:

@@ -7,14 +7,16 @@ digest a tensor. Sender and receiver derive the plan from the same metadata and 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
 import torch
 
-from deployments.weights.digest import DIGEST_BYTES, digest_tensor
+from deployments.weights.digest import DIGEST_BYTES, Copy, survey
 
 ALIGNMENT = 256
+_LAYOUTS = 64  # that are remembered: a round has one, or one a chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +33,21 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
+    """Compared by identity: the layout of a payload that comes again is the same object again."""
+
     entries: tuple[Entry, ...]
     table_offset: int
 
     @property
     def size_bytes(self) -> int:
         return self.table_offset + DIGEST_BYTES * len(self.entries)
+
+    @cached_property
+    def offered(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape by name."""
+        return {entry.name: (entry.dtype, entry.shape) for entry in self.entries}
 
 
 def plan_chunks(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], chunk_bytes: int) -> list[Chunk]:
@@ -66,6 +75,32 @@ def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> dict[
         "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in tensors],
         "shapes": [list(shape) for _, _, shape in tensors],
     }
+
+
+def layout(
+    names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], chunk_bytes: int
+) -> tuple[Chunk, ...]:
+    """The chunks of a payload that `describe` describes; the same objects for the same payload.
+
+    Raises:
+        ValueError: as `parse`.
+    """
+    try:
+        return _layout(tuple(names), tuple(dtype_names), tuple(map(tuple, shapes)), chunk_bytes)
+    except TypeError as error:
+        raise ValueError(
+            f"names, dtype_names and shapes must be lists of names and numbers: {error}"
+        ) from error
+
+
+@lru_cache(maxsize=_LAYOUTS)
+def _layout(
+    names: tuple[str, ...],
+    dtype_names: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    chunk_bytes: int,
+) -> tuple[Chunk, ...]:
+    return tuple(plan_chunks(parse(names, dtype_names, shapes), chunk_bytes))
 
 
 def parse(
@@ -96,23 +131,26 @@ def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch
     Raises:
         ValueError: the source yields another tensor than its metadata declared.
     """
-    packed = []
-    for entry in chunk.entries:
+    copies = []
+    for place, entry in enumerate(chunk.entries):
         name, tensor = next(tensors, (None, None))
         if tensor is None or name != entry.name or tuple(tensor.shape) != entry.shape:
             came = "nothing" if tensor is None else f"{name!r} {tuple(tensor.shape)}"
             raise ValueError(f"the source declared {entry.name!r} {entry.shape} and yielded {came}")
-        target = view(entry, block)
-        target.copy_(tensor)
-        packed.append(target)
-    block[chunk.table_offset : chunk.size_bytes].copy_(digest_tensor(packed).view(torch.uint8))
+        source = tensor.detach().to(block.device, entry.dtype).contiguous()
+        copies.append(Copy(place=place, source=source, target=view(entry, block)))
+    found = survey([copy.source for copy in copies], copies)()
+    block[chunk.table_offset : chunk.size_bytes].copy_(found.digests.view(torch.uint8))
 
 
-def unpack(chunk: Chunk, block: torch.Tensor) -> tuple[list[tuple[str, torch.Tensor]], torch.Tensor]:
-    """Views of the chunk's tensors in `block` (uint8 [chunk.size_bytes]), and a copy of the digests sent
-    along (int64 [n], on the block's device; see `digest.unsigned`)."""
-    table = block[chunk.table_offset : chunk.size_bytes].clone().view(torch.int64)
-    return [(entry.name, view(entry, block)) for entry in chunk.entries], table
+def unpack(chunk: Chunk, block: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Views of the chunk's tensors in `block` (uint8 [chunk.size_bytes])."""
+    return [(entry.name, view(entry, block)) for entry in chunk.entries]
+
+
+def sent_digests(chunk: Chunk, block: torch.Tensor) -> torch.Tensor:
+    """A copy of the digests that came along (int64 [n], on the block's device; see `digest.unsigned`)."""
+    return block[chunk.table_offset : chunk.size_bytes].clone().view(torch.int64)
 
 
 def view(entry: Entry, block: torch.Tensor) -> torch.Tensor:

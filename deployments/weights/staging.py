@@ -15,9 +15,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from vllm.config import VllmConfig
@@ -28,11 +28,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deployments.weights.digest import combined, inspect, unsigned
+from deployments.weights.counters import Counters
+from deployments.weights.digest import Findings, combined, inspect
 from deployments.weights.keeping import Keeper
 from deployments.weights.manifest import checkpoint_manifest, mismatches, sentence
-from deployments.weights.packing import Chunk, unpack
+from deployments.weights.packing import Chunk, sent_digests, unpack
 from deployments.weights.protocol import Outcome
+from deployments.weights.session import Evidence, Session
 
 Tensors = list[tuple[str, torch.Tensor]]
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
@@ -44,12 +46,15 @@ class Staging(Protocol):
 
     def begin(self) -> None: ...
 
-    def add(self, tensors: Tensors) -> None:
-        """Take tensors by Hugging Face name. Called on the staging thread, while the engine decodes.
+    def replay(self, chunk: Chunk, block: torch.Tensor) -> Findings | None:
+        """Take a chunk that is known from a former round, and look into it on the way; else None.
 
-        On a GPU the copies are only queued, on the current stream; the tensors' memory is reused in
-        the order of that stream.
+        Called on the staging thread, while the engine decodes. On a GPU the copies are only queued, on
+        the current stream; the block's memory is reused in the order of that stream.
         """
+
+    def add(self, chunk: Chunk, tensors: Tensors) -> None:
+        """The same for a chunk that is not known: its tensors, by Hugging Face name."""
 
     def seal(self, *, complete: bool) -> list[str]:
         """Nothing more comes: finish what loading left open. Called on the staging thread.
@@ -69,76 +74,6 @@ class Staging(Protocol):
     def drop(self) -> None: ...
 
 
-class HostStaging:
-    """The tensors wait in host memory and are loaded inside the pause."""
-
-    def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
-        self._model = model
-        self._model_config = model_config
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def begin(self) -> None:
-        self._tensors = {}
-
-    def add(self, tensors: Tensors) -> None:
-        self._tensors.update((name, tensor.cpu()) for name, tensor in tensors)
-
-    def seal(self, *, complete: bool) -> list[str]:
-        return []
-
-    def swap(self) -> None:
-        # On a CPU, linear weights are repacked after loading: only the layerwise reload, which runs
-        # that step again, changes what the model computes.
-        from vllm.model_executor.model_loader.reload import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
-
-        initialize_layerwise_reload(self._model)
-        self._model.load_weights(self._tensors.items())
-        finalize_layerwise_reload(self._model, self._model_config)
-        self.drop()
-
-    def drop(self) -> None:
-        self._tensors = {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What was found in one chunk, still on the device: int64 [n], int64 [n], bool [n]."""
-
-    names: list[str]
-    sent: torch.Tensor
-    found: torch.Tensor
-    bad: torch.Tensor
-
-
-@dataclass
-class Session:
-    """What one round has brought to this worker so far."""
-
-    offered: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
-    evidence: list[Evidence] = field(default_factory=list)  # of the payload that is arriving
-    digests: dict[str, int] = field(default_factory=dict)
-    sealed: bool = False
-    payloads_done: int = 0
-    size_bytes: int = 0
-    stage_s: float = 0.0
-    verify_s: float = 0.0
-    outcome: Outcome = Outcome.DONE
-    message: str = ""
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "payloads_done": self.payloads_done,
-            "bytes": self.size_bytes,
-            "stage_s": self.stage_s,
-            "verify_s": self.verify_s,
-            "outcome": self.outcome.value,
-            "message": self.message,
-        }
-
-
 class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Init, Update]):
     """Base of the four transports on the replica's side."""
 
@@ -156,7 +91,9 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.staging = self._make_staging(vllm_config, model)
         self.keeper = Keeper(vllm_config.model_config.model)
         self._expected = checkpoint_manifest(Path(vllm_config.model_config.model))
+        self._fitting: WeakSet[Chunk] = WeakSet()  # to the model
         self._session: Session | None = None
+        self._progress: Counters | None = None
         self._connecting: Future[None] = Future()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -167,6 +104,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             from deployments.weights.device_staging import DeviceStaging
 
             return DeviceStaging(vllm_config, self.device, model)
+        from deployments.weights.host_staging import HostStaging
+
         return HostStaging(model, vllm_config.model_config)
 
     @abstractmethod
@@ -212,6 +151,22 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.keeper.commit(self._session.digests)
         self._session = None
 
+    def report_to(self, page: str) -> bool:
+        """Count payloads in this page of `Counters` from now on; False if it is on another host."""
+        self._progress = None
+        try:
+            self._progress = Counters.open(page)
+        except ValueError:
+            return False
+        self._progress[self.worker_index] = 0
+        return True
+
+    @property
+    def worker_index(self) -> int:
+        """This worker's place among all workers of its replica."""
+        parallel = self.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+
     def progress(self) -> dict[str, Any]:
         """How far the session's payloads are; see `Session.state`."""
         assert self._session is not None
@@ -221,13 +176,9 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         """Whether the staged version is complete and fits the model; `digest` names its content."""
         session = self._session
         assert session is not None
-        if session.outcome is Outcome.DONE and self._expected is not None:
-            missing = mismatches(self._expected.tensors, session.offered, complete=True)
-            if missing:
-                session.outcome, session.message = Outcome.REJECTED, sentence(missing)
         if session.outcome is Outcome.DONE and not session.sealed:
             self._thread.submit(self._guarded, session, self._seal).result()
-        return session.state() | {"digest": combined(session.digests)}
+        return session.state() | {"digest": session.digest}
 
     def drop(self) -> None:
         """Forget the session. A payload that is still arriving ends by itself or is cut off by `abort`."""
@@ -263,6 +214,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             self._guarded(session, lambda s: self._take(s, update_info))
         session.stage_s += time.perf_counter() - start
         session.payloads_done += 1
+        if session is self._session and self._progress is not None:
+            self._progress[self.worker_index] = session.payloads_done
 
     def _guarded(self, session: Session, work: Callable[[Session], None]) -> None:
         """Run a part of the staging on its thread; what goes wrong becomes the session's outcome."""
@@ -277,65 +230,41 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     def _take(self, session: Session, update_info: dict[str, Any]) -> None:
         for chunk, block in self.receive(self.parse_update_info(update_info)):
             self._accept(session, chunk, block)
-        self._settle(session)
+        session.settle()
         expected = self._expected
         if self.one_payload if expected is None else expected.tensors.keys() <= session.offered.keys():
             # Here and not in `verify`, for which the engine waits.
             self._seal(session)
 
     def _accept(self, session: Session, chunk: Chunk, block: torch.Tensor) -> None:
-        offered = {entry.name: (entry.dtype, entry.shape) for entry in chunk.entries}
-        if self._expected is not None:
-            problems = mismatches(self._expected.tensors, offered, complete=False)
+        if self._expected is not None and chunk not in self._fitting:
+            problems = mismatches(self._expected.tensors, chunk.offered, complete=False)
             if problems:
                 raise ValueError(sentence(problems))
-        tensors, sent = unpack(chunk, block)
+            self._fitting.add(chunk)
         start = time.perf_counter()
-        found, bad = inspect([tensor for _, tensor in tensors])
-        session.evidence.append(Evidence(names=list(offered), sent=sent, found=found, bad=bad))
-        session.verify_s += time.perf_counter() - start
-        self.staging.add(tensors)
-        self.keeper.add(tensors)
-        session.offered |= offered
+        sent = sent_digests(chunk, block)
+        found = self.staging.replay(chunk, block)
+        if found is None:
+            tensors = unpack(chunk, block)
+            found = inspect([tensor for _, tensor in tensors])
+            session.verify_s += time.perf_counter() - start
+            self.staging.add(chunk, tensors)
+        if self.keeper.expecting:
+            self.keeper.add(unpack(chunk, block))
+        session.evidence.append(Evidence(names=list(chunk.offered), sent=sent, found=found))
+        session.offered |= chunk.offered
         session.size_bytes += chunk.size_bytes
 
-    def _settle(self, session: Session) -> None:
-        """Judge what has come: one read-back a payload, which also waits for the staging's copies."""
-        evidence, session.evidence = session.evidence, []
-        if not evidence:
-            return
-        names = [name for part in evidence for name in part.names]
-        columns = (
-            torch.cat([part.sent for part in evidence]),
-            torch.cat([part.found for part in evidence]),
-            torch.cat([part.bad for part in evidence]).long(),
-        )
-        sent, found, bad = torch.stack(columns).cpu()
-        check(names, unsigned(sent), unsigned(found), bad.tolist())
-        session.digests |= zip(names, unsigned(found), strict=True)
-
     def _seal(self, session: Session) -> None:
+        if self._expected is not None:
+            missing = mismatches(self._expected.tensors, session.offered, complete=True)
+            if missing:
+                raise ValueError(sentence(missing))
         unfilled = self.staging.seal(complete=self._expected is not None)
         if unfilled:
             raise ValueError(
                 sentence([f"parameter {name!r} received no or not all weights" for name in unfilled])
             )
+        session.digest = combined(session.digests)
         session.sealed = True
-
-
-def check(names: list[str], sent: list[int], found: list[int], bad: list[int]) -> None:
-    """Compare digests, and refuse numbers that no optimizer means to publish.
-
-    Raises:
-        ValueError: names the tensors whose digest differs or that hold NaN or infinity.
-    """
-    torn = [
-        f"{name!r} was sent with digest {a:016x} and arrived with {b:016x}"
-        for name, a, b in zip(names, sent, found, strict=True)
-        if a != b
-    ]
-    if torn:
-        raise ValueError(sentence(torn))
-    wrong = [f"{name!r} holds NaN or infinity" for name, is_bad in zip(names, bad, strict=True) if is_bad]
-    if wrong:
-        raise ValueError(sentence(wrong))

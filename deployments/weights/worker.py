@@ -18,6 +18,9 @@ class StagingWorkerExtension(NativeWorkerExtension):
     def staging_connected(self) -> dict[str, Any]:
         return self.weight_transfer_engine.connected()
 
+    def staging_report_to(self, page: str) -> bool:
+        return self.weight_transfer_engine.report_to(page)
+
     def staging_progress(self) -> dict[str, Any]:
         return self.weight_transfer_engine.progress()
 

@@ -4,7 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.weights.digest import digests, unsigned
-from deployments.weights.packing import ALIGNMENT, describe, pack, parse, plan_chunks, unpack
+from deployments.weights.packing import (
+    ALIGNMENT,
+    describe,
+    layout,
+    pack,
+    parse,
+    plan_chunks,
+    sent_digests,
+    unpack,
+)
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])
 SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
@@ -22,8 +31,8 @@ def test_what_was_packed_comes_out_with_its_digests(
     for chunk in plan_chunks(metadata, chunk_bytes):
         block = torch.zeros(chunk.size_bytes, dtype=torch.uint8)
         pack(chunk, source, block)
-        found, sent = unpack(chunk, block)
-        assert unsigned(sent) == digests([tensor for _, tensor in found])
+        found = unpack(chunk, block)
+        assert unsigned(sent_digests(chunk, block)) == digests([tensor for _, tensor in found])
         assert all(entry.offset % ALIGNMENT == 0 for entry in chunk.entries)
         seen |= dict(found)
     assert list(seen) == list(tensors)
@@ -61,6 +70,14 @@ def test_bad_metadata_is_refused_with_what_came(
 ) -> None:
     with pytest.raises(ValueError, match=word.replace("[", r"\[").replace("]", r"\]")):
         parse(names, dtypes, shapes)
+
+
+def test_a_payload_that_comes_again_has_the_same_chunks() -> None:
+    wire = describe([("a", torch.float32, (2, 3)), ("b", torch.float32, (4,))])
+    assert layout(**wire, chunk_bytes=1 << 20) == layout(**wire, chunk_bytes=1 << 20)
+    assert layout(**wire, chunk_bytes=1 << 20) != layout(**wire, chunk_bytes=8)
+    with pytest.raises(ValueError, match="must be lists of names and numbers"):
+        layout([{}], ["float32"], [[2]], 8)  # type: ignore[list-item]
 
 
 def test_a_source_that_breaks_its_word_is_found() -> None:

@@ -1,0 +1,100 @@
+"""How long a round takes with 1, 2 and 3 replicas over NCCL: the broadcast should hide the others.
+
+python -m benchmarks.replicas --size 8b --replicas 1 2 3      (trainer on GPU 0, a replica on each next one)
+"""
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+COLUMNS = ("replicas", "staged (ms)", "commit (ms)", "round (ms)", "smallest and largest round", "to one")
+
+
+class Several:
+    """The first `count` replicas as one: what a controller would do, without the controller."""
+
+    def __init__(self, links: list[Any], count: int) -> None:
+        self._links = links[:count]
+
+    async def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        await asyncio.gather(
+            *(
+                link.init_weight_transfer_engine({**info, "rank_offset": 1 + index})
+                for index, link in enumerate(self._links)
+            )
+        )
+
+    async def start_weight_update(self) -> None:
+        await asyncio.gather(*(link.start_weight_update() for link in self._links))
+
+    async def update_weights(self, payload: Any) -> None:
+        await asyncio.gather(*(link.update_weights(payload) for link in self._links))
+
+    async def finish_weight_update(self) -> None:
+        await asyncio.gather(*(link.finish_weight_update() for link in self._links))
+
+    def staged_s(self) -> float:
+        return float(max(link.times.staged - link.times.begin for link in self._links))
+
+    def commit_s(self) -> float:
+        return float(max(link.times.live - link.times.staged for link in self._links))
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    from benchmarks.weight_sync import Ours, TrainerProcess, start_engine
+
+    trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu)
+    links = []
+    for index in range(max(arguments.replicas)):
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(arguments.gpu + 1 + index)
+        engine = await start_engine(
+            str(arguments.model),
+            "slipstream_nccl",
+            "device",
+            load_format="dummy",
+            enforce_eager=True,
+            kv_cache_memory_bytes=2 << 30,
+        )
+        links.append(Ours(engine))
+    print(f"{arguments.size}, {trainer.size_bytes / 1e9:.2f} GB, nccl, one GPU a replica")
+    print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
+    single = 0.0
+    for count in arguments.replicas:
+        several = Several(links, count)
+        await trainer.connect(several, "slipstream_nccl", count)
+        found = []
+        for _ in range(arguments.rounds + 2):  # the first is loaded by vLLM and recorded
+            seconds = await trainer.send(several)
+            found.append((several.staged_s(), several.commit_s(), seconds))
+        staged, commit, whole = zip(*found[2:], strict=True)
+        single = single or median(whole)
+        cells = [f"{count}", f"{1e3 * median(staged):.0f}", f"{1e3 * median(commit):.1f}"]
+        cells += [f"{1e3 * median(whole):.0f}", f"{1e3 * min(whole):.0f} to {1e3 * max(whole):.0f}"]
+        print("| " + " | ".join([*cells, f"{median(whole) / single:.2f}"]) + " |", flush=True)
+    trainer.stop()
+    for link in links:
+        await link.engine.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--size", default="8b")
+    parser.add_argument("--model", type=Path, default=Path("/tmp/slipstream-models"))
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--gpu", type=int, default=0, help="the trainer's; the replicas' come after it")
+    arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    arguments.model = arguments.model / f"{arguments.size}-config"
+    arguments.model.mkdir(parents=True, exist_ok=True)
+    from benchmarks.models import write_config
+
+    write_config(arguments.size, arguments.model)
+    asyncio.run(measure(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""A page of counters in shared memory, which processes of one host write and read without a call."""
+
+import mmap
+from typing import Self
+
+from deployments.weights.segments import create_mapping, open_mapping
+
+_WORD_BYTES = 8
+ABSENT = -1  # before its writer has opened the page
+
+
+class Counters:
+    """Signed 64-bit numbers, each with one writer."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._words = memoryview(mapping).cast("q")
+
+    @classmethod
+    def create(cls, count: int) -> tuple[str, Self]:
+        """A new page, all `ABSENT`, and the name of its segment, which the caller removes."""
+        name, mapping = create_mapping(_WORD_BYTES * count)
+        page = cls(mapping)
+        for place in range(count):
+            page[place] = ABSENT
+        return name, page
+
+    @classmethod
+    def open(cls, name: str) -> Self:
+        """Map a page of another process.
+
+        Raises:
+            ValueError: as `open_mapping`.
+        """
+        return cls(open_mapping(name, mmap.ACCESS_WRITE))
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, place: int) -> int:
+        return self._words[place]
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self._words[place] = value
