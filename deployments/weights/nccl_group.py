@@ -8,6 +8,7 @@ import ctypes
 import math
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -47,11 +48,19 @@ class TransferGroup:
         self._calling = threading.Lock()
         self._call_ends = math.inf
         # One thread for all calls: to start one for each would cost as much as the call.
-        threading.Thread(target=self._guard, name="nccl-guard", daemon=True).start()
+        threading.Thread(target=_guard, args=(weakref.ref(self),), name="nccl-guard", daemon=True).start()
         # NCCL connects lazily: with everybody present now, not in the first round with a peer that died.
         self.reserve(_WARM_UP_BYTES)
         self.start(0, _WARM_UP_BYTES)
         self.wait(0)
+
+    @property
+    def alive(self) -> bool:
+        return self._communicator is not None
+
+    def end_overdue_call(self) -> None:
+        if time.monotonic() > self._call_ends:
+            self.abort()
 
     def reserve(self, size_bytes: int) -> None:
         if self._buffers[0].numel() < size_bytes:
@@ -94,12 +103,6 @@ class TransferGroup:
             raise BrokenGroup("the transfer group was aborted")
         torch.cuda.current_stream().wait_event(done)
 
-    def _guard(self) -> None:
-        while self._communicator is not None:
-            if time.monotonic() > self._call_ends:
-                self.abort()
-            time.sleep(_WATCH_S)
-
     def abort(self) -> None:
         """End every wait, on the device too. Any thread may call it; the group is gone afterwards."""
         # Not in the middle of a call that is about to return; one that hangs is what an abort is for.
@@ -111,6 +114,13 @@ class TransferGroup:
         finally:
             if alone:
                 self._calling.release()
+
+
+def _guard(group: "weakref.ref[TransferGroup]") -> None:
+    while (guarded := group()) is not None and guarded.alive:
+        guarded.end_overdue_call()
+        del guarded  # an owner that forgets the group must not find it kept alive here
+        time.sleep(_WATCH_S)
 
 
 def form_communicator(info: MeetingInfo, rank: int, device: torch.device) -> PyNcclCommunicator:
