@@ -38,7 +38,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("fleet")
     checkpoint = save_tiny_llama(root / "model", seed=1)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(include_dashboard=False, num_cpus=2, configure_logging=False, log_to_driver=False)
+    # "local": else it would join a fleet that somebody is running here.
+    ray.init(
+        address="local", include_dashboard=False, num_cpus=2, configure_logging=False, log_to_driver=False
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     from app.config import parse_config
     from app.main import build
