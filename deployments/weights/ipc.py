@@ -42,7 +42,8 @@ from deployments.weights.segments import remove_orphans, remove_segment
 from deployments.weights.sending import OnePayloadEngine, Tensors
 from deployments.weights.staging import StagedWeightTransferEngine
 
-DEFAULT_CHUNK_BYTES = 512 << 20
+# Trainer and replica share the GPU in turns: each chunk costs a turn, and larger ones are fewer.
+DEFAULT_CHUNK_BYTES = 1 << 30
 
 
 @dataclass(kw_only=True)
