@@ -66,6 +66,15 @@ class TransportName(StrEnum):
     NCCL = "nccl"
 
 
+# On a GPU a chunk costs a turn of the trainer's on the device that decodes, so there are few.
+CHUNK_BYTES = {
+    TransportName.SHM: 64 << 20,
+    TransportName.GLOO: 64 << 20,
+    TransportName.IPC: 1 << 30,
+    TransportName.NCCL: 512 << 20,
+}
+
+
 class StagingPlace(StrEnum):
     HOST = "host"  # received tensors wait in host memory, and are loaded inside the pause
     DEVICE = "device"  # a shadow of the parameters is filled while generating: the pause is one copy
@@ -116,9 +125,14 @@ class WeightsConfig(LedgerConfig):
 
     transport: TransportName = TransportName.SHM
     staging: StagingPlace = StagingPlace.HOST
-    chunk_bytes: int = Field(default=64 << 20, ge=1 << 16, le=4 << 30)
+    # A trainer rank has two chunks on its GPU (ipc, nccl). None: what suits the transport.
+    chunk_bytes: int | None = Field(default=None, ge=1 << 16, le=4 << 30)
     # IPC handles can only come pickled. Even then they are read by a restricted unpickler.
     allow_pickled_ipc_over_http: bool = False
+
+    @property
+    def sent_chunk_bytes(self) -> int:
+        return CHUNK_BYTES[self.transport] if self.chunk_bytes is None else self.chunk_bytes
 
     def ledger(self) -> LedgerConfig:
         return LedgerConfig(**{name: getattr(self, name) for name in LedgerConfig.model_fields})

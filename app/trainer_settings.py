@@ -19,7 +19,7 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
         store_dir=str(args.store_path),
         keep=args.store.keep,
         transport=args.weights.transport.value,
-        chunk_bytes=args.weights.chunk_bytes,
+        chunk_bytes=args.weights.sent_chunk_bytes,
         native=args.weights.staging is StagingPlace.NONE,
         strategy=Strategy(trainer.strategy.value),
         world_size=trainer.world_size,

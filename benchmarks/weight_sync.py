@@ -204,6 +204,8 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool) -> None:
         start = time.perf_counter()
         try:
             if command == "connect":
+                if engine is not None:
+                    engine.shutdown()
                 engine = _trainer_engine(_PipeClient(pipe), model, *rest)
             else:
                 if rest[0] is not None:

@@ -50,6 +50,13 @@ def test_only_the_model_is_required() -> None:
     assert config.store_path == config.state_dir / "store"
 
 
+def test_the_chunks_are_as_large_as_suits_the_transport() -> None:
+    assert parse_config({"model": "m"}).weights.sent_chunk_bytes == 64 << 20
+    assert parse_config({"model": "m", **SEPARATE}).weights.sent_chunk_bytes == 512 << 20
+    chosen = {**SEPARATE["weights"], "chunk_bytes": 1 << 20}
+    assert parse_config({"model": "m", **SEPARATE, "weights": chosen}).weights.sent_chunk_bytes == 1 << 20
+
+
 def test_the_default_file_is_valid() -> None:
     document = yaml.safe_load(Path("serve_config.yaml").read_text())
     config = parse_config(document["applications"][0]["args"])
