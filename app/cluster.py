@@ -160,7 +160,6 @@ def _proxy(directory: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # of 30: there is no other load balancer
-        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     }
 
 

@@ -93,14 +93,13 @@ async def _say_http(request: Request, error: Exception) -> Response:
 
 
 async def _say_foreign(request: Request, error: Exception) -> Response:
-    # Serve hands errors of other deployments over as RayTaskError; its cause is what was raised.
+    # Serve hands errors of other deployments over as RayTaskError, whose text is a traceback; its cause
+    # is what was raised.
     cause: Any = getattr(error, "cause", None)
-    if isinstance(cause, SlipstreamError):
-        return await _say(request, cause)
-    if isinstance(error, SlipstreamError):
-        return await _say(request, error)
-    logger.error(
-        "%s %s: %s", request.method, request.url.path, str(error).splitlines()[0] if str(error) else error
-    )
-    body = {"error": {"type": "internal_error", "message": f"{type(error).__name__}: {error}", "detail": {}}}
+    raised = cause if isinstance(cause, BaseException) else error
+    if isinstance(raised, SlipstreamError):
+        return await _say(request, raised)
+    text = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"
+    logger.error("%s %s: %s", request.method, request.url.path, text)
+    body = {"error": {"type": "internal_error", "message": text, "detail": {}}}
     return JSONResponse(body, status_code=500)
