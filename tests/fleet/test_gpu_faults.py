@@ -1,0 +1,104 @@
+"""What dies in the middle of a round over NCCL: a replica, then the trainer. The others go on."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from ray import serve
+
+from app.cluster import MARK, marked_processes
+from tests.fleet.conftest import Fleet
+from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
+from tests.fleet.losing import members, wait_for_another
+from tests.fleet.talk import complete, on_every_replica, train_and_publish
+from tests.tiny_models import save_tiny_llama
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
+PORT = 8377
+TOKENS = 24
+
+
+@needs_gpus(3)
+def test_a_replica_and_a_trainer_that_die_in_a_round_leave_the_others_serving(tmp_path: Path) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
+    overrides = {"engine": {"env": INVARIANT, "enforce_eager": True}}
+    config = configuration("nccl_two_replicas", checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, PORT) as fleet, fleet.client() as client:
+        a_replica_dies(fleet, client)
+        the_trainer_dies(fleet, client)
+
+
+def a_replica_dies(fleet: Fleet, client: httpx.Client) -> None:
+    version = train_and_publish(client)
+    before = on_every_replica(client, max_tokens=TOKENS)
+    serving = members(client)
+    with a_round_that_hangs(fleet) as (engine, answers):
+        engine.kill()
+    (answer,) = answers
+    print("a replica died in a round:", answer.status_code, answer.text[:300], flush=True)
+    now = version + 1 if answer.is_success else version
+    assert answer.is_success or answer.json()["error"]["type"] == "round_aborted"
+    survivor = complete(client, max_tokens=TOKENS)
+    assert survivor.version == now == fleet.version() and survivor.replica in before
+    wait_for_another(client, serving)
+    for found in on_every_replica(client, max_tokens=TOKENS).values():
+        assert (found.version, found.tokens) == (now, survivor.tokens)
+    assert train_and_publish(client) == now + 1, "and the next round reaches both"
+
+
+def the_trainer_dies(fleet: Fleet, client: httpx.Client) -> None:
+    version, before = fleet.version(), on_every_replica(client, max_tokens=TOKENS)
+    handle: Any = serve.get_deployment_handle("trainer", app_name="slipstream")
+    (rank,) = handle.process_ids.remote().result(timeout_s=30)
+    with a_round_that_hangs(fleet) as (engine, answers):
+        os.kill(rank, signal.SIGKILL)
+        time.sleep(1.0)
+        engine.resume()
+    (answer,) = answers
+    print("the trainer died in a round:", answer.status_code, answer.text[:300], flush=True)
+    assert answer.status_code == 503 and "died" in answer.json()["error"]["message"]
+    assert fleet.version() == version
+    for name, found in on_every_replica(client, max_tokens=TOKENS).items():
+        assert (found.version, found.tokens) == (version, before[name].tokens)
+    deadline = time.monotonic() + 120
+    while not client.get("/train/status").is_success:
+        assert time.monotonic() < deadline, "the trainer did not come back"
+        time.sleep(0.5)
+    assert train_and_publish(client) == version + 1
+
+
+@contextmanager
+def a_round_that_hangs(fleet: Fleet) -> Iterator[tuple[psutil.Process, list[httpx.Response]]]:
+    """One engine is stopped, so that the round that begins cannot end; afterwards it has."""
+    engine = an_engine()
+    answers: list[httpx.Response] = []
+
+    def publish() -> None:
+        with fleet.client(timeout_s=300) as trainer:
+            answers.append(trainer.post("/train/publish", json={}))
+
+    publishing = threading.Thread(target=publish)
+    engine.suspend()
+    publishing.start()
+    deadline = time.monotonic() + 30
+    while httpx.get(f"{fleet.url}/fleet").json()["round"] is None:
+        assert publishing.is_alive() and time.monotonic() < deadline, "no round was seen"
+    time.sleep(1.0)
+    assert publishing.is_alive(), "the round must still be open"
+    yield engine, answers
+    publishing.join(timeout=200)
+    assert answers, "the publish has not ended"
+
+
+def an_engine() -> psutil.Process:
+    mine = [psutil.Process(pid) for pid in marked_processes(os.environ[MARK])]
+    return next(process for process in mine if process.name().startswith("VLLM::"))
