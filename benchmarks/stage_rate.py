@@ -67,6 +67,10 @@ async def measure_mode(arguments: argparse.Namespace, mode: str, trainer: Any, l
             f"| {1e3 * commit:.1f} | {1e3 * whole:.0f} |",
             flush=True,
         )
+    if mode == "ours":
+        print(
+            f"chunks that are loaded by a recorded plan: {await engine.workers('staging_plans')}", flush=True
+        )
     await engine.stop()
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
@@ -37,8 +36,6 @@ from deployments.weights.shadow import (
     refuse_if_it_does_not_fit,
     refuse_what_cannot_be_staged,
 )
-
-logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,7 @@ class DeviceStaging:
         self._marks = _marks(self._shadow, model)
         with torch.no_grad():
             self._pairs.copy_to_shadow()
-        self.plans = LoadPlans()
+        self._plans = LoadPlans()
         self._came: set[Chunk] = set()
         self._open = False
         self._swapped = torch.cuda.Event()
@@ -86,7 +83,7 @@ class DeviceStaging:
     def replay(self, chunk: Chunk, block: torch.Tensor) -> Findings | None:
         if not self._open:
             self._start()
-        found = self.plans.replay(chunk, block)
+        found = self._plans.replay(chunk, block)
         if found is not None:
             self._came.add(chunk)
         return found
@@ -98,17 +95,21 @@ class DeviceStaging:
             self._load([(name, tensor.clone()) for name, tensor in tensors])
             return
         self._came.add(chunk)
-        with self.plans.watch(chunk, tensors):
+        with self._plans.watch(chunk, tensors):
             self._load(tensors)
+
+    def plans(self) -> dict[str, Any]:
+        return {"chunks": len(self._plans), "refused": sorted(set(self._plans.refused.values()))}
 
     def seal(self, *, complete: bool) -> list[str]:
         if not self._open:
             return list(self._marks)
         unfilled = self._seal_layers(complete) if self._layerwise else self._unwritten(complete)
         if unfilled:
-            self.plans.forget()
+            self._plans.distrust(self._came)
         else:
-            self._keep_plans()
+            self._plans.settle()
+            self._plans.keep_only(self._came)
             self._open = False
         torch.cuda.current_stream().synchronize()
         return unfilled
@@ -120,7 +121,7 @@ class DeviceStaging:
         self._swapped.record()
 
     def drop(self) -> None:
-        self.plans.discard()
+        self._plans.discard()
         if self._open and self._layerwise:
             self._abandon_layers()
         self._open = False
@@ -138,18 +139,6 @@ class DeviceStaging:
     def _load(self, tensors: Tensors) -> None:
         with self._config(), disable_mtp_completeness_check():
             self._shadow.load_weights(tensors)
-
-    def _keep_plans(self) -> None:
-        known = len(self.plans)
-        self.plans.settle()
-        self.plans.keep_only(self._came)
-        if len(self.plans) != known:
-            logger.info(
-                "%d of %d chunks will be loaded by a recorded plan; not the others: %s",
-                len(self.plans),
-                len(self._came),
-                sorted(set(self.plans.refused.values())),
-            )
 
     def _unwritten(self, complete: bool) -> list[str]:
         # The norm of what holds a NaN is NaN; one call for all marks, which do not wait for Python.

@@ -23,6 +23,9 @@ class HostStaging:
     def add(self, chunk: Chunk, tensors: list[tuple[str, torch.Tensor]]) -> None:
         self._tensors.update((name, tensor.cpu()) for name, tensor in tensors)
 
+    def plans(self) -> dict[str, Any]:
+        return {"chunks": 0, "refused": []}
+
     def seal(self, *, complete: bool) -> list[str]:
         return []
 

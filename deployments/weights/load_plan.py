@@ -110,11 +110,12 @@ class LoadPlans:
         """The round did not come to its end."""
         self._recordings = []
 
-    def forget(self) -> None:
-        """Distrust every plan."""
+    def distrust(self, chunks: set[Chunk]) -> None:
+        """A round of these chunks left parameters unfilled: plans among theirs may be why."""
         self.discard()
-        self.refused |= dict.fromkeys(self._plans, "a round with it left parameters unfilled")
-        self._plans = {}
+        suspects = chunks & self._plans.keys()
+        self.refused |= dict.fromkeys(suspects, "a round with it left parameters unfilled")
+        self._plans = {chunk: plan for chunk, plan in self._plans.items() if chunk not in suspects}
 
     def keep_only(self, chunks: set[Chunk]) -> None:
         """Forget chunks of layouts that come no more."""

@@ -56,6 +56,9 @@ class Staging(Protocol):
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
         """The same for a chunk that is not known: its tensors, by Hugging Face name."""
 
+    def plans(self) -> dict[str, Any]:
+        """How many chunks `replay` takes ("chunks"), and why it does not take others ("refused")."""
+
     def seal(self, *, complete: bool) -> list[str]:
         """Nothing more comes: finish what loading left open. Called on the staging thread.
 

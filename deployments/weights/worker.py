@@ -24,6 +24,9 @@ class StagingWorkerExtension(NativeWorkerExtension):
     def staging_progress(self) -> dict[str, Any]:
         return self.weight_transfer_engine.progress()
 
+    def staging_plans(self) -> dict[str, Any]:
+        return self.weight_transfer_engine.staging.plans()
+
     def staging_verify(self) -> dict[str, Any]:
         return self.weight_transfer_engine.verify()
 

@@ -64,6 +64,9 @@ async def three_rounds(tmp_path: Path, size: str, tied: bool, arguments: dict[st
         await trainer.send(link, seed)
         answers.append(await greedy(engine))
     assert engine.version == 3
+    (plans,) = await engine.workers("staging_plans")
+    if "quantization" not in arguments and size != "moe":  # else loading ends with a computation
+        assert plans["chunks"] > 0 and not plans["refused"], plans
     await engine.stop()
     trainer.stop()
     fresh = await start_engine(str(checkpoint(tmp_path, size, 3, tied)), "slipstream_ipc", "device", **chosen)

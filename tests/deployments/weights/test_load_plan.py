@@ -131,6 +131,8 @@ def test_a_round_that_was_dropped_leaves_no_plan(chunk: Chunk) -> None:
 def test_a_plan_that_left_parameters_unfilled_is_not_used_again(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
     one_round(plans, chunk, 1, model.load)
-    plans.forget()
+    plans.distrust(set())
+    assert len(plans) == 1
+    plans.distrust({chunk})
     assert not one_round(plans, chunk, 2, model.load)
     assert not one_round(plans, chunk, 3, model.load)
