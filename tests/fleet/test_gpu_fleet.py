@@ -11,15 +11,17 @@ from tests.fleet.talk import PROMPT, complete, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
-PORT = 8347
+PORTS = {"device": 8347, "host": 8348, "none": 8349}  # side by side on three GPUs
 TOKENS = 24
 
 
 @needs_gpus(1)
-def test_three_rounds_over_ipc_end_where_a_fresh_engine_begins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staging", PORTS)
+def test_three_rounds_over_ipc_end_where_a_fresh_engine_begins(tmp_path: Path, staging: str) -> None:
     checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
-    config = configuration("ipc", checkpoint, tmp_path / "state", {"engine": {"env": INVARIANT}})
-    with running(config, checkpoint, PORT) as fleet, fleet.client() as client:
+    overrides = {"engine": {"env": INVARIANT}, "weights": {"staging": staging}}
+    config = configuration("ipc", checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, PORTS[staging]) as fleet, fleet.client() as client:
         before = complete(client, max_tokens=TOKENS).tokens
         for _ in range(3):
             begin = time.perf_counter()

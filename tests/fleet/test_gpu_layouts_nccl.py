@@ -10,7 +10,8 @@ from tests.fleet.talk import PROMPT, complete, on_every_replica, train_and_publi
 from tests.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
-FP8_PORT, TWO_PORT = 8373, 8374
+FP8_PORT = 8373
+TWO_PORTS = {"device": 8374, "none": 8376}
 TOKENS = 24
 PROMPTS = [PROMPT, [40, 41, 42], list(range(10, 30))]
 
@@ -33,11 +34,14 @@ def test_fp8_at_tp_2_ends_where_a_fresh_fp8_engine_begins(tmp_path: Path) -> Non
 
 
 @needs_gpus(3)
-def test_one_broadcast_reaches_two_replicas_that_end_where_a_fresh_engine_begins(tmp_path: Path) -> None:
+@pytest.mark.parametrize("staging", TWO_PORTS)
+def test_one_broadcast_reaches_two_replicas_that_end_where_a_fresh_engine_begins(
+    tmp_path: Path, staging: str
+) -> None:
     checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
-    overrides = {"engine": {"env": INVARIANT, "enforce_eager": True}}
+    overrides = {"engine": {"env": INVARIANT, "enforce_eager": True}, "weights": {"staging": staging}}
     config = configuration("nccl_two_replicas", checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, TWO_PORT) as fleet, fleet.client() as client:
+    with running(config, checkpoint, TWO_PORTS[staging]) as fleet, fleet.client() as client:
         before = on_every_replica(client, max_tokens=TOKENS)
         for _ in range(3):
             version = train_and_publish(client)
