@@ -8,7 +8,7 @@ import asyncio
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,6 +46,12 @@ class EngineSpec:
     backend: str
     staging: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def at(self, checkpoint: str) -> "EngineSpec":
+        """The same with the weights of a stored version."""
+        # `load_format: dummy` is about the checkpoint that the fleet starts from: a replica that takes its
+        # place later would serve noise under the committed version's number.
+        return replace(self, model=checkpoint, arguments={**self.arguments, "load_format": "auto"})
 
 
 class RecordingLLM(AsyncLLM):

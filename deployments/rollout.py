@@ -7,7 +7,6 @@ fenced or its engine is dead, so that Serve replaces it.
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import time
@@ -64,7 +63,7 @@ class Rollout:
             self._slot = await take_slot(await slots.plan.remote())
             use_gpus(self._slot)
         answer = await self._join()
-        spec = engine if answer.path is None else dataclasses.replace(engine, model=answer.path)
+        spec = engine if answer.path is None else engine.at(answer.path)
         own_engine()
         self._engine = await Engine.start(spec, version=answer.version)
         self._engine.llm.salt_prefixes = kv_cache is KvCache.KEEP
