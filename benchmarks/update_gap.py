@@ -3,7 +3,8 @@
 python -m benchmarks.update_gap [--rounds 3] [--streams 4]
 
 Ours: a round from the trainer, staged while generating. The peer: what a project without it does
-with one `vllm serve`: save a checkpoint, pause, load it from disk, resume.
+with one `vllm serve`: save a checkpoint, pause, load it from disk, resume. It keeps the caches of running
+requests, as ours does with `kv_cache: keep`; by default ours computes them anew.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -37,14 +39,12 @@ def main(arguments: list[str] | None = None) -> None:
                 *_measure(peer, load, args.rounds, lambda: _reload(peer, Path(root))),
             )
         )
-    with fleet(8431, trainer=True) as ours:
-        rows.append(("slipstream, no update", *_measure(ours, load, args.rounds, lambda: None)))
-        rows.append(
-            (
-                "slipstream: a round over shared memory",
-                *_measure(ours, load, args.rounds, lambda: _publish(ours)),
-            )
-        )
+    for kv_cache in ("recompute", "keep"):
+        with fleet(8431, trainer=True, weights={"kv_cache": kv_cache}) as ours:
+            if kv_cache == "recompute":
+                rows.append(("slipstream, no update", *_measure(ours, load, args.rounds, lambda: None)))
+            name = f"slipstream: a round over shared memory, {kv_cache}"
+            rows.append((name, *_measure(ours, load, args.rounds, partial(_publish, ours))))
     print(f"| {args.streams} streams, {MODEL}, float32 | longest gap (median) | update took |")
     print("|---|---|---|")
     for name, gap_ms, took_s in rows:
