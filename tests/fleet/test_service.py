@@ -27,12 +27,8 @@ def test_a_client_that_goes_away_ends_its_request(fleet: Fleet) -> None:
     with fleet.client() as client:
         with client.stream("POST", "/v1/completions", json=body([1, 2, 3], 1000, stream=True)) as response:
             next(response.iter_lines())
-        deadline = time.monotonic() + 5
-        while (running := client.post("/abort_requests", json={}).json()["aborted"]) and (
-            time.monotonic() < deadline
-        ):
-            time.sleep(0.1)
-        assert running == 0
+        time.sleep(1.0)  # the rest of it would take several
+        assert client.post("/abort_requests", json={}).json()["aborted"] == 0
 
 
 def test_too_many_requests_get_503_and_a_hint_when_to_come_again(fleet: Fleet) -> None:

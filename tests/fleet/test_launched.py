@@ -1,0 +1,97 @@
+"""A fleet as `make serve` starts it: a Ray of its own, HAProxy in front, ended by Ctrl-C."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.cluster import free_ports
+from tests.fleet.conftest import MODEL, Fleet
+from tests.fleet.losing import kill_a_replica, members, wait_for_another
+from tests.fleet.talk import PROMPT, body, complete, train_and_publish
+from tests.tiny_models import save_tiny_llama
+
+APPLICATION = "launched"
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Fleet]:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1)
+    http_port, dashboard_port = free_ports(2)
+    args = {
+        "model": str(checkpoint),
+        "served_model_name": MODEL,
+        "state_dir": str(tmp_path / "state"),
+        "engine": {
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "enforce_eager": True,
+            "num_replicas": 1,
+            "load_format": "dummy",  # noise, until the trainer has published
+        },
+        "trainer": {"optimizer": {"learning_rate": 0.02}},
+    }
+    application = {"name": APPLICATION, "route_prefix": "/", "import_path": "app.main:build", "args": args}
+    document = {"http_options": {"host": "127.0.0.1", "port": http_port}, "applications": [application]}
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump(document))
+    output = tmp_path / "output"
+    command = [
+        sys.executable,
+        "-m",
+        "app.launch",
+        "--config",
+        str(file),
+        "--dashboard-port",
+        str(dashboard_port),
+    ]
+    with output.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 200
+        while "Slipstream is up" not in output.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.5)
+        url = f"http://127.0.0.1:{http_port}"
+        yield Fleet(url=url, checkpoint=checkpoint, store=tmp_path / "state" / "store")
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(90) == 0, output.read_text()
+    assert "Traceback" not in output.read_text()
+
+
+def test_it_answers_streams_learns_and_replaces_what_is_lost(launched: Fleet) -> None:
+    with launched.client() as client:
+        before = complete(client, PROMPT, 24)
+        assert train_and_publish(client) == 1
+        after = complete(client, PROMPT, 24)
+        assert (before.version, after.version) == (0, 1) and before.tokens != after.tokens
+        pieces = []
+        with client.stream("POST", "/v1/completions", json=body(PROMPT, 64, stream=True)) as answer:
+            for piece in answer.iter_raw():
+                pieces.append(time.monotonic())
+                last = piece
+        assert len(pieces) > 10 and pieces[-1] - pieces[0] > 0.01, "a stream must not arrive in one piece"
+        assert b"[DONE]" in last
+        with client.stream("POST", "/v1/completions", json=body(PROMPT, 900, stream=True)) as answer:
+            next(answer.iter_raw())
+        time.sleep(1.0)  # the rest of it would take several
+        assert client.post("/abort_requests", json={}).json()["aborted"] == 0
+        assert client.get("/nothing/here").json()["error"]["type"] == "not_found"
+        before_loss = members(client)
+        while client.get("/fleet").json()["stored_version"] != 1:
+            time.sleep(0.1)
+        kill_a_replica(APPLICATION)
+        wait_for_another(client, before_loss)
+        again = complete(client, PROMPT, 24)
+        assert (again.version, again.tokens) == (1, after.tokens), (
+            "not the noise that the first one started with"
+        )
+        with client.stream("GET", "/fleet/events") as events:
+            assert next(line for line in events.iter_lines() if line.startswith("data:"))
