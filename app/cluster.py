@@ -121,9 +121,15 @@ class LocalCluster:
 
     def _answers(self) -> bool:
         try:
-            return self._client.get("/api/serve/applications/", timeout=5).is_success
+            answer = self._client.get("/api/serve/applications/", timeout=5)
         except httpx.HTTPError:
             return False
+        if answer.status_code in (401, 403):
+            raise ClusterError(
+                f"Ray asks for a token (RAY_AUTH_MODE is {self._environment.get('RAY_AUTH_MODE')!r}) and was "
+                "given none or a wrong one: set RAY_AUTH_TOKEN, or RAY_AUTH_MODE=disabled"
+            )
+        return answer.is_success
 
     def _command(self) -> list[str]:
         # Every port is explicit: with SO_REUSEPORT two clusters can share a default one in silence.

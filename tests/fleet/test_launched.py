@@ -1,5 +1,6 @@
 """A fleet as `make serve` starts it: a Ray of its own, HAProxy in front, ended by Ctrl-C."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -51,8 +52,10 @@ def launched(tmp_path: Path) -> Iterator[Fleet]:
         "--dashboard-port",
         str(dashboard_port),
     ]
+    # The Ray of this test session has left its authentication mode in the environment.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with output.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
     try:
         deadline = time.monotonic() + 200
         while "Slipstream is up" not in output.read_text():
