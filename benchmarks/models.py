@@ -85,6 +85,14 @@ def write_config(size: str, directory: Path, *, tied: bool = False) -> None:
     )
 
 
+def config_directory(size: str, root: Path = Path("/tmp/slipstream-models")) -> Path:
+    """A directory below `root` with what `write_config` writes."""
+    directory = root / f"{size}-config"
+    directory.mkdir(parents=True, exist_ok=True)
+    write_config(size, directory)
+    return directory
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("size", choices=SHAPES)

@@ -88,11 +88,9 @@ def main() -> None:
     parser.add_argument("--gpu", type=int, default=0, help="the trainer's; the replicas' come after it")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    arguments.model = arguments.model / f"{arguments.size}-config"
-    arguments.model.mkdir(parents=True, exist_ok=True)
-    from benchmarks.models import write_config
+    from benchmarks.models import config_directory
 
-    write_config(arguments.size, arguments.model)
+    arguments.model = config_directory(arguments.size, arguments.model)
     asyncio.run(measure(arguments))
 
 

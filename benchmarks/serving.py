@@ -8,7 +8,6 @@ Both servers are up at the same time and loaded in turns, so that both meet the 
 
 import argparse
 import statistics
-from pathlib import Path
 
 from benchmarks.load import Felt, Load, run
 from benchmarks.servers import CPU, Setup, fleet, gpu, vllm_serve
@@ -54,12 +53,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _gpu_setup(size: str) -> Setup:
-    from benchmarks.models import write_config
+    from benchmarks.models import config_directory
 
-    directory = Path("/tmp/slipstream-models") / f"{size}-config"
-    directory.mkdir(parents=True, exist_ok=True)
-    write_config(size, directory)
-    return gpu(directory)
+    return gpu(config_directory(size))
 
 
 def _compare(urls: dict[str, str], load: Load, repeats: int) -> None:
