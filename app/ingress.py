@@ -64,6 +64,9 @@ class Ingress:
             },
         )
 
+    async def __del__(self) -> None:  # Serve awaits it
+        await self._router.close()
+
     def _guarded(self, call: Endpoint) -> Endpoint:
         async def endpoint(request: Request) -> Response:
             self._guard.check(request)

@@ -85,6 +85,11 @@ class Router:
         finally:
             self.in_flight -= 1
 
+    async def close(self) -> None:
+        """Close the connections to the replicas."""
+        if self._session is not None:
+            await self._session.close()
+
     async def _answer(
         self, request: Request, demand: Demand, body: bytes
     ) -> tuple[aiohttp.ClientResponse, AsyncExitStack]:

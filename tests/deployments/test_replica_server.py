@@ -125,6 +125,7 @@ async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Rout
             stack.push_async_callback((await fleet.add(name)).close)
         front = ReplicaServer(app, "127.0.0.1")
         stack.push_async_callback(front.close)
+        stack.push_async_callback(router.close)
         client = httpx.AsyncClient(base_url=f"http://{front.address}", timeout=10)
         yield fleet, router, await stack.enter_async_context(client)
 
