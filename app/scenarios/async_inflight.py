@@ -140,6 +140,7 @@ def scenario(options: argparse.Namespace) -> list[Outcome]:
             [len(request.tokens) - request.switch for request in running],
             arguments=options.engine,
             environment=options.environment,
+            at_once=len(running),
         )
     return compare(running, rest)
 

@@ -1,9 +1,10 @@
 """Greedy answers of a vLLM engine that was started from a checkpoint, in a process of its own.
 
 What a fleet's answers are compared with. The process reads one JSON object from its standard input
-(checkpoint, arguments, prompts, counts), and writes a line `ANSWER [[token, ...], ...]`.
+(checkpoint, arguments, prompts, counts, at_once), and writes a line `ANSWER [[token, ...], ...]`.
 """
 
+import asyncio
 import json
 import os
 import subprocess
@@ -21,14 +22,16 @@ def fresh_answers(
     *,
     arguments: Mapping[str, Any],
     environment: Mapping[str, str],
+    at_once: int = 1,
     timeout_s: float = 300.0,
 ) -> list[list[int]]:
     """
     Args:
         prompts: token ids.
         counts: how many tokens of each.
-        arguments: of vLLM's `LLM`; those of the fleet's engines.
+        arguments: of vLLM's `AsyncEngineArgs`; those of the fleet's engines.
         environment: set beside this process's own (CUDA_VISIBLE_DEVICES, VLLM_BATCH_INVARIANT).
+        at_once: how many prompts share a batch; more than one only where answers do not depend on it.
 
     Raises:
         RuntimeError: the engine gave no answer; the text has the end of what it said.
@@ -38,6 +41,7 @@ def fresh_answers(
         "arguments": dict(arguments),
         "prompts": list(prompts),
         "counts": list(counts),
+        "at_once": at_once,
     }
     run = subprocess.run(
         [sys.executable, "-m", __name__],
@@ -52,18 +56,36 @@ def fresh_answers(
         if line.startswith(MARK):
             answers: list[list[int]] = json.loads(line.removeprefix(MARK))
             return answers
-    raise RuntimeError(f"an engine started from {checkpoint} gave no answer: {run.stderr[-2000:]}")
+    raise RuntimeError(f"an engine started from {checkpoint} gave no answer: {run.stderr[-3000:]}")
+
+
+async def answers_to(task: Mapping[str, Any]) -> list[list[int]]:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # Not vLLM's `LLM`, which has no data parallelism in one process.
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=task["checkpoint"], **task["arguments"]))
+    turns = asyncio.Semaphore(task["at_once"])
+
+    async def answer(index: int, prompt: list[int], count: int) -> list[int]:
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        tokens: list[int] = []
+        async with turns:
+            async for output in llm.generate({"prompt_token_ids": prompt}, sampling, str(index)):
+                tokens = list(output.outputs[0].token_ids)  # all of them so far
+        return tokens
+
+    asked = zip(task["prompts"], task["counts"], strict=True)
+    try:
+        return await asyncio.gather(*(answer(index, *each) for index, each in enumerate(asked)))
+    finally:
+        llm.shutdown()
 
 
 def main() -> None:
-    from vllm import LLM, SamplingParams
-
-    task = json.loads(sys.stdin.read())
-    llm = LLM(model=task["checkpoint"], **task["arguments"])
-    sampling = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in task["counts"]]
-    prompts = [{"prompt_token_ids": ids} for ids in task["prompts"]]
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    print(f"\n{MARK}{json.dumps([list(output.outputs[0].token_ids) for output in outputs])}", flush=True)
+    answers = asyncio.run(answers_to(json.loads(sys.stdin.read())))
+    print(f"\n{MARK}{json.dumps(answers)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
 """Whole applications on GPUs: the ready-made configurations with tiny models, and engines to compare with."""
 
-import json
 import os
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -20,6 +17,7 @@ from ray import serve
 
 from app.cluster import MARK, marked_processes
 from app.config import AppConfig, parse_config
+from app.scenarios import fresh_engine
 from tests.fleet.conftest import MODEL, Fleet
 
 CONFIGS = Path(__file__).parents[2] / "app" / "configs"
@@ -33,26 +31,6 @@ SMALL_ENGINE: dict[str, Any] = {
     # A fixed size: other processes on the GPU would disturb vLLM's profile of free memory.
     "extra": {"attention_backend": "FLASH_ATTN", "kv_cache_memory_bytes": 1 << 30},
 }
-FRESH_ENGINE = """
-import asyncio, json, sys
-from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.v1.engine.async_llm import AsyncLLM
-
-async def main(arguments, prompts, count):
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    answers = []
-    for index, prompt in enumerate(prompts):  # one at a time, as the fleet is asked
-        async for output in llm.generate({"prompt_token_ids": prompt}, sampling, request_id=str(index)):
-            tokens = list(output.outputs[0].token_ids)
-        answers.append(tokens)
-    print("ANSWER", json.dumps(answers), flush=True)
-    llm.shutdown()
-
-if __name__ == "__main__":
-    asyncio.run(main(json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])))
-"""
 
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:
@@ -117,25 +95,17 @@ def left_behind(mark: str, patience_s: float = 30.0) -> list[str]:
         time.sleep(0.2)
 
 
-def fresh_answers(
-    config: AppConfig, saved: Path, prompts: list[list[int]], count: int, tmp_path: Path
-) -> list[list[int]]:
-    """Greedy answers of an engine with the fleet's own arguments, started from a checkpoint by itself."""
+def fresh_answers(config: AppConfig, saved: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy answers of an engine with the fleet's own arguments, started from a checkpoint by itself; one
+    prompt at a time, as the fleet is asked."""
     from app.main import engine_spec
 
-    own = {"model": str(saved), "load_format": "auto", "enable_sleep_mode": False}
-    arguments = {**engine_spec(config, str(saved)).arguments, **own}
-    script = tmp_path / "fresh_engine.py"
-    script.write_text(FRESH_ENGINE)
-    run = subprocess.run(
-        [sys.executable, str(script), json.dumps(arguments), json.dumps(prompts), str(count)],
-        env={**os.environ, **config.engine.env},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
+    own = {"load_format": "auto", "enable_sleep_mode": False}
+    return fresh_engine.fresh_answers(
+        str(saved),
+        prompts,
+        [count] * len(prompts),
+        arguments={**engine_spec(config, str(saved)).arguments, **own},
+        environment=config.engine.env,
+        timeout_s=170,
     )
-    answers = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert answers, run.stderr[-3000:]
-    result: list[list[int]] = json.loads(answers[0].removeprefix("ANSWER "))
-    return result

@@ -9,9 +9,13 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
+from app.scenarios.fresh_engine import fresh_answers
 from tests.fleet.conftest import MODEL, Fleet
 
 PROMPT = [5, 6, 7, 8, 9]
+# Of an engine on the CPU beside the fleet, with what matters of the fleet's own arguments.
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 Span = dict[str, int]
 
 
@@ -132,6 +136,12 @@ class Reference:
             eos_token_id=None,
         )
         return [int(token) for token in output[0, len(prompt) :]]
+
+
+def fresh_engine(checkpoint: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy answers of an engine that is started from a checkpoint directory."""
+    counts = [count] * len(prompts)
+    return fresh_answers(str(checkpoint), prompts, counts, arguments=ENGINE, environment=ENVIRONMENT)
 
 
 def stored(fleet: Fleet, version: int) -> Path:

@@ -13,8 +13,7 @@ import pytest
 from ray import serve
 
 from tests.fleet.conftest import MODEL, PORT, Fleet
-from tests.fleet.talk import PROMPT, Reference, complete, train_and_publish
-from tests.fleet.test_rounds import fresh_engine
+from tests.fleet.talk import PROMPT, Reference, complete, fresh_engine, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
@@ -69,7 +68,7 @@ def test_three_rounds_of_two_ranks_end_where_a_fresh_engine_begins(sharded: Flee
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         answer = complete(client, max_tokens=24)
         assert answer.version == version and answer.tokens != before
-        assert [answer.tokens] == fresh_engine(saved, [PROMPT], 24, tmp_path)
+        assert [answer.tokens] == fresh_engine(saved, [PROMPT], 24)
         assert answer.tokens == Reference(saved)(PROMPT, 24)
 
 

@@ -31,4 +31,4 @@ def test_three_rounds_over_ipc_end_where_a_fresh_engine_begins(tmp_path: Path, s
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         answer = complete(client, max_tokens=TOKENS)
         assert answer.version == version == 3
-        assert [answer.tokens] == fresh_answers(config, saved, [PROMPT], TOKENS, tmp_path) != [before]
+        assert [answer.tokens] == fresh_answers(config, saved, [PROMPT], TOKENS) != [before]

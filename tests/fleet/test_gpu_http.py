@@ -48,7 +48,7 @@ def test_an_outside_program_drives_two_replicas(
         history = client.get("/fleet/rounds").json()["rounds"]
     assert [entry["phase"] for entry in history] == ["committed"] * ROUNDS
     assert all(len(entry["replicas"]) == 2 and not entry["fenced"] for entry in history)
-    (expected,) = fresh_answers(config, tmp_path / "saved", [PROMPT], TOKENS, tmp_path)
+    (expected,) = fresh_answers(config, tmp_path / "saved", [PROMPT], TOKENS)
     assert expected != before.tokens, "the rounds must change the answers, or the test shows nothing"
     for answer in answers.values():
         assert answer.tokens == expected

@@ -37,7 +37,7 @@ def test_four_replicas_each_beside_a_rank_end_where_a_fresh_engine_begins(tmp_pa
         print("last round", last)
         assert len(last["replicas"]) == 4 and not last["fenced"]
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
-        (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS, tmp_path)
+        (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS)
         after = on_every_replica(client, count=4, max_tokens=TOKENS)
         for replica, answer in after.items():
             assert answer.version == version == 3
@@ -64,7 +64,7 @@ def test_spread_experts_sleep_wake_update_and_end_where_a_fresh_engine_begins(tm
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         after = [complete(client, prompt, TOKENS) for prompt in PROMPTS]
         assert {answer.version for answer in after} == {version} == {4}
-        expected = fresh_answers(config, saved, PROMPTS, TOKENS, tmp_path)
+        expected = fresh_answers(config, saved, PROMPTS, TOKENS)
         assert [answer.tokens for answer in after] == expected
         assert all(old != new for old, new in zip(before, expected, strict=True))
 

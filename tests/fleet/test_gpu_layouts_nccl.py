@@ -28,7 +28,7 @@ def test_fp8_at_tp_2_ends_where_a_fresh_fp8_engine_begins(tmp_path: Path) -> Non
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         after = [complete(client, prompt, TOKENS) for prompt in PROMPTS]
         assert {answer.version for answer in after} == {version} == {3}
-        expected = fresh_answers(config, saved, PROMPTS, TOKENS, tmp_path)
+        expected = fresh_answers(config, saved, PROMPTS, TOKENS)
         assert [answer.tokens for answer in after] == expected
         assert all(old != new for old, new in zip(before, expected, strict=True))
 
@@ -49,7 +49,7 @@ def test_one_broadcast_reaches_two_replicas_that_end_where_a_fresh_engine_begins
         print("last round", last)
         assert len(last["replicas"]) == 2 and not last["fenced"]
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
-        (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS, tmp_path)
+        (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS)
         for replica, answer in on_every_replica(client, max_tokens=TOKENS).items():
             assert answer.version == version == 3
             assert answer.tokens == expected != before[replica].tokens

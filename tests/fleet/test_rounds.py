@@ -1,13 +1,8 @@
 """Rounds under a running service: what a client sees before, during and after."""
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -19,52 +14,13 @@ from tests.fleet.talk import (
     Reference,
     ask,
     complete,
+    fresh_engine,
     on_every_replica,
     stored,
     train_and_publish,
 )
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
-
-FRESH_ENGINE = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    llm = LLM(model=sys.argv[1], max_model_len=1024, **json.loads(sys.argv[4]))
-    prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
-    sampling = SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True)
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    print("ANSWER", json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
-"""
-
-
-def fresh_engine(
-    checkpoint: Path, prompts: list[list[int]], count: int, tmp_path: Path, **arguments: Any
-) -> list[list[int]]:
-    """Greedy answers of a vLLM engine started from a checkpoint, in a process of its own."""
-    script = tmp_path / "fresh_engine.py"
-    script.write_text(FRESH_ENGINE)
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    arguments = {"dtype": "float32", "enforce_eager": True} | arguments
-    run = subprocess.run(
-        [
-            sys.executable,
-            str(script),
-            str(checkpoint),
-            json.dumps(prompts),
-            str(count),
-            json.dumps(arguments),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    answers = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert answers, run.stderr[-2000:]
-    result: list[list[int]] = json.loads(answers[0].removeprefix("ANSWER "))
-    return result
 
 
 def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transformers(
@@ -75,7 +31,7 @@ def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transforme
         before = [complete(client, prompt, 24).tokens for prompt in prompts]
         version = train_and_publish(client)
         saved = client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()
-        expected = fresh_engine(Path(saved["path"]), prompts, 24, tmp_path)
+        expected = fresh_engine(Path(saved["path"]), prompts, 24)
         assert expected != before, "the step must change the answers, or the test shows nothing"
         reference = Reference(Path(saved["path"]))
         assert expected == [reference(prompt, 24) for prompt in prompts]

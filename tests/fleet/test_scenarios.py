@@ -11,11 +11,9 @@ from transformers import AutoTokenizer
 
 from app.scenarios.async_inflight import parse, scenario
 from tests.fleet.conftest import Fleet
-from tests.fleet.talk import PROMPT, Reference, on_every_replica
+from tests.fleet.talk import ENGINE, ENVIRONMENT, PROMPT, Reference, on_every_replica
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
-ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
-ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
