@@ -3,17 +3,20 @@
 transformers 5 holds some weights otherwise than checkpoints do (the experts of a layer fused into
 one 3-D tensor, renamed modules) and knows the way back, which `save_pretrained` takes for the whole
 model at once. Here the same way is taken one layer at a time, so that never more than one layer
-exists twice.
+exists twice, and where it leads to parts of what the model holds (`views`), it is not taken again.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+from trainers.views import View, checkpoint_views
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
@@ -23,6 +26,15 @@ class ParameterSpec:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """Tensors that are read together."""
+
+    held: list[str]  # names in the model's state
+    parts: list[tuple[ParameterSpec, View | None]]  # what is yielded, and where it lies
+    converted: bool  # in every pass: it has no views
 
 
 class ParameterSource:
@@ -38,8 +50,8 @@ class ParameterSource:
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> None:
         self._model = model
         self._dtype = dtype
-        self._groups = layer_groups(_held_names(model))
-        self._specs: list[ParameterSpec] | None = None
+        self._places: list[int] = []
+        self._resident: list[torch.Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -53,26 +65,66 @@ class ParameterSource:
 
     def specs(self) -> list[ParameterSpec]:
         """What iteration will yield, in its order; gathers nothing."""
-        if self._specs is None:
-            self._specs = [
-                ParameterSpec(name=name, dtype=self._wire_dtype(tensor), shape=tuple(tensor.shape))
-                for group in self._convert(_Shapes())
-                for name, tensor in group.items()
-            ]
-        return self._specs
+        return [spec for layer in self._layers for spec, _ in layer.parts]
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for group in self._convert(_Values()):
-            for name in list(group):
-                tensor = group.pop(name)  # not held any longer than its reader wants it
-                yield name, tensor.to(self._wire_dtype(tensor)).contiguous()
-
-    def _convert(self, read: "_Shapes | _Values") -> Iterator[dict[str, torch.Tensor]]:
         # Read anew: loading a state or sharding the model replaces tensors.
         state = self._model.state_dict()
-        for names in self._groups:
-            yield revert_weight_conversion(self._model, {name: read(state[name]) for name in names})
+        for layer in self._layers:
+            held = {name: materialised(state[name]) for name in layer.held}
+            if layer.converted:
+                held = revert_weight_conversion(self._model, held)
+            for spec, view in layer.parts:
+                # What was converted is not held any longer than its reader wants it.
+                tensor = held.pop(spec.name) if view is None else view.of(held[view.held].contiguous())
+                yield spec.name, tensor.to(spec.dtype).contiguous()
+            held.clear()  # before the next layer is gathered
+
+    def resident(self) -> list[torch.Tensor] | None:
+        """What a pass would yield, if all of it is the model's own memory; None where something is
+        gathered, cast or converted for its reader.
+
+        The same list again for as long as the tensors stay where they are; their content is what it is
+        when it is read.
+        """
+        state = self._model.state_dict()
+        held = [state[name] for layer in self._layers for name in layer.held]
+        if any(isinstance(tensor, DTensor) for tensor in held):
+            return None
+        places = [tensor.data_ptr() for tensor in held]
+        if places != self._places:
+            self._places, self._resident = places, self._own_memory(state)
+        return self._resident
+
+    def _own_memory(self, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
+        tensors: list[torch.Tensor] = []
+        for spec, view in (part for layer in self._layers for part in layer.parts):
+            if view is None or not state[view.held].is_contiguous():
+                return None
+            tensor = view.of(state[view.held])
+            if tensor.dtype != spec.dtype or not tensor.is_contiguous() or tensor.device != self.device:
+                return None
+            tensors.append(tensor)
+        return tensors
+
+    @cached_property
+    def _layers(self) -> list[_Layer]:
+        state = self._model.state_dict()
+        groups = layer_groups(_held_names(self._model))
+        return [self._layer({name: state[name] for name in names}) for names in groups]
+
+    def _layer(self, held: Mapping[str, torch.Tensor]) -> _Layer:
+        empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in held.items()}
+        converted = revert_weight_conversion(self._model, empty)
+        specs = [
+            ParameterSpec(name=name, dtype=self._wire_dtype(tensor), shape=tuple(tensor.shape))
+            for name, tensor in converted.items()
+        ]
+        views = checkpoint_views(self._model, held) or []
+        if [(view.name, view.shape) for view in views] == [(spec.name, spec.shape) for spec in specs]:
+            return _Layer(held=list(held), parts=list(zip(specs, views, strict=True)), converted=False)
+        return _Layer(held=list(held), parts=[(spec, None) for spec in specs], converted=True)
 
     def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -82,16 +134,6 @@ def tied_names(model: PreTrainedModel) -> frozenset[str]:
     # Also listed where the configuration switches tying off, hence the second condition.
     keys = frozenset(getattr(model, "all_tied_weights_keys", None) or {})
     return keys if model.config.get_text_config().tie_word_embeddings else frozenset()
-
-
-class _Shapes:
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-class _Values:
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        return materialised(tensor)
 
 
 def materialised(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from tests.trainers import tiny
 from trainers.sources import ParameterSource, layer_groups
+from trainers.views import checkpoint_views
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -60,3 +61,49 @@ def test_a_layer_is_a_group_and_an_expert_is_not() -> None:
         "norm",
     ]
     assert layer_groups(names) == [names[:1], names[1:3], names[3:4], names[4:]]
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_what_is_resident_is_what_a_pass_yields_and_changes_with_the_model(kind: str) -> None:
+    model = tiny.model(kind)
+    source = ParameterSource(model)
+    resident = source.resident()
+    assert resident is not None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert source.resident() is resident
+    own = source.storages()
+    for (name, yielded), tensor in zip(source, resident, strict=True):
+        assert torch.equal(tensor, yielded), name
+        assert tensor.untyped_storage().data_ptr() in own
+
+
+def test_what_is_cast_or_has_moved_is_not_resident_any_more() -> None:
+    model = tiny.model("qwen3")
+    assert ParameterSource(model, dtype=torch.bfloat16).resident() is None
+    source = ParameterSource(model)
+    before = source.resident()
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(16))
+    after = source.resident()
+    assert before is not None and after is not None and after is not before
+    assert torch.equal(
+        after[[spec.name for spec in source.specs()].index("model.norm.weight")], torch.ones(16)
+    )
+
+
+def test_a_layer_in_which_something_is_computed_has_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(_: object, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor * 2 for name, tensor in state.items()}
+
+    def transpose(_: object, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.t().contiguous() for name, tensor in state.items()}
+
+    held = {"w": torch.arange(6.0).view(2, 3)}
+    model = tiny.model("llama")
+    monkeypatch.setattr("trainers.views.revert_weight_conversion", double)
+    assert checkpoint_views(model, held) is None
+    monkeypatch.setattr("trainers.views.revert_weight_conversion", transpose)
+    views = checkpoint_views(model, held)
+    assert views is not None
+    assert torch.equal(views[0].of(held["w"]), held["w"].t())
