@@ -19,22 +19,21 @@ from vllm.distributed.weight_transfer.base import (
 
 from deployments.errors import FleetUnavailable
 from deployments.snapshots import Snapshot, Snapshots
-from deployments.trainer_spec import TrainerSpec
+from deployments.trainer_spec import PUBLISHER, TrainerSpec
 from deployments.weights.client import FleetWeightSyncClient
 from deployments.weights.plugin import register
 from deployments.weights.protocol import RoundOptions, RoundReport
 from trainers.sources import ParameterSource
 
 FLEET_TIMEOUT_S = 30.0
-PUBLISHER = "trainer"
 logger = logging.getLogger("ray.serve")
 
 
 class PublishSource(WeightSource):
     """vLLM's view of a parameter source, which keeps a copy of what went out.
 
-    The copy is what the store writes later, while the next step already changes the weights: made
-    here, it costs one copy and no second gather.
+    The copy is what the store writes later, while the next step already changes the weights: made while
+    they go out, it costs no second gather.
 
     Args:
         keep_copy: on the rank that writes the store.
@@ -52,6 +51,9 @@ class PublishSource(WeightSource):
         self._running = self._pass()
         return self._running
 
+    def resident(self) -> list[torch.Tensor] | None:
+        return self._source.resident()
+
     def begin(self) -> None:
         """Before each round."""
         self._running = None
@@ -64,8 +66,12 @@ class PublishSource(WeightSource):
             pass
 
     def take_copy(self) -> Snapshot:
-        """What went out in the last pass, on the rank that keeps it."""
-        return Snapshot() if self._copies is None else self._copies.finish()
+        """What went out in the round, on the rank that keeps it; before the next step changes it."""
+        if self._copies is None:
+            return Snapshot()
+        if self._running is None:  # there was no pass: the model's own memory was sent
+            self.drain()
+        return self._copies.finish()
 
     def _pass(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._source:
@@ -142,7 +148,9 @@ class Publisher:
                 fleet = self._changed_fleet()
             except Exception as error:  # the other ranks must hear it before it is raised
                 failure = error
-        mine = (self._engine is not None, fleet, None if failure is None else str(failure))
+        # vLLM's own engines do not know: whatever a source yields is right for them.
+        fits = self._engine is not None and getattr(self._engine, "fits", lambda: True)()
+        mine = (fits, fleet, None if failure is None else str(failure))
         ranks = [mine]
         if self._spec.world_size > 1:
             ranks = [mine] * self._spec.world_size

@@ -16,8 +16,9 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from deployments.errors import SlipstreamError
 from deployments.lost_version import watch
-from deployments.trainer_spec import TrainerSpec
+from deployments.trainer_spec import PUBLISHER, TrainerSpec
 from deployments.worker_group import WorkerGroup
 
 FLUSH_TIMEOUT_S = 20.0
@@ -44,6 +45,8 @@ class Trainer:
         self._last_step: dict[str, Any] = {}
         self._last_round: dict[str, Any] = {}
         plan = None if slots is None else await slots.plan.remote()
+        if spec.transport == "ipc":
+            await self._give_memory_back()
         self._group, loaded = await WorkerGroup.start(spec, controller, plan)
         self._parameters: int = loaded["parameters"]
         self._version: int = loaded["version"]  # the newest that this trainer has published or resumed from
@@ -120,6 +123,18 @@ class Trainer:
         with contextlib.suppress(Exception):
             await group.call("flush", FLUSH_TIMEOUT_S, timeout_s=FLUSH_TIMEOUT_S + 1.0)
         group.kill()
+
+    async def _give_memory_back(self) -> None:
+        """Have the replicas close what they have opened of a former trainer's GPU memory: it is not free
+        before that, and this one's workers need it."""
+        try:
+            lease = await self._controller.acquire.remote(PUBLISHER)
+            try:
+                await self._controller.disconnect.remote(lease.token)
+            finally:
+                await self._controller.release.remote(lease.token)
+        except SlipstreamError as error:  # somebody else publishes, or a round is not over yet
+            logger.warning("memory that replicas share with a former trainer is not given back: %s", error)
 
     async def _publish(self, label: str | None) -> dict[str, Any]:
         report = dict(await self._call("publish", label, timeout_s=self._spec.publish_timeout_s))

@@ -6,6 +6,9 @@ from enum import StrEnum
 from trainers.learner import LearnerConfig
 
 
+PUBLISHER = "trainer"  # its name at the fleet
+
+
 class Strategy(StrEnum):
     SINGLE = "single"
     FSDP2 = "fsdp2"

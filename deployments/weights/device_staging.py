@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
+from deployments.weights.arrival import Arrival
 from deployments.weights.digest import Findings
 from deployments.weights.load_plan import LoadPlans, Tensors
 from deployments.weights.packing import Chunk
@@ -80,12 +81,12 @@ class DeviceStaging:
         self._open = False
         self._came = set()
 
-    def replay(self, chunk: Chunk, block: torch.Tensor) -> Findings | None:
+    def replay(self, arrival: Arrival) -> Findings | None:
         if not self._open:
             self._start()
-        found = self._plans.replay(chunk, block)
+        found = self._plans.replay(arrival)
         if found is not None:
-            self._came.add(chunk)
+            self._came.add(arrival.chunk)
         return found
 
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
@@ -125,6 +126,9 @@ class DeviceStaging:
         if self._open and self._layerwise:
             self._abandon_layers()
         self._open = False
+
+    def release(self) -> None:
+        self._plans.release()
 
     def _start(self) -> None:
         self._open = True

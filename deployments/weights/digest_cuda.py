@@ -105,8 +105,16 @@ class Survey:
 
     def __init__(self, tensors: Sequence[torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
         self._device = tensors[0].device
+        self._given, self._targets = tensors, targets
+        self._prepare()
+
+    def _prepare(self) -> None:
         # May own copies of misaligned tensors: the allocator keeps their memory in stream order.
+        tensors, targets = self._given, self._targets
         self._tensors = [_readable(tensor) for tensor in tensors]
+        # A copy does not show what the tensor holds at the next call.
+        self._has_copies = any(own is not given for own, given in zip(self._tensors, tensors, strict=True))
+        self._outdated = False
         sizes = np.array([tensor.numel() * tensor.itemsize for tensor in self._tensors], dtype=np.int64)
         groups = _groups(self._tensors, sizes, targets)
         self._copy, self._count = bool(targets), len(groups)
@@ -117,6 +125,9 @@ class Survey:
 
     def __call__(self) -> Findings:
         """Nothing waits for the device: the work is queued on the current stream."""
+        if self._outdated:
+            self._prepare()
+        self._outdated = self._has_copies
         found, bad = torch.zeros(2, len(self._tensors), dtype=torch.int64, device=self._device)
         if self._count:
             with torch.cuda.device(self._device):

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
+from deployments.weights.arrival import Arrival, packed
 from deployments.weights.meeting import (
     DEFAULT_TIMEOUT_S,
     BroadcastInfo,
@@ -20,8 +21,6 @@ from deployments.weights.meeting import (
     BrokenGroup,
     MeetingInfo,
 )
-from deployments.weights.packing import Chunk, pack
-from deployments.weights.sending import Tensors
 
 DEFAULT_CHUNK_BYTES = 64 << 20
 
@@ -43,12 +42,12 @@ class GlooWeightTransferEngine(BroadcastReceiver[ProcessGroupGloo]):
     def join(self, info: MeetingInfo, rank: int) -> ProcessGroupGloo:
         return form_group(info, rank)
 
-    def receive(self, update_info: BroadcastInfo) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    def receive(self, update_info: BroadcastInfo) -> Iterator[Arrival]:
         group, chunks = self.expected(update_info)
         for chunk in chunks:
             block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
             broadcast(group, block)
-            yield chunk, block
+            yield packed(chunk, block)
 
 
 class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, ProcessGroupGloo]):
@@ -57,10 +56,10 @@ class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, Proce
     def form(self, info: MeetingInfo) -> ProcessGroupGloo:
         return form_group(info, 0)
 
-    def send(self, tensors: Tensors, receiving: Future[None] | None) -> None:
-        for chunk in self.chunks:
+    def send(self, receiving: Future[None] | None) -> None:
+        for index, chunk in enumerate(self.packer.chunks):
             block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-            pack(chunk, tensors, block)
+            self.packer.pack(index, block)
             if receiving is not None and receiving.done():
                 receiving.result()  # refused before the first byte: do not wait for peers
             broadcast(self.group, block)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from deployments.weights.arrival import Arrival
 from deployments.weights.digest import Findings
 from deployments.weights.packing import Chunk
 
@@ -17,7 +18,7 @@ class HostStaging:
     def begin(self) -> None:
         self._tensors = {}
 
-    def replay(self, chunk: Chunk, block: torch.Tensor) -> Findings | None:
+    def replay(self, arrival: Arrival) -> Findings | None:
         return None  # keeping the tensors is all that there is to do
 
     def add(self, chunk: Chunk, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -44,3 +45,6 @@ class HostStaging:
 
     def drop(self) -> None:
         self._tensors = {}
+
+    def release(self) -> None:
+        pass

@@ -1,17 +1,19 @@
-"""Transport `ipc`: a trainer rank and the workers on the same GPU. CUDA IPC, packed, opened once.
+"""Transport `ipc`: a trainer rank and the workers on the same GPU. CUDA IPC, opened once.
 
-Each trainer rank has two buffers on its GPU and a page of counters in shared memory; together they
-are a channel, named by the GPU's UUID. The workers on that GPU open it when they connect and keep
-it. A round is one payload; the chunks pass through the buffers without a call for each:
+Each trainer rank has a channel, named by the GPU's UUID: a page of counters in shared memory, and either
+its model's own tensors (`ipc_tensors`) or, where tensors are gathered or cast for the round, two buffers
+into which they are packed. The workers on that GPU open it when they connect and keep it. A round is
+one payload; the chunks pass without a call for each:
 
     trainer rank   waits until every worker took chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
-Every wait ends when the other side gives up.
+The model's own tensors are published all at once, with their digests, and taken all at once. Every
+wait ends when the other side gives up.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from deployments.weights.arrival import Arrival, packed
 from deployments.weights.ipc_channel import (
     BUFFERS,
     GIVEN_UP,
@@ -30,16 +33,18 @@ from deployments.weights.ipc_channel import (
     TAKEN,
     Page,
     create_page,
+    gathered,
     gpu_uuid,
     open_buffer,
     open_page,
     share_buffer,
     wait_for,
 )
+from deployments.weights.ipc_tensors import OpenedTensors, SharedTensors
 from deployments.weights.meeting import DEFAULT_TIMEOUT_S, BrokenGroup
-from deployments.weights.packing import Chunk, layout, pack
+from deployments.weights.packing import Chunk, layout
 from deployments.weights.segments import remove_orphans, remove_segment
-from deployments.weights.sending import OnePayloadEngine, Tensors
+from deployments.weights.sending import OnePayloadEngine
 from deployments.weights.staging import StagedWeightTransferEngine
 
 # Trainer and replica share the GPU in turns: each chunk costs a turn, and larger ones are fewer.
@@ -48,7 +53,8 @@ DEFAULT_CHUNK_BYTES = 1 << 30
 
 @dataclass(kw_only=True)
 class IpcInitInfo(WeightTransferInitInfo):
-    """The channels by GPU UUID, each {"page": name, "buffers": [handle, handle]}."""
+    """The channels by GPU UUID, each {"page": name} with {"buffers": [handle, handle]} or what
+    `SharedTensors.describe` says."""
 
     channels: dict[str, dict[str, Any]]
     rank_offset: int
@@ -92,6 +98,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._stop = threading.Event()
         self._buffers: list[torch.Tensor] = []
+        self._tensors: OpenedTensors | None = None
         super().__init__(*args, **kwargs)
 
     def connect(self, init_info: IpcInitInfo) -> None:
@@ -103,28 +110,43 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
                 "transport 'ipc' needs a trainer rank on the same GPU"
             )
         self._chunk_bytes = init_info.chunk_bytes
-        self._buffers = []  # first: what a former connection mapped is given back
-        self._buffers = [open_buffer(handle, self.device) for handle in channel["buffers"]]
+        self._close()
+        if "buffers" in channel:
+            self._buffers = [open_buffer(handle, self.device) for handle in channel["buffers"]]
+        else:
+            self._tensors = OpenedTensors(channel, self.device)
         self._page = open_page(channel["page"], init_info.timeout_s)
         self._place = TAKEN + init_info.rank_offset + self.worker_index
         self._page[self._place] = 0
 
-    def receive(self, update_info: IpcUpdateInfo) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    def receive(self, update_info: IpcUpdateInfo) -> Iterator[Arrival]:
         page = self._page
         if page is None:
             raise ValueError("no channel: call init_weight_transfer_engine before update_weights")
         self._stop.clear()
         chunks = layout(update_info.names, update_info.dtype_names, update_info.shapes, self._chunk_bytes)
+        start = update_info.round_id << 32
+        if self._tensors is None:
+            return self._receive_packed(page, chunks, start)
+        return self._receive_in_place(page, chunks, start, self._tensors)
+
+    def _receive_in_place(
+        self, page: Page, chunks: Sequence[Chunk], start: int, tensors: OpenedTensors
+    ) -> Iterator[Arrival]:
+        self._wait_published(page, start + len(chunks))
+        yield from tensors.arrivals(chunks)
+        wait_for(torch.cuda.current_stream().record_event())
+        page[self._place] = start + len(chunks)
+
+    def _receive_packed(self, page: Page, chunks: Sequence[Chunk], start: int) -> Iterator[Arrival]:
         largest = max((chunk.size_bytes for chunk in chunks), default=0)
         if largest > self._buffers[0].numel():
             raise ValueError(f"a chunk of {largest} bytes in buffers of {self._buffers[0].numel()} bytes")
-        start = update_info.round_id << 32
         copied: list[torch.cuda.Event] = []
         for index, chunk in enumerate(chunks):
-            page.wait(lambda at=start + index + 1: self._published(page, at), "the publisher of the weights")  # type: ignore[misc]
-            yield chunk, self._buffers[index % BUFFERS][: chunk.size_bytes]
-            copied.append(torch.cuda.Event())
-            copied[index].record()
+            self._wait_published(page, start + index + 1)
+            yield packed(chunk, self._buffers[index % BUFFERS][: chunk.size_bytes])
+            copied.append(torch.cuda.current_stream().record_event())
             if index > 0:  # one behind: this thread queues the next copies while those run
                 wait_for(copied[index - 1])
                 page[self._place] = start + index
@@ -137,23 +159,33 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._page, self._buffers = None, []
+        self._page = None
+        self._close()
 
-    def _published(self, page: Page, count: int) -> bool:
-        if self._stop.is_set():
-            raise BrokenGroup("the transfer was aborted")
-        published = page[PUBLISHED]
-        if page[GIVEN_UP] == count >> 32 or published >> 32 > count >> 32:
-            raise BrokenGroup("the publisher has given this round up")
-        return published >= count
+    def _close(self) -> None:
+        """Give back what the connection has mapped."""
+        if self._stream is not None:
+            self._stream.synchronize()  # copies out of it may still run
+        self._buffers, self._tensors = [], None
+
+    def _wait_published(self, page: Page, count: int) -> None:
+        def published() -> bool:
+            if self._stop.is_set():
+                raise BrokenGroup("the transfer was aborted")
+            if page[GIVEN_UP] == count >> 32 or page[PUBLISHED] >> 32 > count >> 32:
+                raise BrokenGroup("the publisher has given this round up")
+            return page[PUBLISHED] >= count
+
+        page.wait(published, "the publisher of the weights")
 
 
 class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
-    """On every trainer rank: packs into its own GPU's channel. Only rank 0 calls the fleet."""
+    """On every trainer rank, for its own GPU's channel. Only rank 0 calls the fleet."""
 
     init_info_cls = IpcTrainerInitInfo
 
     _round_id = 0
+    _shared: SharedTensors | None = None
     _page: Page | None = None
     _senders: Page | None = None  # rank 0's: the other ranks learn there that a round is given up
 
@@ -161,22 +193,41 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
         self._round_id += 1
         super().send_weights()
 
+    def fits(self) -> bool:
+        self.packer.look()
+        return self._in_place() is (None if self._shared is None else self._shared.tensors)
+
+    def _in_place(self) -> list[torch.Tensor] | None:
+        """The tensors that workers on this rank's GPU can read where they are."""
+        resident = self.packer.resident
+        return resident if resident and resident[0].device == self._device else None
+
+    def prepare(self) -> None:
+        if not self.fits():
+            raise BrokenGroup("the model's tensors are not where they were opened: connect again")
+        if self._shared is not None:
+            self._shared.look()
+
     def payload(self) -> dict[str, Any]:
         return {"round_id": self._round_id, **super().payload()}
 
-    def follow(self, tensors: Tensors) -> None:
-        self.send(tensors, None)
+    def follow(self) -> None:
+        self.send(None)
 
-    def send(self, tensors: Tensors, receiving: Future[None] | None) -> None:
-        page, start = self._page, self._round_id << 32
+    def send(self, receiving: Future[None] | None) -> None:
+        page, start, chunks = self._page, self._round_id << 32, self.packer.chunks
         assert page is not None
-        for index, chunk in enumerate(self.chunks):
-            if index >= BUFFERS:
-                self._wait_taken(page, start + index + 1 - BUFFERS, receiving)
-            pack(chunk, tensors, self._buffers[index % BUFFERS][: chunk.size_bytes])
+        if self._shared is not None:
             torch.cuda.current_stream().synchronize()
-            page[PUBLISHED] = start + index + 1
-        self._wait_taken(page, start + len(self.chunks), receiving)
+            page[PUBLISHED] = start + len(chunks)
+        else:
+            for index, chunk in enumerate(chunks):
+                if index >= BUFFERS:
+                    self._wait_taken(page, start + index + 1 - BUFFERS, receiving)
+                self.packer.pack(index, self._buffers[index % BUFFERS][: chunk.size_bytes])
+                torch.cuda.current_stream().synchronize()
+                page[PUBLISHED] = start + index + 1
+        self._wait_taken(page, start + len(chunks), receiving)
 
     def give_up(self) -> None:
         if self._page is not None:
@@ -195,34 +246,39 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
                 raise BrokenGroup("rank 0 of the trainer has given this round up")
             return False
 
-        page.wait(taken, f"the workers on GPU {gpu_uuid(self._buffers[0].device)}")
+        page.wait(taken, f"the workers on GPU {self._uuid}")
 
     def meet(self, init_info: IpcTrainerInitInfo) -> None:
         if self.is_sender:
             remove_orphans()
-        largest = max(chunk.size_bytes for chunk in self.chunks)
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._device = device = torch.device("cuda", torch.cuda.current_device())
+        self._uuid = gpu_uuid(device)
+        tensors = self._in_place()
+        if tensors is not None:
+            self._shared = SharedTensors(tensors)
+            memory = self._shared.describe()
+        else:
+            largest = max(chunk.size_bytes for chunk in self.packer.chunks)
+            self._buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+            memory = {"buffers": [share_buffer(block) for block in self._buffers]}
         name, self._page = create_page(init_info.world_size, init_info.timeout_s)
         try:
-            self._open_to_workers(init_info, name)
+            self._open_to_workers(init_info, {"page": name, **memory})
         finally:
             remove_segment(name)  # the mappings stay
         self._workers = self._page.workers()
-        uuid = gpu_uuid(device)
-        alone = [gpu for gpu, workers in _gathered((uuid, len(self._workers))) if not workers]
+        alone = [gpu for gpu, workers in gathered((self._uuid, len(self._workers))) if not workers]
         if alone:
             raise ValueError(
                 f"no replica's worker is on GPU {', '.join(alone)}, where a trainer rank is: transport "
                 "'ipc' needs one on the GPU of each trainer rank"
             )
 
-    def _open_to_workers(self, init_info: IpcTrainerInitInfo, page_name: str) -> None:
-        channel = {"page": page_name, "buffers": [share_buffer(block) for block in self._buffers]}
-        channels = {gpu_uuid(self._buffers[0].device): channel}
-        for other in _gathered(channels):
+    def _open_to_workers(self, init_info: IpcTrainerInitInfo, channel: dict[str, Any]) -> None:
+        channels = {self._uuid: channel}
+        for other in gathered(channels):
             channels |= other
-        names = _gathered(page_name)
+        names = gathered(channel["page"])
         if not self.is_sender:
             self._senders = open_page(names[0], init_info.timeout_s)
         failure = ""
@@ -238,15 +294,6 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
                 self.client.init_weight_transfer_engine(info)
             except Exception as error:  # the other ranks wait below, and are told
                 failure = f"{type(error).__name__}: {error}"
-        failures = [text for text in _gathered(failure) if text]
+        failures = [text for text in gathered(failure) if text]
         if failures:
             raise BrokenGroup(f"the fleet did not connect: {failures[0]}")
-
-
-def _gathered(value: Any) -> list[Any]:
-    """The value of every trainer rank."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values

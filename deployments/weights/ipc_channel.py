@@ -97,3 +97,12 @@ def wait_for(event: torch.cuda.Event) -> None:
     # Not event.synchronize(): it spins, on a core and in the driver, beside the thread that decodes.
     while not event.query():
         time.sleep(_POLL_S)
+
+
+def gathered(value: Any) -> list[Any]:
+    """The value of every trainer rank."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values

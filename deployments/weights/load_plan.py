@@ -19,8 +19,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deployments.weights.arrival import Arrival
 from deployments.weights.digest import Copy, Findings, digest_tensor, survey
-from deployments.weights.packing import Chunk, view
+from deployments.weights.packing import Chunk
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -46,7 +47,7 @@ class Step:
 @dataclass(slots=True)
 class _Plan:
     steps: list[Step]
-    ready: dict[int, Callable[[], Findings]] = field(default_factory=dict)  # by address of the block
+    ready: dict[int, Callable[[], Findings]] = field(default_factory=dict)  # by the arrival's place
 
 
 @dataclass(slots=True)
@@ -67,21 +68,26 @@ class LoadPlans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def replay(self, chunk: Chunk, block: torch.Tensor) -> Findings | None:
+    def replay(self, arrival: Arrival) -> Findings | None:
         """Load the chunk and look into its tensors; None if it has no plan, and nothing was done."""
-        plan = self._plans.get(chunk)
+        plan = self._plans.get(arrival.chunk)
         if plan is None:
             return None
-        find = plan.ready.get(block.data_ptr())
+        find = plan.ready.get(arrival.place)
         if find is None:
-            tensors = [view(entry, block) for entry in chunk.entries]
+            tensors = arrival.read()
             copies = [Copy(place=s.place, source=s.source(tensors), target=s.target) for s in plan.steps]
-            find = plan.ready[block.data_ptr()] = survey(tensors, copies)
+            find = plan.ready[arrival.place] = survey(tensors, copies)
         return find()
+
+    def release(self) -> None:
+        """Keep no memory of arrivals; the plans stay."""
+        for plan in self._plans.values():
+            plan.ready.clear()
 
     @contextmanager
     def watch(self, chunk: Chunk, tensors: Tensors) -> Iterator[None]:
-        """The chunk is loaded inside; the tensors are views of one block."""
+        """The chunk is loaded inside, from its tensors."""
         if chunk in self.refused:
             yield
             return
@@ -129,7 +135,7 @@ class _Watcher(TorchDispatchMode):
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
-        self._storage = tensors[0].untyped_storage().data_ptr()
+        self._storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
         self.steps: list[Step] = []
         self.objection = ""
 
@@ -171,7 +177,7 @@ class _Watcher(TorchDispatchMode):
         self.objection = f"a copy of {source.dtype} numbers from between the tensors"
 
     def _is_ours(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == self._storage
+        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._storages
 
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:

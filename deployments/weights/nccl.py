@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
+from deployments.weights.arrival import Arrival, packed
 from deployments.weights.meeting import (
     DEFAULT_TIMEOUT_S,
     BroadcastInfo,
@@ -24,8 +25,6 @@ from deployments.weights.meeting import (
     MeetingInfo,
 )
 from deployments.weights.nccl_group import BUFFERS, TransferGroup
-from deployments.weights.packing import Chunk, pack
-from deployments.weights.sending import Tensors
 
 DEFAULT_CHUNK_BYTES = 512 << 20
 
@@ -47,7 +46,7 @@ class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
     def join(self, info: MeetingInfo, rank: int) -> TransferGroup:
         return TransferGroup(info, rank, self.device)
 
-    def receive(self, update_info: BroadcastInfo) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    def receive(self, update_info: BroadcastInfo) -> Iterator[Arrival]:
         group, chunks = self.expected(update_info)
         group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
         finished = False
@@ -59,7 +58,7 @@ class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
                     # Behind the loads of chunk i-1, which had this buffer, on the current stream.
                     group.start(index + 1, chunks[index + 1].size_bytes)
                 group.wait(index)
-                yield chunk, group.buffer(index, chunk.size_bytes)
+                yield packed(chunk, group.buffer(index, chunk.size_bytes))
             finished = True
         finally:
             if not finished:  # peers wait in broadcasts that this worker will not take part in
@@ -72,14 +71,14 @@ class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, Trans
     def form(self, info: MeetingInfo) -> TransferGroup:
         return TransferGroup(info, 0, torch.device("cuda", torch.cuda.current_device()))
 
-    def send(self, tensors: Tensors, receiving: Future[None] | None) -> None:
-        group, chunks = self.group, self.chunks
+    def send(self, receiving: Future[None] | None) -> None:
+        group, chunks = self.group, self.packer.chunks
         group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
         for index, chunk in enumerate(chunks):
             if index >= BUFFERS:
                 group.wait(index - BUFFERS)
             # On the caller's stream: that of the tensors, whose memory may be freed right after.
-            pack(chunk, tensors, group.buffer(index, chunk.size_bytes))
+            self.packer.pack(index, group.buffer(index, chunk.size_bytes))
             if receiving is not None and receiving.done():
                 receiving.result()  # refused before the first byte: do not wait for peers
             group.start(index, chunk.size_bytes)

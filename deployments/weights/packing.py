@@ -139,8 +139,12 @@ def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch
             raise ValueError(f"the source declared {entry.name!r} {entry.shape} and yielded {came}")
         source = tensor.detach().to(block.device, entry.dtype).contiguous()
         copies.append(Copy(place=place, source=source, target=view(entry, block)))
-    found = survey([copy.source for copy in copies], copies)()
-    block[chunk.table_offset : chunk.size_bytes].copy_(found.digests.view(torch.uint8))
+    put_digests(chunk, survey([copy.source for copy in copies], copies)().digests, block)
+
+
+def put_digests(chunk: Chunk, digests: torch.Tensor, block: torch.Tensor) -> None:
+    """Write the digests (int64 [n]) behind the chunk's tensors."""
+    block[chunk.table_offset : chunk.size_bytes].copy_(digests.view(torch.uint8))
 
 
 def unpack(chunk: Chunk, block: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

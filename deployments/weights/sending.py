@@ -1,5 +1,6 @@
 """The publisher's half of every transport.
 
+    prepare                 what can be done before the replicas know of the round
     start_weight_update     every replica begins a session
     update_weights          the call inside which the replicas receive; it runs beside the sending
     transfer                packs the source's tensors and moves the bytes (the transport's own part)
@@ -10,11 +11,9 @@ then, because it ends when the fleet has given the round up.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, Self, TypeVar
 
-import torch
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -22,10 +21,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
-from deployments.weights.packing import describe, plan_chunks
+from deployments.weights.packer import Packer
+from deployments.weights.packing import describe
 
 Init = TypeVar("Init", bound=TrainerInitInfo)
-Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class SendingEngine(TrainerWeightTransferEngine[Init], Generic[Init]):
@@ -39,8 +38,7 @@ class SendingEngine(TrainerWeightTransferEngine[Init], Generic[Init]):
         self, *, client: VLLMWeightSyncClient, source: WeightSource, is_sender: bool, chunk_bytes: int
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
-        self._metadata = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
-        self.chunks = plan_chunks(self._metadata, chunk_bytes)
+        self.packer = Packer(source, chunk_bytes)
 
     @classmethod
     def trainer_init(
@@ -59,13 +57,13 @@ class SendingEngine(TrainerWeightTransferEngine[Init], Generic[Init]):
         return engine
 
     def send_weights(self) -> None:
-        assert self.source is not None
-        tensors = iter(self.source)
+        self.packer.begin()
+        self.prepare()
         if self.is_sender:
             self.client.start_weight_update()
         calls = ThreadPoolExecutor(max_workers=1)
         try:
-            self.transfer(tensors, calls)
+            self.transfer(calls)
         except BaseException:  # whatever it was, the receivers must not wait for the rest
             self.give_up()
             raise
@@ -78,14 +76,20 @@ class SendingEngine(TrainerWeightTransferEngine[Init], Generic[Init]):
     def meet(self, init_info: Init) -> None:
         """Agree with the replicas on how the bytes move. Called once, on every trainer rank."""
 
+    def fits(self) -> bool:
+        """Whether the connection is still good for where the source's tensors are now."""
+        return True
+
+    def prepare(self) -> None:
+        """What can be done before the replicas know of the round."""
+
     @abstractmethod
-    def transfer(self, tensors: Tensors, calls: ThreadPoolExecutor) -> None:
+    def transfer(self, calls: ThreadPoolExecutor) -> None:
         """Send all chunks, and make the calls inside which they are received on `calls`."""
 
-    def follow(self, tensors: Tensors) -> None:
-        """A trainer rank that sends nothing: materializing is a collective, so it takes part."""
-        for _ in tensors:
-            pass
+    def follow(self) -> None:
+        """A trainer rank that is not the sender."""
+        self.packer.skip()
 
     def give_up(self) -> None:
         """End the receivers' waits for a round that will not be finished."""
@@ -94,18 +98,18 @@ class SendingEngine(TrainerWeightTransferEngine[Init], Generic[Init]):
 class OnePayloadEngine(SendingEngine[Init], Generic[Init]):
     """A round is one payload, received inside one call."""
 
-    def transfer(self, tensors: Tensors, calls: ThreadPoolExecutor) -> None:
+    def transfer(self, calls: ThreadPoolExecutor) -> None:
         if not self.is_sender:
-            self.follow(tensors)
+            self.follow()
             return
         receiving = calls.submit(self.client.update_weights, self.payload())
-        self.send(tensors, receiving)
+        self.send(receiving)
         receiving.result()
 
     def payload(self) -> dict[str, Any]:
         """What the receivers are told: what comes, and in which order."""
-        return describe(self._metadata)
+        return describe(self.packer.metadata)
 
     @abstractmethod
-    def send(self, tensors: Tensors, receiving: Future[None] | None) -> None:
+    def send(self, receiving: Future[None] | None) -> None:
         """Send all chunks. `receiving` is the sender's call: if it has failed, nobody receives."""

@@ -19,9 +19,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deployments.weights.packing import Chunk, describe, layout, pack
+from deployments.weights.arrival import Arrival, packed
+from deployments.weights.packing import Chunk, describe, layout
 from deployments.weights.segments import create_mapping, open_mapping, remove_orphans, remove_segment
-from deployments.weights.sending import SendingEngine, Tensors
+from deployments.weights.sending import SendingEngine
 from deployments.weights.staging import StagedWeightTransferEngine
 
 DEFAULT_CHUNK_BYTES = 128 << 20
@@ -58,11 +59,11 @@ class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateI
     def connect(self, init_info: ShmInitInfo) -> None:
         pass
 
-    def receive(self, update_info: ShmUpdateInfo) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    def receive(self, update_info: ShmUpdateInfo) -> Iterator[Arrival]:
         chunks = layout(update_info.names, update_info.dtype_names, update_info.shapes, _UNBOUNDED)
         if len(chunks) != 1:
             raise ValueError(f"a payload must describe at least one tensor, got {len(update_info.names)}")
-        yield chunks[0], open_segment(update_info.segment, chunks[0].size_bytes)
+        yield packed(chunks[0], open_segment(update_info.segment, chunks[0].size_bytes))
 
 
 class ShmTrainerWeightTransferEngine(SendingEngine[ShmTrainerInitInfo]):
@@ -75,15 +76,15 @@ class ShmTrainerWeightTransferEngine(SendingEngine[ShmTrainerInitInfo]):
             remove_orphans()
             self.client.init_weight_transfer_engine({})
 
-    def transfer(self, tensors: Tensors, calls: ThreadPoolExecutor) -> None:
+    def transfer(self, calls: ThreadPoolExecutor) -> None:
         if not self.is_sender:
-            self.follow(tensors)
+            self.follow()
             return
         receiving: Future[None] | None = None
-        for chunk in self.chunks:
+        for index, chunk in enumerate(self.packer.chunks):
             name, block = create_segment(chunk.size_bytes)
             try:
-                pack(chunk, tensors, block)
+                self.packer.pack(index, block)
                 if receiving is not None:
                     receiving.result()
             except BaseException:  # nobody else knows the segment's name yet

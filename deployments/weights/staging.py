@@ -28,11 +28,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from deployments.weights.arrival import Arrival
 from deployments.weights.counters import Counters
 from deployments.weights.digest import Findings, combined, inspect
 from deployments.weights.keeping import Keeper
 from deployments.weights.manifest import checkpoint_manifest, mismatches, sentence
-from deployments.weights.packing import Chunk, sent_digests, unpack
+from deployments.weights.packing import Chunk
 from deployments.weights.protocol import Outcome
 from deployments.weights.session import Evidence, Session
 
@@ -46,11 +47,11 @@ class Staging(Protocol):
 
     def begin(self) -> None: ...
 
-    def replay(self, chunk: Chunk, block: torch.Tensor) -> Findings | None:
+    def replay(self, arrival: Arrival) -> Findings | None:
         """Take a chunk that is known from a former round, and look into it on the way; else None.
 
         Called on the staging thread, while the engine decodes. On a GPU the copies are only queued, on
-        the current stream; the block's memory is reused in the order of that stream.
+        the current stream; the arrival's memory is reused in the order of that stream.
         """
 
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
@@ -75,6 +76,9 @@ class Staging(Protocol):
         stream of the model; on a GPU the copy is only queued."""
 
     def drop(self) -> None: ...
+
+    def release(self) -> None:
+        """Keep no memory in which chunks arrive: its connection ends."""
 
 
 class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Init, Update]):
@@ -116,8 +120,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         """Join the transfer group. Runs on the staging thread and may wait for peers."""
 
     @abstractmethod
-    def receive(self, update_info: Update) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        """The chunks of one payload and their bytes (uint8), each valid until the next is asked for."""
+    def receive(self, update_info: Update) -> Iterator[Arrival]:
+        """The chunks of one payload, in their order."""
 
     def init_transfer_engine(self, init_info: Init) -> None:
         # A rendezvous waits for the other members: on the engine's own thread it would stop decoding.
@@ -125,6 +129,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def _connect(self, init_info: Init) -> None:
         with self._beside_the_engine():
+            self.staging.release()
             self.connect(init_info)
 
     def connected(self) -> dict[str, Any]:
@@ -200,6 +205,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     def shutdown(self) -> None:
         self.abort()
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self.staging.release()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
 
     def _beside_the_engine(self) -> AbstractContextManager[Any]:
@@ -231,31 +237,31 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             session.outcome, session.message = Outcome.FAILED, f"{type(error).__name__}: {error}"
 
     def _take(self, session: Session, update_info: dict[str, Any]) -> None:
-        for chunk, block in self.receive(self.parse_update_info(update_info)):
-            self._accept(session, chunk, block)
+        for arrival in self.receive(self.parse_update_info(update_info)):
+            self._accept(session, arrival)
         session.settle()
         expected = self._expected
         if self.one_payload if expected is None else expected.tensors.keys() <= session.offered.keys():
             # Here and not in `verify`, for which the engine waits.
             self._seal(session)
 
-    def _accept(self, session: Session, chunk: Chunk, block: torch.Tensor) -> None:
+    def _accept(self, session: Session, arrival: Arrival) -> None:
+        chunk = arrival.chunk
         if self._expected is not None and chunk not in self._fitting:
             problems = mismatches(self._expected.tensors, chunk.offered, complete=False)
             if problems:
                 raise ValueError(sentence(problems))
             self._fitting.add(chunk)
         start = time.perf_counter()
-        sent = sent_digests(chunk, block)
-        found = self.staging.replay(chunk, block)
+        found = self.staging.replay(arrival)
         if found is None:
-            tensors = unpack(chunk, block)
+            tensors = arrival.named()
             found = inspect([tensor for _, tensor in tensors])
             session.verify_s += time.perf_counter() - start
             self.staging.add(chunk, tensors)
         if self.keeper.expecting:
-            self.keeper.add(unpack(chunk, block))
-        session.evidence.append(Evidence(names=list(chunk.offered), sent=sent, found=found))
+            self.keeper.add(arrival.named())
+        session.evidence.append(Evidence(names=list(chunk.offered), sent=arrival.sent, found=found))
         session.offered |= chunk.offered
         session.size_bytes += chunk.size_bytes
 

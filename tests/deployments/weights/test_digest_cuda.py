@@ -40,3 +40,12 @@ def test_what_is_not_finite_is_found() -> None:
         tensor[39999 - index] = float("inf") if index else float("nan")
     fine = [torch.randn(40001).to(dtype) for dtype in dtypes]
     assert inspect([t.cuda() for t in [*bad, *fine]]).bad.bool().tolist() == [True] * 3 + [False] * 3
+
+
+def test_a_survey_that_is_made_again_sees_what_the_tensors_hold_now() -> None:
+    storage = torch.zeros(70001, dtype=torch.uint8, device="cuda")
+    tensors = [storage[:65536], storage[1:]]  # the second one is not aligned
+    find = survey(tensors, ())
+    find()
+    storage.copy_(torch.randint(0, 256, (70001,), dtype=torch.uint8))
+    assert unsigned(find().digests) == digests([storage.cpu()[:65536], storage.cpu()[1:].clone()])

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from deployments.weights.arrival import packed
 from deployments.weights.digest import digests, unsigned
 from deployments.weights.load_plan import LoadPlans, Tensors
 from deployments.weights.packing import Chunk, pack, plan_chunks, unpack
@@ -57,7 +58,7 @@ def chunk() -> Chunk:
 def one_round(plans: LoadPlans, chunk: Chunk, seed: int, load: Callable[[Tensors], None]) -> bool:
     """Whether the chunk was loaded by a plan."""
     block = block_of(chunk, version(seed))
-    found = plans.replay(chunk, block)
+    found = plans.replay(packed(chunk, block))
     if found is None:
         with plans.watch(chunk, unpack(chunk, block)):
             load(unpack(chunk, block))
@@ -114,7 +115,7 @@ def test_a_change_that_nobody_saw_is_found_by_the_bytes(chunk: Chunk) -> None:
         model.load(unpack(chunk, block))
     model.shard.numpy()[0, 0] += 1.0  # past torch, as a kernel of its own would do it
     plans.settle()
-    assert plans.replay(chunk, block) is None
+    assert plans.replay(packed(chunk, block)) is None
     assert plans.refused[chunk] == "a loaded tensor was changed after it had been copied"
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deployments.weights.digest import combined, digests
+from deployments.weights.meeting import BrokenGroup
 from tests.deployments.weights.transport_contract import (
     connect,
     device_of,
@@ -15,15 +16,19 @@ from tests.deployments.weights.transport_contract import (
     stop,
     weights,
 )
-from tests.deployments.weights.transport_fleet import Fleet, ListSource, Rejected
+from tests.deployments.weights.transport_fleet import Fleet, ListSource, Rejected, Resident, Tensors
+
+
+def digest_of(tensors: Tensors) -> str:
+    names = [name for name, _ in tensors]
+    return combined(dict(zip(names, digests([tensor for _, tensor in tensors]), strict=True)))
 
 
 @every_transport
 def test_every_receiver_stages_what_was_sent(transport: str, fleet: Fleet) -> None:
     tensors = weights(1, device_of(transport))
     publish(transport, fleet, ListSource(tensors))
-    names = [name for name, _ in tensors]
-    expected = combined(dict(zip(names, digests([t for _, t in tensors]), strict=True)))
+    expected = digest_of(tensors)
     states = fleet.verify()
     assert [state["outcome"] for state in states] == ["done"] * len(states), states
     assert [state["digest"] for state in states] == [expected] * len(states)
@@ -42,6 +47,38 @@ def test_a_connection_carries_several_rounds(transport: str, fleet: Fleet) -> No
         fleet.drop() if transport in ("shm", "slipstream_ipc") else None
     engine.shutdown()
     assert len(found) == 3
+
+
+@every_transport
+def test_tensors_that_stay_in_place_are_sent_as_they_are_in_each_round(transport: str, fleet: Fleet) -> None:
+    source = Resident(weights(1, device_of(transport)))
+    engine = connect(transport, fleet, source)
+    for seed in (2, 3, 4):
+        for (_, tensor), (_, new) in zip(source.tensors, weights(seed), strict=True):
+            tensor.copy_(new)
+        engine.send_weights()
+        assert {state["digest"] for state in fleet.verify()} == {digest_of(source.tensors)}
+        fleet.drop() if transport in ("shm", "slipstream_ipc") else None
+    engine.shutdown()
+
+
+@every_transport
+def test_tensors_that_have_moved_are_sent_from_where_they_are(transport: str, fleet: Fleet) -> None:
+    source = Resident(weights(1, device_of(transport)))
+    engine = connect(transport, fleet, source)
+    engine.send_weights()
+    fleet.drop() if transport in ("shm", "slipstream_ipc") else None
+    source.move()
+    for _, tensor in source.tensors:
+        tensor.zero_()
+    if not engine.fits():
+        with pytest.raises(BrokenGroup, match="connect again"):
+            engine.send_weights()
+        engine.shutdown()
+        engine = connect(transport, fleet, source)
+    engine.send_weights()
+    assert {state["digest"] for state in fleet.verify()} == {digest_of(source.tensors)}
+    engine.shutdown()
 
 
 @every_transport

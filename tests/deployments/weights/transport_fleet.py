@@ -8,7 +8,8 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
+from deployments.weights.arrival import Arrival
 from deployments.weights.digest import combined, digests
-from deployments.weights.packing import Chunk
 from deployments.weights.protocol import Outcome
 from deployments.weights.staging import StagedWeightTransferEngine
 
@@ -50,6 +51,22 @@ class ListSource(WeightSource):
             if self.before is not None:
                 self.before(index)
             yield pair
+
+
+class Resident(ListSource):
+    """A source whose tensors stay where they are: no pass is needed."""
+
+    def resident(self) -> list[torch.Tensor]:
+        return self._resident
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self._resident = [tensor for _, tensor in tensors]
+
+    def move(self) -> None:
+        """To other memory, with the same content."""
+        self.tensors = [(name, tensor.clone()) for name, tensor in self.tensors]
+        self._resident = [tensor for _, tensor in self.tensors]
 
 
 class Receiver:
@@ -213,11 +230,11 @@ def _engine_class(transport: str) -> type[StagedWeightTransferEngine[Any, Any]]:
 
 def _tearing(kind: type[StagedWeightTransferEngine[Any, Any]]) -> type[StagedWeightTransferEngine[Any, Any]]:
     class Tearing(kind):  # type: ignore[misc, valid-type]
-        def receive(self, update_info: Any) -> Iterator[tuple[Chunk, torch.Tensor]]:
-            for chunk, block in super().receive(update_info):
-                torn = block.clone()
-                torn[chunk.entries[-1].offset] ^= 1
-                yield chunk, torn
+        def receive(self, update_info: Any) -> Iterator[Arrival]:
+            for arrival in super().receive(update_info):
+                torn = [tensor.clone() for tensor in arrival.read()]
+                torn[-1].view(-1).view(torch.uint8)[0] ^= 1
+                yield replace(arrival, read=partial(list, torn))
 
     return Tearing
 
