@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from bisect import bisect
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -100,8 +100,12 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     )
     link = Ours(engine) if mode == "ours" else Native(engine)
     waiting = True
-    for chunk_mb in arguments.chunk_mb if mode == "ours" else [0]:
+    choices = list(product(arguments.chunk_mb, arguments.share, arguments.ctas))
+    for chunk_mb, share, ctas in choices if mode == "ours" else [(0, 1.0, 0)]:
         options: dict[str, Any] = {"chunk_bytes": chunk_mb << 20} if chunk_mb else {}
+        if ctas:
+            options["max_ctas"] = ctas
+        engine.staging_share = share
         if mode == "native" and colocated:
             # Not packed: a packed buffer must hold the largest tensor and costs a call a gigabyte.
             options["packed"] = False
@@ -118,7 +122,7 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
             for kv_cache in arguments.kv_cache:
                 link.kv_cache = kv_cache
                 found = await measure_under_load(arguments, engine, trainer, link, count)
-                _tell(mode, {"chunk_mb": chunk_mb, **found})
+                _tell(mode, {"chunk_mb": chunk_mb, "share": share, "ctas": ctas, **found})
     if arguments.soak and mode == "ours":
         await soak(arguments, engine, trainer, link)
     trainer.stop()
@@ -156,7 +160,7 @@ async def measure_under_load(
     return {
         "streams": count,
         "kv_cache": link.kv_cache,
-        "step_ms": 1e3 * median(steps),
+        "step_ms": round(1e3 * median(steps), 2),
         "rounds": rounds,
         "timeline": [round(t - times.begin, 5) for t in seen[0] if abs(t - times.begin) < 0.6],
     }
@@ -224,8 +228,8 @@ def table(found: list[dict[str, Any]]) -> None:
         "gb_per_s",
         "commit_ms",
     )
-    print("| engine | chunk (MiB) | streams | kv_cache | token (ms) | " + " | ".join(columns) + " |")
-    print("|---" * (5 + len(columns)) + "|")
+    setting = ("mode", "chunk_mb", "share", "ctas", "streams", "kv_cache", "step_ms")
+    print("| " + " | ".join([*setting, *columns]) + " |\n" + "|---" * len([*setting, *columns]) + "|")
     for entry in found:
         if "rounds" not in entry:
             shown = {key: value for key, value in entry.items() if key != "mode"}
@@ -235,8 +239,7 @@ def table(found: list[dict[str, Any]]) -> None:
         for column in columns:
             values = [r[column] for r in entry["rounds"]]
             cells.append(f"{min(values):.3g} to {max(values):.3g}")
-        first = [entry["mode"], entry["chunk_mb"] or "", entry["streams"], entry["kv_cache"]]
-        print("| " + " | ".join([*map(str, first), f"{entry['step_ms']:.2f}", *cells]) + " |")
+        print("| " + " | ".join([*(str(entry[name]) for name in setting), *cells]) + " |")
 
 
 def main() -> None:
@@ -251,6 +254,8 @@ def main() -> None:
     parser.add_argument(
         "--chunk-mb", type=int, nargs="+", default=[0], help="ours; 0: the transport's default"
     )
+    parser.add_argument("--share", type=float, nargs="+", default=[1.0], help="ours; weights.staging_share")
+    parser.add_argument("--ctas", type=int, nargs="+", default=[0], help="ours, nccl; 0: the default")
     parser.add_argument("--soak", type=int, default=0, help="ours: so many rounds back to back under load")
     parser.add_argument("--soak-s", type=float, default=60.0)
     parser.add_argument("--eager", action="store_true")

@@ -23,8 +23,9 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from deployments.engine_core import COMMIT
 from deployments.spans import RECORDER, SpanRecorder
-from deployments.weights.protocol import CommitArgs, KvCache, ReplicaTimings
+from deployments.weights.protocol import CommitArgs, InFlight, KvCache, ReplicaTimings
 
 WORKER_EXTENSION = "deployments.weights.worker.StagingWorkerExtension"
 
@@ -38,6 +39,7 @@ class EngineSpec:
         served_model_name: the name that clients use, whatever directory the weights came from.
         backend: the weight transfer backend, by its name in vLLM's registry.
         staging: device | host | none.
+        staging_share: of the device's time that staging may take while requests run; 1: all of it.
         arguments: further fields of vLLM's `AsyncEngineArgs` and of its OpenAI server.
     """
 
@@ -45,6 +47,7 @@ class EngineSpec:
     served_model_name: str
     backend: str
     staging: str
+    staging_share: float = 1.0
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def at(self, checkpoint: str) -> "EngineSpec":
@@ -96,6 +99,7 @@ class Engine:
         self.paused_by_user = False
         self.asleep = False  # some of its memory is given back, or its scheduler sleeps
         self.weights_asleep = False
+        self.staging_share = 1.0
         self._lifespan = app.router.lifespan_context(app)
 
     @classmethod
@@ -110,6 +114,7 @@ class Engine:
         await init_app_state(llm, app.state, args, tasks)
         app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler wants a uvicorn server
         engine = cls(llm, app, version)
+        engine.staging_share = spec.staging_share
         await engine._lifespan.__aenter__()
         await llm.update_weight_version(str(version))
         return engine
@@ -117,6 +122,11 @@ class Engine:
     @property
     def world_size(self) -> int:
         return self.llm.vllm_config.parallel_config.world_size_across_dp
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are being served."""
+        return self._may_resume and self.llm.output_processor.has_unfinished_requests()
 
     @property
     def dead(self) -> bool:
@@ -136,17 +146,29 @@ class Engine:
 
         Stays paused if `args.hold`, if a user has paused the engine, or while its KV cache sleeps.
         """
-        core = self.llm.engine_core
-        recompute = args.kv_cache is KvCache.RECOMPUTE
         begin = time.perf_counter()
+        recompute = args.kv_cache is KvCache.RECOMPUTE
+        resume = self._may_resume and not args.hold
+        one_rank = self.llm.vllm_config.parallel_config.data_parallel_size == 1
+        if one_rank and args.in_flight is InFlight.KEEP:
+            core: Any = self.llm.engine_core
+            swap_s = await core.call_utility_async(COMMIT, str(args.version), recompute, resume)
+        else:
+            swap_s = await self._commit_by_calls(args, recompute, resume)
+        self.version = args.version
+        return ReplicaTimings(swap_s=swap_s, gap_s=time.perf_counter() - begin)
+
+    async def _commit_by_calls(self, args: CommitArgs, recompute: bool, resume: bool) -> float:
+        """The same with vLLM's own calls; the seconds from the pause to the end."""
+        core = self.llm.engine_core
         # Not llm.pause_generation: it sleeps 20 ms after the pause for the sake of tidy logs. The
         # answer is awaited, because a step in flight would be labelled with the new version.
         await core.pause_scheduler_async(mode=args.in_flight.value, clear_cache=recompute)
         paused = time.perf_counter()
-        calls = [self._swap(), core.set_weight_version_async(str(args.version))]
+        calls = [self.workers("finish_weight_update"), core.set_weight_version_async(str(args.version))]
         if not recompute:
             calls.append(self.llm.reset_prefix_cache())
-        if not args.hold and self._may_resume:
+        if resume:
             calls.append(core.resume_scheduler_async())
         # Sent without waiting in between: the engine core handles them in this order.
         failures = [
@@ -154,9 +176,7 @@ class Engine:
         ]
         if failures:
             raise failures[0]
-        self.version = args.version
-        end = time.perf_counter()
-        return ReplicaTimings(swap_s=end - paused, gap_s=end - begin)
+        return time.perf_counter() - paused
 
     async def release(self) -> None:
         """Go on after a commit that held."""
@@ -197,9 +217,6 @@ class Engine:
             await self._lifespan.__aexit__(None, None, None)
         finally:
             await asyncio.to_thread(self.llm.shutdown, 5.0)
-
-    async def _swap(self) -> None:
-        await self.workers("finish_weight_update")
 
 
 def _new_llm(config: VllmConfig, engine_args: AsyncEngineArgs) -> AsyncLLM:

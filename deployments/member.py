@@ -112,7 +112,8 @@ class EngineMember:
             await self._engine.workers("staging_keep", version=self._keeping)
 
     async def _receive(self, args: dict[str, Any]) -> None:
-        await self._engine.workers("update_weights", update_info=args["payload"])
+        share = self._engine.staging_share if self._engine.busy else 1.0
+        await self._engine.workers("staging_receive", payload=args["payload"], share=share)
         self._payloads += 1
         if self._progress is not None:
             await self._progress.until(self._payloads)

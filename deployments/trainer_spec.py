@@ -5,7 +5,6 @@ from enum import StrEnum
 
 from trainers.learner import LearnerConfig
 
-
 PUBLISHER = "trainer"  # its name at the fleet
 
 

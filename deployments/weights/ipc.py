@@ -38,14 +38,13 @@ from deployments.weights.ipc_channel import (
     open_buffer,
     open_page,
     share_buffer,
-    wait_for,
 )
 from deployments.weights.ipc_tensors import OpenedTensors, SharedTensors
 from deployments.weights.meeting import DEFAULT_TIMEOUT_S, BrokenGroup
 from deployments.weights.packing import Chunk, layout
 from deployments.weights.segments import remove_orphans, remove_segment
 from deployments.weights.sending import OnePayloadEngine
-from deployments.weights.staging import StagedWeightTransferEngine
+from deployments.weights.staging import StagedWeightTransferEngine, wait_for
 
 # Trainer and replica share the GPU in turns: each chunk costs a turn, and larger ones are fewer.
 DEFAULT_CHUNK_BYTES = 1 << 30

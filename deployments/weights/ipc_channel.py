@@ -93,12 +93,6 @@ def open_buffer(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-def wait_for(event: torch.cuda.Event) -> None:
-    # Not event.synchronize(): it spins, on a core and in the driver, beside the thread that decodes.
-    while not event.query():
-        time.sleep(_POLL_S)
-
-
 def gathered(value: Any) -> list[Any]:
     """The value of every trainer rank."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -1,9 +1,11 @@
-"""vLLM's plugin entry point: makes the transports known in every process that vLLM spawns.
+"""vLLM's plugin entry point: makes the transports known in every process that vLLM spawns, and the commit in
+its engine cores.
 
 vLLM's workers are spawned, so an engine registered only in the parent does not exist in them; the
 entry point group `vllm.general_plugins` is loaded everywhere.
 """
 
+from deployments import engine_core
 from deployments.parent_death import follow_owner
 
 # The name in vLLM's registry: the module, and the prefix of its two classes. vLLM's own "ipc" and
@@ -24,6 +26,7 @@ def backend(transport: str, staging: str) -> str:
 def register() -> None:
     """Register both halves of every transport; vLLM calls this more than once in a process."""
     follow_owner()
+    engine_core.install()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     for name, (module, prefix) in TRANSPORTS.items():

@@ -183,8 +183,8 @@ class ReplicaTimings:
     bytes: int = 0
     stage_s: float = 0.0
     verify_s: float = 0.0
-    swap_s: float = 0.0
-    gap_s: float = 0.0  # from the pause to the resume
+    swap_s: float = 0.0  # of the workers; on a GPU to queue the copies
+    gap_s: float = 0.0  # from the call to commit until requests go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

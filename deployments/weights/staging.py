@@ -33,10 +33,12 @@ from deployments.weights.counters import Counters
 from deployments.weights.digest import Findings, combined, inspect
 from deployments.weights.keeping import Keeper
 from deployments.weights.manifest import checkpoint_manifest, mismatches, sentence
+from deployments.weights.pacing import Pace
 from deployments.weights.packing import Chunk
 from deployments.weights.protocol import Outcome
 from deployments.weights.session import Evidence, Session
 
+_POLL_S = 0.0001
 Tensors = list[tuple[str, torch.Tensor]]
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
@@ -86,6 +88,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     supports_draft_weight_update = False
     one_payload = True  # a version comes as one payload, not as one a chunk
+    share = 1.0  # of the time that staging may take from the device while it receives
 
     def __init__(
         self,
@@ -237,8 +240,13 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             session.outcome, session.message = Outcome.FAILED, f"{type(error).__name__}: {error}"
 
     def _take(self, session: Session, update_info: dict[str, Any]) -> None:
+        pace = Pace(self.share)
         for arrival in self.receive(self.parse_update_info(update_info)):
             self._accept(session, arrival)
+            if self._stream is not None and self.share < 1.0:
+                wait_for(self._stream.record_event())
+                time.sleep(pace.rest(arrival.chunk.size_bytes))
+                pace.go_on()
         session.settle()
         expected = self._expected
         if self.one_payload if expected is None else expected.tensors.keys() <= session.offered.keys():
@@ -277,3 +285,9 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             )
         session.digest = combined(session.digests)
         session.sealed = True
+
+
+def wait_for(event: torch.Event) -> None:
+    # Not event.synchronize(): it spins, on a core and in the driver, beside the thread that decodes.
+    while not event.query():
+        time.sleep(_POLL_S)

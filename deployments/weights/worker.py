@@ -4,6 +4,7 @@ vLLM mixes this class into its worker (`worker_extension_cls`); the follower rea
 `collective_rpc` and gets one answer a worker.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from deployments.weights.native import NativeWorkerExtension
@@ -14,12 +15,18 @@ class StagingWorkerExtension(NativeWorkerExtension):
     weight_transfer_engine: StagedWeightTransferEngine[Any, Any]
     model_runner: Any
     _weight_update_active: bool
+    update_weights: Callable[[Any], None]
 
     def staging_connected(self) -> dict[str, Any]:
         return self.weight_transfer_engine.connected()
 
     def staging_report_to(self, page: str) -> bool:
         return self.weight_transfer_engine.report_to(page)
+
+    def staging_receive(self, payload: Any, share: float) -> None:
+        """vLLM's `update_weights`, with the share of the device's time that it may take."""
+        self.weight_transfer_engine.share = share
+        self.update_weights(payload)
 
     def staging_progress(self) -> dict[str, Any]:
         return self.weight_transfer_engine.progress()

@@ -7,6 +7,7 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.engine import Engine
+from deployments.engine_core import COMMIT
 from deployments.follower import Rejected
 from deployments.member import EngineMember
 from deployments.weights.protocol import (
@@ -33,8 +34,12 @@ class Core:
         assert not self.asleep, "a step without its memory ends the engine"
         self.running = True
 
-    async def set_weight_version_async(self, version: str) -> None:
-        pass
+    async def call_utility_async(self, method: str, version: str, recompute: bool, resume: bool) -> float:
+        assert method == COMMIT
+        self.running = False
+        if resume:
+            await self.resume_scheduler_async()
+        return 0.0
 
 
 class Llm:
