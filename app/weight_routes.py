@@ -128,6 +128,8 @@ class WeightRoutes:
         return JSONResponse({"status": "aborted", "aborted": sum(counts.values())})
 
     async def sleep(self, request: Request) -> Response:
+        """At level 1 the weights wait in host memory; at level 2 they are gone, and a round has to bring them
+        before the KV cache wakes. While a round is open no memory is given back."""
         level = request.query_params.get("level", "1")
         mode = request.query_params.get("mode", "abort")
         if level not in ("0", "1", "2") or mode not in PAUSE_MODES:
@@ -138,7 +140,11 @@ class WeightRoutes:
         return Response(status_code=200)
 
     async def wake_up(self, request: Request) -> Response:
-        await self._call(FleetOperation.WAKE_UP, tags=request.query_params.getlist("tags") or None)
+        """All parts, or by `tags`: weights, kv_cache. Refused if the fleet would compute with weights that
+        a sleep at level 2 threw away."""
+        # Each once: a tag that comes twice is an error in the middle of vLLM's own bookkeeping.
+        tags = list(dict.fromkeys(request.query_params.getlist("tags")))
+        await self._call(FleetOperation.WAKE_UP, tags=tags or None)
         return Response(status_code=200)
 
     async def is_sleeping(self, request: Request) -> Response:

@@ -127,12 +127,13 @@ class Admission:
     # -- what follows -------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
+        in_round = self._book.current is not None
         for member in self._fleet.live():
             if member.state is not MemberState.JOINING:
                 continue
             if member.version != self._book.committed_version:
                 self._catch_up(member, now)
-            elif self._admissible(member) and self._operations.bring(member, now):
+            elif self._admissible(member) and self._operations.bring(member, now, in_round=in_round):
                 self._fleet.admit(member, now)
 
     def _admissible(self, member: Member) -> bool:

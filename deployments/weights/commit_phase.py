@@ -12,6 +12,7 @@ from dataclasses import asdict
 from deployments.weights.decisions import Committed, Participant
 from deployments.weights.fleet import Fleet
 from deployments.weights.members import Member, MemberState, Task
+from deployments.weights.operations import Operations
 from deployments.weights.protocol import (
     Acknowledgement,
     CommitArgs,
@@ -25,9 +26,10 @@ from deployments.weights.round_book import RoundBook
 
 
 class CommitPhase:
-    def __init__(self, fleet: Fleet, book: RoundBook) -> None:
+    def __init__(self, fleet: Fleet, book: RoundBook, operations: Operations) -> None:
         self._fleet = fleet
         self._book = book
+        self._operations = operations
 
     def decide(self, current: Round, now: float) -> None:
         """The point of no return: this decision is durable before any replica hears of it."""
@@ -164,7 +166,7 @@ class CommitPhase:
 
     def _release(self, current: Round, now: float) -> None:
         if not current.hold:
-            self._book.finish(current, now)
+            self._finish(current, now)
             return
         self._book.enter(current, RoundPhase.RELEASING, now)
         args = {
@@ -179,4 +181,8 @@ class CommitPhase:
         assert current is not None and current.round_id == task.round_id, "a decided round outlives its tasks"
         current.note(task)
         self._fleet.fence_each(judge(task).all_wrong, "release", now)
+        self._finish(current, now)
+
+    def _finish(self, current: Round, now: float) -> None:
+        self._operations.weights_came()
         self._book.finish(current, now)

@@ -136,7 +136,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioned:
-    """What a user made of the fleet (paused, asleep): the operations that lead there from a fresh engine."""
+    """What a user makes of the fleet (paused, asleep): the operations that lead there from a fresh engine. A
+    later `Finished` brings back weights that one of them threw away."""
 
     steps: tuple[Step, ...]
     kind: Literal["conditioned"] = "conditioned"

@@ -50,10 +50,10 @@ class Ledger:
         self._fleet = Fleet(self.config, self._events)
         self._book = RoundBook(self._fleet)
         self._lease = LeaseDesk(self.config.lease_s)
-        self._commit_phase = CommitPhase(self._fleet, self._book)
+        self._operations = Operations(self._fleet)
+        self._commit_phase = CommitPhase(self._fleet, self._book, self._operations)
         self._connections = Connections(self._fleet)
         self._staging = StagingPhase(self._fleet, self._book, self._commit_phase)
-        self._operations = Operations(self._fleet)
         self._persistence = Persistence(self._fleet, self._book, store)
         self._admission = Admission(
             self._fleet,
@@ -195,6 +195,8 @@ class Ledger:
 
     def call(self, operation: FleetOperation, arguments: Mapping[str, Any], now: float) -> Task:
         """The task's result is {replica id: value}; its error names the replicas that could not."""
+        if operation is FleetOperation.SLEEP and arguments.get("level", 1):
+            self._no_round("sleep")  # what is staged, and what it goes to, would be gone
         task = self._operations.call(operation, arguments, now)
         self._advance(now)
         return task

@@ -1,12 +1,20 @@
 """vLLM's RL operations on every serving replica: `/pause`, `/sleep` and their like, with fleet meaning.
 
 What they leave behind (paused, asleep) is the fleet's *condition*: the operations that lead to it from a
-fresh engine, in order. It is durable, and a replica that starts later goes through them before it takes
-requests. None is admitted while an operation is on its way that may change the condition.
+fresh engine, in order. It is durable before a replica hears of the operation, and a replica that starts
+later goes through it before it takes requests. None is admitted while an operation is on its way that may
+change the condition.
+
+A sleep at level 2 throws the weights away; while the condition has one, they are *void*, and no KV cache is
+woken, without which nothing is computed. A committed round brings them back:
+
+    sleep(level=2) ─► wake_up(tags=weights) ─► a round ─► wake_up(tags=kv_cache)
+                      void                     whole: what put them to sleep counts as level 1 from here on,
+                                               so that a joiner comes to the same with its weights intact
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deployments.errors import Conflict, InvalidRequest, ReplicaUnavailable
@@ -34,31 +42,74 @@ class Call:
 class Operations:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._calls: dict[int, Call] = {}  # by the task's id
+        self._calls: dict[int, Call] = {}  # by the task's id, in order
         self.condition: Condition = ()
+        self._written: Condition = ()  # what a successor would recover
 
     def call(self, operation: FleetOperation, arguments: Mapping[str, Any], now: float) -> Task:
         """The task's result is {replica id: value}; its error names the replicas that could not."""
         step = Step(operation=operation, arguments=dict(arguments))
-        return self._ask(self._fleet.serving(), Call(step=step, of_joiner=False), now)
+        if operation is WAKE_UP:
+            self._check_whole(step)
+        task = self._ask(self._fleet.serving(), Call(step=step, of_joiner=False), now)
+        # A replica may do it and this process end before it hears so: weights that may be void count as void.
+        self._write()
+        return task
+
+    def recover(self, condition: Condition) -> None:
+        self.condition = self._written = condition
+
+    def weights_came(self) -> None:
+        """A round is finished: whoever holds its version holds whole weights."""
+        self.condition, self._written = whole(self.condition), whole(self._written)
 
     def check_awake(self) -> None:
         """Raises Conflict while the weights sleep: there is no memory that an update could go to."""
-        if "weights" in asleep(self.condition):
+        if "weights" in asleep(self.condition) | asleep(self._meant()):
             raise Conflict(
                 "the fleet's weights sleep: wake them before an update (POST /wake_up?tags=weights)",
                 {"condition": [step.operation.value for step in self.condition]},
             )
 
-    def bring(self, member: Member, now: float) -> bool:
-        """Whether a joiner is in the fleet's condition; if not, it is on its way there."""
+    def _check_whole(self, step: Step) -> None:
+        """Raises Conflict if waking up would let the fleet compute with weights that are void."""
+        tags = step.arguments.get("tags")
+        if void(self._meant()) and (not tags or "kv_cache" in tags):
+            raise Conflict(
+                "the fleet's weights were thrown away by a sleep at level 2, and no round was committed "
+                "since: wake their memory (POST /wake_up?tags=weights), update them (publish, or POST "
+                "/fleet/rollback), then wake the rest (POST /wake_up?tags=kv_cache)",
+                {"tags": tags, "condition": [step.operation.value for step in self.condition]},
+            )
+
+    def bring(self, member: Member, now: float, *, in_round: bool) -> bool:
+        """Whether a joiner is in the fleet's condition; if not, it is on its way there.
+
+        Args:
+            in_round: it takes part in a round that is not decided. What it has staged would not
+                outlast a sleep: it waits for the round's end.
+        """
         if any(not call.of_joiner and call.step.operation in CHANGING for call in self._calls.values()):
             return False
-        if member.has_order(InstructionKind.CALL):
+        steps = way(member.condition, self.condition)
+        if member.has_order(InstructionKind.CALL) or (in_round and any(s.operation is SLEEP for s in steps)):
             return False
-        for step in way(member.condition, self.condition):
+        for step in steps:
             self._ask([member], Call(step=step, of_joiner=True), now)
         return member.condition == self.condition
+
+    def _meant(self) -> Condition:
+        """Where the fleet is once the calls on their way are through."""
+        condition = self.condition
+        for call in self._calls.values():
+            condition = condition if call.of_joiner else after(condition, call.step)
+        return condition
+
+    def _write(self) -> None:
+        meant = self._meant()
+        if meant != self._written:
+            self._written = meant
+            self._fleet.decisions.append(Conditioned(steps=meant))
 
     def _ask(self, members: list[Member], call: Call, now: float) -> Task:
         args = {"operation": call.step.operation.value, "arguments": dict(call.step.arguments)}
@@ -96,8 +147,8 @@ class Operations:
         wanted = after(self.condition, call.step)
         if not call.of_joiner and (done or nobody_there) and wanted != self.condition:
             self.condition = wanted
-            self._fleet.decisions.append(Conditioned(steps=wanted))
             self._fleet.events.record("condition", now, steps=[step.operation.value for step in wanted])
+        self._write()
 
 
 def after(condition: Condition, step: Step) -> Condition:
@@ -108,6 +159,10 @@ def after(condition: Condition, step: Step) -> Condition:
         case FleetOperation.RESUME:
             return _without(condition, PAUSE)
         case FleetOperation.SLEEP:
+            if not _level(step) and asleep(condition):
+                return condition  # memory that sleeps goes on sleeping
+            if void(condition):  # and stays so, wherever it goes
+                step = replace(step, arguments={**step.arguments, "level": 2})
             return (*_without(condition, SLEEP, WAKE_UP), step)
         case FleetOperation.WAKE_UP:
             longer = (*condition, step)
@@ -130,13 +185,33 @@ def asleep(condition: Condition) -> frozenset[str]:
     parts: frozenset[str] = frozenset()
     for step in condition:
         if step.operation is SLEEP:
-            level = step.arguments.get("level", 1)
-            parts = SLEEPING_PARTS if level else frozenset({"scheduling"})
+            parts = SLEEPING_PARTS if _level(step) else frozenset({"scheduling"})
         elif step.operation is WAKE_UP:
             tags = step.arguments.get("tags")
             # At level 0 there is no memory to wake: whatever is asked for resumes.
             parts = frozenset() if tags is None or "scheduling" in parts else parts - frozenset(tags)
     return parts
+
+
+def void(condition: Condition) -> bool:
+    """Whether the weights were thrown away, and have not come back."""
+    return any(map(_loses, condition))
+
+
+def whole(condition: Condition) -> Condition:
+    """The same with the weights that came: they sleep, if they do, and are not lost."""
+    return tuple(
+        replace(step, arguments={**step.arguments, "level": 1}) if _loses(step) else step
+        for step in condition
+    )
+
+
+def _loses(step: Step) -> bool:
+    return step.operation is SLEEP and _level(step) > 1
+
+
+def _level(step: Step) -> int:
+    return int(step.arguments.get("level", 1))
 
 
 def _without(condition: Condition, *operations: FleetOperation) -> Condition:

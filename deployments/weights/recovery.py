@@ -70,10 +70,11 @@ def recover(
                 open_round = None
             case Finished():
                 committed = None
+                operations.weights_came()
             case Ended():
                 book.history.append(decision.report)
             case Conditioned():
-                operations.condition = decision.steps
+                operations.recover(decision.steps)
     fleet.start_generation(generation + 1)
     fleet.decisions.append(Started(generation=generation + 1))
     fleet.events.record("start", now, generation=generation + 1, version=book.committed_version)

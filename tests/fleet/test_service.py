@@ -59,6 +59,26 @@ def test_a_paused_fleet_holds_requests_until_it_is_resumed(fleet: Fleet) -> None
     assert asyncio.run(scenario()) == 4
 
 
+def test_weights_that_a_sleep_threw_away_are_not_served(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        assert client.post("/sleep", params={"level": 2}).status_code == 200
+        for query in ("", "?tags=kv_cache", "?tags=weights&tags=kv_cache"):
+            refused = client.post(f"/wake_up{query}")
+            assert refused.status_code == 409, query
+            error = refused.json()["error"]
+            assert error["type"] == "conflict" and "wake_up?tags=weights" in error["message"]
+        assert client.post("/train/publish", json={}).status_code == 409
+        assert client.post("/wake_up?tags=weights&tags=weights").status_code == 200
+        assert client.post("/wake_up").status_code == 409
+        assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+        published = client.post("/train/publish", json={})
+        assert published.status_code == 200, published.text
+        assert client.post("/wake_up?tags=kv_cache").status_code == 200
+        assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+        for answer in on_every_replica(client, max_tokens=4).values():
+            assert answer.version == published.json()["version"]
+
+
 def test_events_tell_of_a_round_as_it_happens(fleet: Fleet) -> None:
     with fleet.client() as client:
         fleet_state = client.get("/fleet").json()

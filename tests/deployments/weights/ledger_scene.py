@@ -2,15 +2,12 @@
 
 from typing import Any
 
-from deployments.weights.decisions import Decision
+from deployments.weights.decisions import Decision, Step
 from deployments.weights.ledger import Ledger
 from deployments.weights.ledger_config import LedgerConfig
 from deployments.weights.members import Task
 from deployments.weights.persistence import StorePlace
-from deployments.weights.protocol import (
-    RoundOptions,
-    RoundReport,
-)
+from deployments.weights.protocol import FleetOperation, InstructionKind, RoundOptions, RoundReport
 from tests.deployments.weights.fake_replica import FakeReplica
 
 STORE = StorePlace(directory="/store", keep=3)
@@ -77,6 +74,16 @@ class Scene:
         self.poll(8)
         return task
 
+    def ask(self, text: str) -> Task:
+        """An operation on the fleet, see `step`; nobody has heard of it yet."""
+        wanted = step(text)
+        return self.ledger.call(wanted.operation, wanted.arguments, self.now)
+
+    def call(self, text: str) -> Task:
+        task = self.ask(text)
+        self.poll()
+        return task
+
     def restart(self) -> None:
         self.journal += self.ledger.take_decisions()
         self.ledger = Ledger(self.config, STORE)
@@ -92,3 +99,25 @@ def report_of(task: Task) -> RoundReport:
     assert task.done and task.error is None, task.error
     report: RoundReport = task.result
     return report
+
+
+def step(text: str) -> Step:
+    """`sleep 2`, `wake_up weights,kv_cache`, `pause keep`: an operation and its argument."""
+    name, _, argument = text.partition(" ")
+    operation = FleetOperation(name)
+    arguments: dict[str, Any] = {}
+    if operation is FleetOperation.SLEEP:
+        arguments = {"level": int(argument), "mode": "abort"}
+    elif operation is FleetOperation.WAKE_UP:
+        arguments = {"tags": argument.split(",") if argument else None}
+    elif operation is FleetOperation.PAUSE:
+        arguments = {"mode": argument, "clear_cache": True}
+    return Step(operation=operation, arguments=arguments)
+
+
+def condition(texts: list[str]) -> tuple[Step, ...]:
+    return tuple(step(text) for text in texts)
+
+
+def operations(replica: FakeReplica) -> list[str]:
+    return [each.args["operation"] for each in replica.ran if each.kind is InstructionKind.CALL]

@@ -1,33 +1,13 @@
 """What pauses and sleeps leave behind, and how a replica that starts later comes to the same."""
 
-from typing import Any
-
 import pytest
 
 from deployments.errors import Conflict
 from deployments.weights.decisions import Step, compact
-from deployments.weights.operations import after, asleep, way
-from deployments.weights.protocol import FleetOperation, InstructionKind, Outcome
+from deployments.weights.operations import after, asleep, void, way, whole
+from deployments.weights.protocol import InstructionKind, Outcome
 from tests.deployments.weights.fake_replica import FakeReplica
-from tests.deployments.weights.ledger_scene import Scene
-
-
-def step(text: str) -> Step:
-    """`sleep 2`, `wake_up weights,kv_cache`, `pause keep`: an operation and its argument."""
-    name, _, argument = text.partition(" ")
-    operation = FleetOperation(name)
-    arguments: dict[str, Any] = {}
-    if operation is FleetOperation.SLEEP:
-        arguments = {"level": int(argument), "mode": "abort"}
-    elif operation is FleetOperation.WAKE_UP:
-        arguments = {"tags": argument.split(",") if argument else None}
-    elif operation is FleetOperation.PAUSE:
-        arguments = {"mode": argument, "clear_cache": True}
-    return Step(operation=operation, arguments=arguments)
-
-
-def condition(texts: list[str]) -> tuple[Step, ...]:
-    return tuple(step(text) for text in texts)
+from tests.deployments.weights.ledger_scene import Scene, condition, operations, step
 
 
 @pytest.mark.parametrize(
@@ -44,7 +24,11 @@ def condition(texts: list[str]) -> tuple[Step, ...]:
         (["sleep 1", "wake_up weights"], ["sleep 1", "wake_up weights"]),
         (["sleep 1", "wake_up weights", "wake_up kv_cache"], []),
         (["sleep 1", "wake_up weights,kv_cache"], []),
-        (["sleep 2", "wake_up weights", "sleep 1"], ["sleep 1"]),
+        (["sleep 1", "wake_up weights", "sleep 2"], ["sleep 2"]),
+        (["sleep 2", "sleep 1"], ["sleep 2"]),  # what is lost stays lost, wherever it sleeps
+        (["sleep 2", "wake_up weights", "sleep 1"], ["sleep 2"]),
+        (["sleep 2", "wake_up weights", "sleep 0"], ["sleep 2", "wake_up weights"]),
+        (["sleep 2", "pause keep", "resume"], ["sleep 2"]),
         (["sleep 0", "wake_up scheduling"], []),
         (["sleep 1", "wake_up scheduling"], ["sleep 1", "wake_up scheduling"]),
         (["pause keep", "sleep 1"], ["pause keep", "sleep 1"]),
@@ -86,27 +70,24 @@ def test_the_parts_that_sleep() -> None:
     assert asleep(condition(["pause keep"])) == frozenset()
 
 
-def call(scene: Scene, text: str) -> Any:
-    wanted = step(text)
-    task = scene.ledger.call(wanted.operation, wanted.arguments, scene.now)
-    scene.poll()
-    return task
-
-
-def operations(replica: FakeReplica) -> list[str]:
-    return [each.args["operation"] for each in replica.ran if each.kind is InstructionKind.CALL]
+def test_weights_are_void_from_a_sleep_at_level_2_until_they_come() -> None:
+    asleep_at_2 = condition(["pause keep", "sleep 2", "wake_up weights"])
+    assert void(asleep_at_2)
+    assert whole(asleep_at_2) == condition(["pause keep", "sleep 1", "wake_up weights"])
+    for texts in (["sleep 1", "wake_up weights"], ["sleep 0"], ["pause keep"], []):
+        assert not void(condition(texts)) and whole(condition(texts)) == condition(texts)
 
 
 def test_a_joiner_is_paused_before_it_takes_requests() -> None:
     scene = Scene(replicas=1)
-    call(scene, "pause keep")
+    scene.call("pause keep")
     joiner = scene.start()
     assert not joiner.admitted
     assert operations(joiner) == ["pause"]
     assert joiner.ran[-1].args["arguments"] == {"mode": "keep", "clear_cache": True}
     scene.poll()
     assert joiner.admitted
-    call(scene, "resume")
+    scene.call("resume")
     late = scene.start()
     scene.poll()
     assert late.admitted and operations(late) == []
@@ -117,8 +98,8 @@ def test_a_joiner_catches_up_before_it_sleeps() -> None:
     scene = Scene(replicas=1)
     scene.publish()
     scene.ledger.set_stored(1, "/store/v1", None, scene.now)
-    call(scene, "sleep 1")
-    call(scene, "wake_up weights")
+    scene.call("sleep 1")
+    scene.call("wake_up weights")
     joiner = scene.start(version=0)
     scene.poll()
     assert joiner.kinds() == ["connect", "catch_up", "call", "call"]
@@ -141,12 +122,12 @@ def test_nobody_is_admitted_while_the_condition_changes() -> None:
 
 def test_a_joiner_on_its_way_turns_when_the_condition_changes() -> None:
     scene = Scene(replicas=1)
-    call(scene, "pause keep")
+    scene.call("pause keep")
     joiner = FakeReplica(replica_id="r1", incarnation="r1-1")
     scene.replicas.append(joiner)
     joiner.mute.add(InstructionKind.CALL)
     scene.poll(1)
-    call(scene, "resume")
+    scene.call("resume")
     joiner.mute.clear()
     scene.poll(6)
     assert operations(joiner) == ["pause", "resume"] and joiner.admitted
@@ -154,7 +135,7 @@ def test_a_joiner_on_its_way_turns_when_the_condition_changes() -> None:
 
 def test_a_joiner_that_cannot_follow_is_fenced() -> None:
     scene = Scene(replicas=1)
-    call(scene, "sleep 1")
+    scene.call("sleep 1")
     joiner = FakeReplica(replica_id="r1", incarnation="r1-1")
     joiner.outcomes[InstructionKind.CALL] = Outcome.FAILED
     scene.replicas.append(joiner)
@@ -165,8 +146,8 @@ def test_a_joiner_that_cannot_follow_is_fenced() -> None:
 @pytest.mark.parametrize("compacted", [False, True])
 def test_the_condition_outlives_the_controller(compacted: bool) -> None:
     scene = Scene(replicas=1)
-    call(scene, "pause keep")
-    call(scene, "sleep 2")
+    scene.call("pause keep")
+    scene.call("sleep 2")
     if compacted:
         scene.journal = compact(scene.journal)
     scene.restart()
@@ -179,7 +160,7 @@ def test_the_condition_outlives_the_controller(compacted: bool) -> None:
 def test_what_nobody_did_is_not_asked_of_joiners() -> None:
     scene = Scene(replicas=1)
     scene.replicas[0].outcomes[InstructionKind.CALL] = Outcome.REJECTED
-    assert call(scene, "sleep 9").error is not None
+    assert scene.call("sleep 9").error is not None
     joiner = scene.start()
     scene.poll()
     assert operations(joiner) == [] and joiner.admitted
@@ -187,7 +168,7 @@ def test_what_nobody_did_is_not_asked_of_joiners() -> None:
 
 def test_a_fleet_without_replicas_can_be_paused_before_they_come() -> None:
     scene = Scene()
-    assert call(scene, "pause keep").error is None
+    assert scene.call("pause keep").error is None
     joiner = scene.start()
     scene.poll()
     assert operations(joiner) == ["pause"] and joiner.admitted
@@ -196,8 +177,8 @@ def test_a_fleet_without_replicas_can_be_paused_before_they_come() -> None:
 def test_no_round_opens_while_the_weights_sleep() -> None:
     scene = Scene(replicas=1)
     scene.connect()
-    call(scene, "sleep 1")
+    scene.call("sleep 1")
     with pytest.raises(Conflict, match="the fleet's weights sleep"):
         scene.open()
-    call(scene, "wake_up weights")
+    scene.call("wake_up weights")
     scene.open()
