@@ -111,7 +111,16 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device) -> tuple[torch.n
         before = {} if layerwise else _fingerprints(shadow)
         process_weights_after_loading(shadow, model_config, device)
         layerwise = layerwise or before != _fingerprints(shadow)
+    if model_config.enable_sleep_mode:
+        _take_out_buffers(shadow)
     return shadow.eval(), layerwise
+
+
+def _take_out_buffers(shadow: torch.nn.Module) -> None:
+    """Out of the memory that sleeps: at level 2 it comes back void. A round fills parameters; buffers (rotary
+    tables, attention scales, maps of experts) come with no round, and vLLM saves those of the live model."""
+    for buffer in shadow.buffers():
+        buffer.data = buffer.clone()  # the same object: vLLM refers to it from elsewhere too
 
 
 def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:

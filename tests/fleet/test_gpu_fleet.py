@@ -12,6 +12,7 @@ from tests.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 PORTS = {"device": 8347, "host": 8348, "none": 8349}  # side by side on three GPUs
+SLEEP_PORTS = {"device": 8358, "host": 8359, "none": 8360}
 TOKENS = 24
 
 
@@ -32,3 +33,21 @@ def test_three_rounds_over_ipc_end_where_a_fresh_engine_begins(tmp_path: Path, s
         answer = complete(client, max_tokens=TOKENS)
         assert answer.version == version == 3
         assert [answer.tokens] == fresh_answers(config, saved, [PROMPT], TOKENS) != [before]
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("staging", SLEEP_PORTS)
+def test_weights_that_a_sleep_threw_away_come_back_with_a_round(tmp_path: Path, staging: str) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
+    overrides = {"engine": {"env": INVARIANT, "enable_sleep_mode": True}, "weights": {"staging": staging}}
+    config = configuration("ipc", checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, SLEEP_PORTS[staging]) as fleet, fleet.client() as client:
+        version = train_and_publish(client)
+        before = complete(client, max_tokens=TOKENS)
+        client.post("/sleep", params={"level": 2}).raise_for_status()
+        assert client.post("/wake_up").status_code == 409
+        client.post("/wake_up", params={"tags": "weights"}).raise_for_status()
+        client.post("/train/publish", json={}).raise_for_status()
+        client.post("/wake_up", params={"tags": "kv_cache"}).raise_for_status()
+        after = complete(client, max_tokens=TOKENS)
+        assert (after.tokens, after.version) == (before.tokens, version + 1)
