@@ -73,6 +73,13 @@ CHUNK_BYTES = {
     TransportName.IPC: 1 << 30,
     TransportName.NCCL: 512 << 20,
 }
+# Over ipc, rests cost no token more in all. A broadcast at TP 2 loses the more the longer it takes.
+STAGING_SHARES = {
+    TransportName.SHM: 1.0,
+    TransportName.GLOO: 1.0,
+    TransportName.IPC: 0.1,
+    TransportName.NCCL: 1.0,
+}
 
 
 class StagingPlace(StrEnum):
@@ -127,12 +134,19 @@ class WeightsConfig(LedgerConfig):
     staging: StagingPlace = StagingPlace.HOST
     # A trainer rank has two chunks on its GPU (ipc, nccl). None: what suits the transport.
     chunk_bytes: int | None = Field(default=None, ge=1 << 16, le=4 << 30)
+    # Of a GPU's time, while requests run: staging rests between chunks, so that tokens keep their pace and an
+    # update takes longer; 1: as fast as it goes. None: what suits the transport. An idle replica never rests.
+    staging_share: float | None = Field(default=None, gt=0.0, le=1.0)
     # IPC handles can only come pickled. Even then they are read by a restricted unpickler.
     allow_pickled_ipc_over_http: bool = False
 
     @property
     def sent_chunk_bytes(self) -> int:
         return CHUNK_BYTES[self.transport] if self.chunk_bytes is None else self.chunk_bytes
+
+    @property
+    def chosen_staging_share(self) -> float:
+        return STAGING_SHARES[self.transport] if self.staging_share is None else self.staging_share
 
     def ledger(self) -> LedgerConfig:
         return LedgerConfig(**{name: getattr(self, name) for name in LedgerConfig.model_fields})

@@ -164,6 +164,7 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
         served_model_name=args.public_model_name,
         backend=backend(args.weights.transport.value, args.weights.staging.value),
         staging=args.weights.staging.value,
+        staging_share=args.weights.chosen_staging_share,
         arguments=arguments,
     )
 

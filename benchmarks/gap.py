@@ -100,11 +100,9 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     )
     link = Ours(engine) if mode == "ours" else Native(engine)
     waiting = True
-    choices = list(product(arguments.chunk_mb, arguments.share, arguments.ctas))
-    for chunk_mb, share, ctas in choices if mode == "ours" else [(0, 1.0, 0)]:
+    choices = list(product(arguments.chunk_mb, arguments.share))
+    for chunk_mb, share in choices if mode == "ours" else [(0, 1.0)]:
         options: dict[str, Any] = {"chunk_bytes": chunk_mb << 20} if chunk_mb else {}
-        if ctas:
-            options["max_ctas"] = ctas
         engine.staging_share = share
         if mode == "native" and colocated:
             # Not packed: a packed buffer must hold the largest tensor and costs a call a gigabyte.
@@ -122,7 +120,7 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
             for kv_cache in arguments.kv_cache:
                 link.kv_cache = kv_cache
                 found = await measure_under_load(arguments, engine, trainer, link, count)
-                _tell(mode, {"chunk_mb": chunk_mb, "share": share, "ctas": ctas, **found})
+                _tell(mode, {"chunk_mb": chunk_mb, "share": share, **found})
     if arguments.soak and mode == "ours":
         await soak(arguments, engine, trainer, link)
     trainer.stop()
@@ -228,7 +226,7 @@ def table(found: list[dict[str, Any]]) -> None:
         "gb_per_s",
         "commit_ms",
     )
-    setting = ("mode", "chunk_mb", "share", "ctas", "streams", "kv_cache", "step_ms")
+    setting = ("mode", "chunk_mb", "share", "streams", "kv_cache", "step_ms")
     print("| " + " | ".join([*setting, *columns]) + " |\n" + "|---" * len([*setting, *columns]) + "|")
     for entry in found:
         if "rounds" not in entry:
@@ -255,7 +253,6 @@ def main() -> None:
         "--chunk-mb", type=int, nargs="+", default=[0], help="ours; 0: the transport's default"
     )
     parser.add_argument("--share", type=float, nargs="+", default=[1.0], help="ours; weights.staging_share")
-    parser.add_argument("--ctas", type=int, nargs="+", default=[0], help="ours, nccl; 0: the default")
     parser.add_argument("--soak", type=int, default=0, help="ours: so many rounds back to back under load")
     parser.add_argument("--soak-s", type=float, default=60.0)
     parser.add_argument("--eager", action="store_true")

@@ -32,7 +32,6 @@ class MeetingInfo(WeightTransferInitInfo):
     world_size: int
     chunk_bytes: int
     timeout_s: float
-    max_ctas: int = 0  # nccl's
 
 
 @dataclass
@@ -108,7 +107,6 @@ class BroadcastSender(OnePayloadEngine[Init], Generic[Init, Group]):
             world_size=init_info.world_size,
             chunk_bytes=init_info.chunk_bytes,
             timeout_s=init_info.timeout_s,
-            max_ctas=getattr(init_info, "max_ctas", 0),
         )
         calls = ThreadPoolExecutor(max_workers=1)
         try:

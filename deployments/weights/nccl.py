@@ -27,15 +27,11 @@ from deployments.weights.meeting import (
 from deployments.weights.nccl_group import BUFFERS, TransferGroup
 
 DEFAULT_CHUNK_BYTES = 512 << 20
-DEFAULT_MAX_CTAS = 0  # NCCL's own choice
 
 
 @dataclass
 class NcclTrainerInitInfo(TrainerInitInfo):
-    """`world_size` counts the publisher (rank 0) and every worker of every replica.
-
-    `max_ctas`: thread blocks that NCCL may use on each GPU, one for a multiprocessor; 0: its own choice.
-    """
+    """`world_size` counts the publisher (rank 0) and every worker of every replica."""
 
     backend: ClassVar[str] = "slipstream_nccl"
 
@@ -44,7 +40,6 @@ class NcclTrainerInitInfo(TrainerInitInfo):
     world_size: int
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S
-    max_ctas: int = DEFAULT_MAX_CTAS
 
 
 class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
@@ -55,16 +50,13 @@ class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
         group, chunks = self.expected(update_info)
         group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
         finished = False
-        # With rests between the chunks the next one is not received beforehand: its kernel would wait on the
-        # device, and hold a part of it, all through the rest.
-        ahead = 1 if self.share == 1.0 else 0
         try:
-            for index in range(min(ahead, len(chunks))):
-                group.start(index, chunks[index].size_bytes)
+            if chunks:
+                group.start(0, chunks[0].size_bytes)
             for index, chunk in enumerate(chunks):
-                if index + ahead < len(chunks):
-                    # Behind the loads of the chunk that had this buffer, on the current stream.
-                    group.start(index + ahead, chunks[index + ahead].size_bytes)
+                if index + 1 < len(chunks):
+                    # Behind the loads of chunk i-1, which had this buffer, on the current stream.
+                    group.start(index + 1, chunks[index + 1].size_bytes)
                 group.wait(index)
                 yield packed(chunk, group.buffer(index, chunk.size_bytes))
             finished = True
@@ -80,15 +72,18 @@ class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, Trans
         return TransferGroup(info, 0, torch.device("cuda", torch.cuda.current_device()))
 
     def send(self, receiving: Future[None] | None) -> None:
+        def check() -> None:
+            if receiving is not None and receiving.done():
+                receiving.result()  # refused, or given up for a member that is gone: nobody receives
+
         group, chunks = self.group, self.packer.chunks
         group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
         for index, chunk in enumerate(chunks):
             if index >= BUFFERS:
-                group.wait(index - BUFFERS)
+                group.wait(index - BUFFERS, check)
             # On the caller's stream: that of the tensors, whose memory may be freed right after.
             self.packer.pack(index, group.buffer(index, chunk.size_bytes))
-            if receiving is not None and receiving.done():
-                receiving.result()  # refused before the first byte: do not wait for peers
+            check()
             group.start(index, chunk.size_bytes)
         for index in range(max(len(chunks) - BUFFERS, 0), len(chunks)):
-            group.wait(index)
+            group.wait(index, check)
