@@ -1,18 +1,24 @@
 """The whole application on one GPU: trainer and replica side by side, rounds over CUDA IPC."""
 
+import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ray import serve
 
 from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
-from tests.fleet.talk import PROMPT, complete, train_and_publish
+from tests.fleet.talk import PROMPT, complete, stored, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 PORTS = {"device": 8347, "host": 8348, "none": 8349}  # side by side on three GPUs
 SLEEP_PORTS = {"device": 8358, "host": 8359, "none": 8360}
+RESTART_PORT = 8361
 TOKENS = 24
 
 
@@ -51,3 +57,32 @@ def test_weights_that_a_sleep_threw_away_come_back_with_a_round(tmp_path: Path, 
         client.post("/wake_up", params={"tags": "kv_cache"}).raise_for_status()
         after = complete(client, max_tokens=TOKENS)
         assert (after.tokens, after.version) == (before.tokens, version + 1)
+
+
+@needs_gpus(1)
+def test_a_trainer_that_takes_the_place_of_a_killed_one_shares_its_own_tensors(tmp_path: Path) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
+    overrides = {"engine": {"env": INVARIANT, "enforce_eager": True}}
+    config = configuration("ipc", checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, RESTART_PORT) as fleet, fleet.client() as client:
+        version = train_and_publish(client)
+        until(stored(fleet, version).exists, "the version is stored")
+        before = complete(client, max_tokens=TOKENS)
+        handle: Any = serve.get_deployment_handle("trainer", app_name="slipstream")
+        (rank,) = handle.process_ids.remote().result(timeout_s=30)
+        os.kill(rank, signal.SIGKILL)
+        assert complete(client, max_tokens=TOKENS).tokens == before.tokens
+        until(lambda: client.get("/train/status").is_error, "the trainer's end is noticed")
+        until(lambda: client.get("/train/status").is_success, "the trainer is back")
+        assert client.get("/train/status").json()["version"] == version
+        assert train_and_publish(client) == version + 1
+        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
+        answer = complete(client, max_tokens=TOKENS)
+        assert [answer.tokens] == fresh_answers(config, saved, [PROMPT], TOKENS) != [before.tokens]
+
+
+def until(reached: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.2)
