@@ -6,6 +6,7 @@ SlipstreamError
 ├── Conflict                  somebody else's turn, or a call out of order         409
 │   └── StalePublisher        take a new lease
 ├── RoundAborted              the fleet still serves the old version; try again    409 / 422
+│   └── SendAgain             the transfer broke, the replicas are sound: once more  503
 ├── ReplicaUnavailable        send the request to another replica                  503
 └── FleetUnavailable          wait (Retry-After), then try again                   503
 """
@@ -59,6 +60,12 @@ class StalePublisher(Conflict):
 class RoundAborted(SlipstreamError):
     status = 409
     type = "round_aborted"
+
+
+class SendAgain(RoundAborted):
+    """`detail` has {"send_again": true}."""
+
+    status = 503
 
 
 class ReplicaUnavailable(SlipstreamError):

@@ -42,6 +42,10 @@ class Rejected(Exception):
     """The publisher's payload is wrong; this replica is sound."""
 
 
+class Broken(Exception):
+    """The transfer broke; this replica is sound."""
+
+
 class Member(Protocol):
     """What a follower steers: an engine with its staging."""
 
@@ -69,6 +73,7 @@ class Member(Protocol):
 
         Raises:
             Rejected: the payload is wrong.
+            Broken: a peer of the transfer is gone.
             Exception: this replica is broken.
         """
 
@@ -156,7 +161,9 @@ class Follower:
                     return True
                 if await self._overtaken(instruction):
                     await self._member.interrupt()
-                    await task
+                    # With its session dropped nothing counts any more what it waits for; nobody hears of it.
+                    if instruction.kind is not InstructionKind.RECEIVE:
+                        await task
                     return False
         finally:
             if not task.done():
@@ -181,6 +188,8 @@ class Follower:
             value = await asyncio.wait_for(self._member.execute(instruction), instruction.deadline_s)
         except Rejected as error:
             outcome, message = Outcome.REJECTED, str(error)
+        except Broken as error:
+            outcome, message = Outcome.BROKEN, str(error)
         except TimeoutError:
             message = f"{instruction.kind} took longer than {instruction.deadline_s:g} s"
             outcome = Outcome.FAILED

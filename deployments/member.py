@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from deployments.engine import Engine
-from deployments.follower import Rejected
+from deployments.follower import Broken, Rejected
 from deployments.progress import StagingProgress
 from deployments.weights.protocol import (
     CommitArgs,
@@ -242,5 +242,7 @@ def _judge(states: list[dict[str, Any]]) -> None:
     for state in states:
         if state["outcome"] == Outcome.REJECTED:
             raise Rejected(state["message"])
+        if state["outcome"] == Outcome.BROKEN:
+            raise Broken(state["message"])
         if state["outcome"] == Outcome.FAILED:
             raise RuntimeError(state["message"])

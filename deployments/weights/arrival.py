@@ -1,4 +1,4 @@
-"""A chunk as it has come to a worker: what every transport hands to the staging."""
+"""A chunk as it has come to a worker: what every transport hands to the staging, or why nothing comes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +7,10 @@ from functools import partial
 import torch
 
 from deployments.weights.packing import Chunk, sent_digests, view
+
+
+class BrokenGroup(ValueError):
+    """A peer of the transfer is gone. The replica is sound: the round must be sent again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

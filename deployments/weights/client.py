@@ -52,7 +52,10 @@ class FleetWeightSyncClient:
         """Give the open round up, if there is one, and the lease."""
         if self._round_id is not None:
             round_id, self._round_id = self._round_id, None
-            self._call("abort_round", self._token(), round_id, reason)
+            try:
+                self._call("abort_round", self._token(), round_id, reason)
+            finally:  # the fleet may have aborted it already, and says so
+                self.release()
         self.release()
 
     def release(self) -> None:

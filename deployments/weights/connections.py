@@ -56,18 +56,19 @@ class Connections:
         self._fleet.fence_each(judge(task).all_wrong, "connect", now)
 
     def _connected(self, task: Task, now: float) -> None:
-        """If it failed everywhere it was the publisher or the network, and no weight was touched."""
+        """If it failed everywhere it was the publisher or the network, and no weight was touched. Who came
+        to a meeting in vain is sound, and is not fenced for those who did not come."""
         verdict = judge(task)
         wrong, absent = verdict.all_wrong, task.absent
         if not wrong and not absent:
             return
         if self.current is not None and self.current.connection_id == task.result:
             self.current = None
-        if wrong and not verdict.done:
+        if wrong and not verdict.done and not verdict.broken:
             reason = f"no replica could connect: {sentence(wrong)}"
             task.finish(error=InvalidRequest(reason, {"replicas": wrong}))
             return
-        self._fleet.fence_each(wrong, "connect", now)
+        self._fleet.fence_each(verdict.to_fence, "connect", now)
         missing = {**absent, **wrong}
-        reason = f"connect again, these replicas are gone: {sentence(missing)}"
+        reason = f"connect again, these replicas are gone or waited for others in vain: {sentence(missing)}"
         task.finish(error=Conflict(reason, {"connect_again": True, "replicas": missing}))

@@ -2,27 +2,30 @@
 
 import ipaddress
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-from deployments.weights.arrival import Arrival, packed
+from deployments.weights.arrival import Arrival, BrokenGroup, packed
 from deployments.weights.meeting import (
     DEFAULT_TIMEOUT_S,
     BroadcastInfo,
     BroadcastReceiver,
     BroadcastSender,
-    BrokenGroup,
     MeetingInfo,
 )
 
 DEFAULT_CHUNK_BYTES = 64 << 20
+ABORTED = "the transfer group was aborted"
+_SLICE_S = 0.02  # of a wait that an abort from another thread must be able to end
 
 
 @dataclass
@@ -38,31 +41,99 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     timeout_s: float = DEFAULT_TIMEOUT_S
 
 
-class GlooWeightTransferEngine(BroadcastReceiver[ProcessGroupGloo]):
-    def join(self, info: MeetingInfo, rank: int) -> ProcessGroupGloo:
-        return form_group(info, rank)
+class GlooGroup:
+    """A group with a way out of its waits: ProcessGroupGloo's own `abort` does nothing.
+
+    Raises:
+        BrokenGroup: not all members came within `timeout_s`.
+    """
+
+    def __init__(self, info: MeetingInfo, rank: int) -> None:
+        try:
+            self._group: ProcessGroupGloo | None = form_group(info, rank)
+        except RuntimeError as error:  # torch has no finer class
+            raise BrokenGroup(
+                f"{info.world_size} members were expected at {info.master_address}:{info.master_port} within "
+                f"{info.timeout_s:g} s: {str(error).splitlines()[0]}"
+            ) from error
+
+    def broadcast(self, block: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
+        """Send or receive one block (uint8, host memory) from rank 0.
+
+        Args:
+            check: raises when nobody will take part; called now and then.
+
+        Raises:
+            BrokenGroup: a peer is gone, or did not come within the group's timeout, or `abort` was called.
+        """
+        group = self._group
+        if group is None:
+            raise BrokenGroup(ABORTED)
+        work = group.broadcast([block], _from_publisher())
+        try:
+            while not _ends_soon(work):
+                check()
+                if self._group is None:
+                    raise BrokenGroup(ABORTED)
+        except BaseException:
+            if not work.is_completed():
+                threading.Thread(
+                    target=_outlive, args=(group, work), name="gloo-abandoned", daemon=True
+                ).start()
+            raise
+
+    def abort(self) -> None:
+        """End the wait of the thread that broadcasts. Any thread may call it; the group is gone then."""
+        self._group = None
+
+
+def _ends_soon(work: Work) -> bool:
+    """Wait for a slice of time. Raises BrokenGroup if the broadcast has failed."""
+    over = work.is_completed()
+    try:
+        work.wait(timedelta(seconds=_SLICE_S))
+    except RuntimeError as error:  # the slice's end, or the broadcast's: torch has classes for neither
+        if over:
+            raise BrokenGroup(f"the transfer group broke: {str(error).splitlines()[0]}") from error
+        return False
+    return True
+
+
+def _outlive(group: ProcessGroupGloo, work: Work) -> None:
+    """Keep an abandoned group until Gloo's thread comes out of the broadcast, at the group's timeout: its
+    destructor waits for that thread, and everything else in this process would wait for the destructor."""
+    with suppress(RuntimeError):
+        work.wait()
+
+
+class GlooWeightTransferEngine(BroadcastReceiver[GlooGroup]):
+    def join(self, info: MeetingInfo, rank: int) -> GlooGroup:
+        return GlooGroup(info, rank)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[Arrival]:
         group, chunks = self.expected(update_info)
         for chunk in chunks:
             block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-            broadcast(group, block)
+            group.broadcast(block)
             yield packed(chunk, block)
 
 
-class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, ProcessGroupGloo]):
+class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, GlooGroup]):
     init_info_cls = GlooTrainerInitInfo
 
-    def form(self, info: MeetingInfo) -> ProcessGroupGloo:
-        return form_group(info, 0)
+    def form(self, info: MeetingInfo) -> GlooGroup:
+        return GlooGroup(info, 0)
 
     def send(self, receiving: Future[None] | None) -> None:
+        def check() -> None:
+            if receiving is not None and receiving.done():
+                receiving.result()  # refused, or given up: do not wait for peers
+
         for index, chunk in enumerate(self.packer.chunks):
             block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
             self.packer.pack(index, block)
-            if receiving is not None and receiving.done():
-                receiving.result()  # refused before the first byte: do not wait for peers
-            broadcast(self.group, block)
+            check()
+            self.group.broadcast(block, check)
 
 
 def form_group(info: MeetingInfo, rank: int) -> ProcessGroupGloo:
@@ -80,18 +151,6 @@ def form_group(info: MeetingInfo, rank: int) -> ProcessGroupGloo:
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(info.master_address))]
     return ProcessGroupGloo(PrefixStore("slipstream", store), rank, info.world_size, options)
-
-
-def broadcast(group: ProcessGroupGloo, block: torch.Tensor) -> None:
-    """Send or receive one block (uint8, host memory) from rank 0.
-
-    Raises:
-        BrokenGroup: a peer is gone, or did not come within the group's timeout.
-    """
-    try:
-        group.broadcast([block], _from_publisher()).wait()
-    except RuntimeError as error:  # Gloo has no finer class
-        raise BrokenGroup(f"the transfer group broke: {str(error).splitlines()[0]}") from error
 
 
 def _from_publisher() -> Any:

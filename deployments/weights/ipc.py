@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deployments.weights.arrival import Arrival, packed
+from deployments.weights.arrival import Arrival, BrokenGroup, packed
 from deployments.weights.ipc_channel import (
     BUFFERS,
     GIVEN_UP,
@@ -40,7 +40,7 @@ from deployments.weights.ipc_channel import (
     share_buffer,
 )
 from deployments.weights.ipc_tensors import OpenedTensors, SharedTensors
-from deployments.weights.meeting import DEFAULT_TIMEOUT_S, BrokenGroup
+from deployments.weights.meeting import DEFAULT_TIMEOUT_S
 from deployments.weights.packing import Chunk, layout
 from deployments.weights.segments import remove_orphans, remove_segment
 from deployments.weights.sending import OnePayloadEngine

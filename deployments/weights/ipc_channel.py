@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from deployments.weights.arrival import BrokenGroup
 from deployments.weights.counters import ABSENT, Counters
-from deployments.weights.meeting import BrokenGroup
 
 BUFFERS = 2
 PUBLISHED, GIVEN_UP, TAKEN = 0, 1, 2  # places in the page: the last is rank 0's

@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from deployments.weights.arrival import BrokenGroup
 from deployments.weights.packing import Chunk, layout
 from deployments.weights.sending import OnePayloadEngine
 from deployments.weights.staging import StagedWeightTransferEngine
@@ -41,10 +42,6 @@ class BroadcastInfo(WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-
-
-class BrokenGroup(ValueError):
-    """A peer of the transfer is gone. The replica is sound: the round must be sent again."""
 
 
 class Abortable(Protocol):
@@ -111,10 +108,30 @@ class BroadcastSender(OnePayloadEngine[Init], Generic[Init, Group]):
         calls = ThreadPoolExecutor(max_workers=1)
         try:
             meeting = calls.submit(self.client.init_weight_transfer_engine, asdict(info))
-            self._group = self.form(info)
+            try:
+                self._group = self.form(info)
+            except BrokenGroup:
+                meeting.result()  # the fleet knows who did not come
+                raise
             meeting.result()
         finally:
             calls.shutdown(wait=False)
+
+    def fits(self) -> bool:
+        return self._group is not None or not self.is_sender
+
+    def transfer(self, calls: ThreadPoolExecutor) -> None:
+        """As the base class; but when the group breaks, the fleet knows who is gone, and whether the others
+        have everything."""
+        if not self.is_sender:
+            self.follow()
+            return
+        receiving = calls.submit(self.client.update_weights, self.payload())
+        try:
+            self.send(receiving)
+        except BrokenGroup:
+            self.shutdown()  # who still receives waits no longer, so that the call ends
+        receiving.result()
 
     def give_up(self) -> None:
         self.shutdown()  # broadcasts may be queued that nobody will join

@@ -20,7 +20,8 @@ from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env
 
-from deployments.weights.meeting import BrokenGroup, MeetingInfo
+from deployments.weights.arrival import BrokenGroup
+from deployments.weights.meeting import MeetingInfo
 
 BUFFERS = 2
 NEEDED_NCCL = (2, 29, 7)

@@ -68,7 +68,8 @@ class CommitMode(StrEnum):
 
 class Outcome(StrEnum):
     DONE = "done"
-    REJECTED = "rejected"  # no staging, yet this replica is sound: wrong payload, publisher or peer gone
+    REJECTED = "rejected"  # no staging, yet this replica is sound: wrong payload, or nothing came in time
+    BROKEN = "broken"  # the transfer broke, a peer or the publisher is gone: sound, and is to be sent again
     FAILED = "failed"  # this replica is broken, its weights may be uncertain: it is always fenced
 
 

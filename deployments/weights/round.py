@@ -104,16 +104,17 @@ class Verdict:
 
     done: frozenset[str]
     rejected: Mapping[str, str]
+    broken: Mapping[str, str]
     failed: Mapping[str, str]
 
     @property
     def publisher_at_fault(self) -> bool:
-        """Nobody could use what was sent: all who answered with a sound engine say so."""
+        """Nobody could use what was sent: all who have seen it with a sound engine say so."""
         return bool(self.rejected) and not self.done
 
     @property
     def all_wrong(self) -> dict[str, str]:
-        return {**self.rejected, **self.failed}
+        return {**self.rejected, **self.broken, **self.failed}
 
     @property
     def to_fence(self) -> dict[str, str]:
@@ -132,6 +133,7 @@ def judge(task: Task) -> Verdict:
     return Verdict(
         done=frozenset(messages(Outcome.DONE)),
         rejected=messages(Outcome.REJECTED),
+        broken=messages(Outcome.BROKEN),
         failed=messages(Outcome.FAILED),
     )
 

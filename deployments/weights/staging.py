@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deployments.weights.arrival import Arrival
+from deployments.weights.arrival import Arrival, BrokenGroup
 from deployments.weights.counters import Counters
 from deployments.weights.digest import Findings, combined, inspect
 from deployments.weights.keeping import Keeper
@@ -138,7 +138,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     def connected(self) -> dict[str, Any]:
         """Whether the last `init_transfer_engine` is through, and how it ended."""
         error = self._connecting.exception() if self._connecting.done() else None
-        outcome = Outcome.DONE if error is None else Outcome.FAILED
+        broken = Outcome.BROKEN if isinstance(error, BrokenGroup) else Outcome.FAILED
+        outcome = Outcome.DONE if error is None else broken
         return {"done": self._connecting.done(), "outcome": outcome.value, "message": str(error or "")}
 
     def receive_weights(self, update_info: Update) -> None:
@@ -234,6 +235,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         try:
             with self._beside_the_engine():
                 work(session)
+        except BrokenGroup as error:
+            session.outcome, session.message = Outcome.BROKEN, str(error)
         except ValueError as error:  # what a transport or the manifest says of a wrong payload
             session.outcome, session.message = Outcome.REJECTED, str(error)
         except Exception as error:  # a thread's last word: the follower reports it and the fleet decides

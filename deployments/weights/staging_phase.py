@@ -1,12 +1,19 @@
 """A round up to its decision: opened, filled, closed and verified, or aborted. No live weight is touched.
 
 open ─► BEGIN ─► send* ─► RECEIVE ─► close ─► VERIFY ─► all equal ─► the decision to commit
-  └──────────────── abort: publisher, lease, bad payload, too few replicas ─► DROP
+  └──────────────── abort: publisher, lease, bad payload, broken transfer, too few replicas ─► DROP
 """
 
 from typing import Any
 
-from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, RoundAborted, SlipstreamError
+from deployments.errors import (
+    Conflict,
+    FleetUnavailable,
+    InvalidRequest,
+    RoundAborted,
+    SendAgain,
+    SlipstreamError,
+)
 from deployments.weights.commit_phase import CommitPhase
 from deployments.weights.connection import Connection, payload_of
 from deployments.weights.fleet import Fleet
@@ -99,9 +106,11 @@ class StagingPhase:
         if current is None or current.decided:
             return
         remaining, needed = current.remaining(), self._fleet.config.min_replicas
-        if len(remaining) >= needed:
-            return
         left = {member.replica_id: member.reason for member in current.participants if member.out}
+        if len(remaining) >= needed:
+            if left and self._receiving_together(current):
+                self.abort(current, transfer_broke(current, left), now)
+            return
         self.abort(
             current,
             RoundAborted(
@@ -112,6 +121,18 @@ class StagingPhase:
             ),
             now,
         )  # fmt: skip
+
+    def _receiving_together(self, current: Round) -> bool:
+        """Whether somebody still receives over a communicator, which is of no use without a member."""
+        connection = current.connection
+        return (
+            connection is not None
+            and connection.collective
+            and any(
+                task.kind == InstructionKind.RECEIVE and task.round_id == current.round_id
+                for task in self._fleet.tasks
+            )
+        )
 
     def _eligible(self, connection: Connection | None) -> list[Member]:
         current = self._book.current
@@ -174,6 +195,10 @@ class StagingPhase:
             error = publisher_error(current, task, dict(verdict.rejected))
             task.finish(error=error)  # it is no longer among the fleet's tasks, which the abort ends
             self.abort(current, error, now)
+        elif verdict.broken:
+            broke = transfer_broke(current, {**task.absent, **verdict.broken})
+            task.finish(error=broke)
+            self.abort(current, broke, now)
         elif task.kind == InstructionKind.VERIFY:
             self._compare(current, task, now)
 
@@ -205,6 +230,14 @@ def publisher_error(current: Round, task: Task, rejected: dict[str, str]) -> Inv
     return InvalidRequest(
         f"round {current.round_id} aborted: every replica rejected {task.kind}: {sentence(rejected)}",
         {"round_id": current.round_id, "phase": task.kind, "replicas": rejected},
+    )
+
+
+def transfer_broke(current: Round, replicas: dict[str, str]) -> SendAgain:
+    return SendAgain(
+        f"round {current.round_id} aborted: the transfer broke; connect again, and send the round again: "
+        f"{sentence(replicas)}",
+        {"round_id": current.round_id, "send_again": True, "replicas": replicas},
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deployments import follower as module
-from deployments.follower import Follower, Rejected
+from deployments.follower import Broken, Follower, Rejected
 from deployments.weights.protocol import Directive, Instruction, InstructionKind, Outcome, Report
 
 
@@ -28,8 +28,12 @@ class Member:
         act = instruction.args.get("act")
         if act == "reject":
             raise Rejected("no such tensor")
+        if act == "break":
+            raise Broken("a peer is gone")
         if act == "fail":
             raise RuntimeError("broken")
+        if act == "wait for ever":
+            await asyncio.Event().wait()
         if act == "hang":
             await self.interrupted.wait()
             raise Rejected("interrupted")
@@ -95,7 +99,11 @@ async def test_every_report_carries_what_was_not_heard_yet() -> None:
 
 @pytest.mark.parametrize(
     ("act", "outcome", "words"),
-    [("reject", Outcome.REJECTED, "no such tensor"), ("fail", Outcome.FAILED, "RuntimeError: broken")],
+    [
+        ("reject", Outcome.REJECTED, "no such tensor"),
+        ("break", Outcome.BROKEN, "a peer is gone"),
+        ("fail", Outcome.FAILED, "RuntimeError: broken"),
+    ],
 )
 async def test_the_outcome_says_whose_fault_it_was(act: str, outcome: Outcome, words: str) -> None:
     script = Script([tell(1, InstructionKind.RECEIVE, act=act)])
@@ -117,9 +125,13 @@ async def test_a_deadline_while_live_weights_change_is(kind: InstructionKind, to
     assert script.outcomes[1][0] is Outcome.FAILED
 
 
-async def test_a_drop_overtakes_an_instruction_that_waits_for_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("act", ["hang", "wait for ever"])
+async def test_a_drop_overtakes_an_instruction_that_waits_for_a_peer(
+    monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    """Also one that looks for bytes which nobody counts any more once the session is dropped."""
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
-    hang, drop = tell(1, InstructionKind.RECEIVE, act="hang"), tell(2, InstructionKind.DROP)
+    hang, drop = tell(1, InstructionKind.RECEIVE, 60.0, act=act), tell(2, InstructionKind.DROP)
     member = await run(Script([hang], [hang], [hang, drop], [hang, drop]))
     assert member.ran == ["receive", "drop"]
 

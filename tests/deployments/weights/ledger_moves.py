@@ -35,7 +35,7 @@ OPERATIONS: list[tuple[FleetOperation, dict[str, Any]]] = [
     *((SLEEP, {"level": level}) for level in (0, 1, 2)),
     *((WAKE_UP, {"tags": tags}) for tags in (None, ["weights"], ["kv_cache"])),
 ]
-FAULTS = st.sampled_from([Outcome.REJECTED, Outcome.FAILED])
+FAULTS = st.sampled_from([Outcome.REJECTED, Outcome.BROKEN, Outcome.FAILED])
 
 
 class LedgerMoves(RuleBasedStateMachine):

@@ -72,12 +72,12 @@ def test_a_receiver_waits_for_a_silent_publisher_no_longer_than_the_deadline(
             states = [receiver.progress() for receiver in fleet.receivers]
         except Exception:  # the session has not begun
             continue
-        if all(state["outcome"] == "rejected" for state in states):
+        if all(state["outcome"] == "broken" for state in states):
             break
     go_on.set()
     sending.join(PATIENCE_S)
     engine.shutdown()
-    assert [state["outcome"] for state in states] == ["rejected"] * len(states), states
+    assert [state["outcome"] for state in states] == ["broken"] * len(states), states
     assert failures
 
 

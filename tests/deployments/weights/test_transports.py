@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from deployments.weights.arrival import BrokenGroup
 from deployments.weights.digest import combined, digests
-from deployments.weights.meeting import BrokenGroup
 from tests.deployments.weights.transport_contract import (
     connect,
     device_of,
