@@ -137,10 +137,20 @@ class Trainer:
             logger.warning("memory that replicas share with a former trainer is not given back: %s", error)
 
     async def _publish(self, label: str | None) -> dict[str, Any]:
-        report = dict(await self._call("publish", label, timeout_s=self._spec.publish_timeout_s))
+        try:
+            report = await self._send(label)
+        except SlipstreamError as error:
+            if not error.detail.get("send_again") and not error.detail.get("connect_again"):
+                raise
+            logger.warning("the round is sent again, to those who are there now: %s", error)
+            report = await self._send(label)
         self._version, self._last_round = int(report["version"]), report
         await self._call("keep_optimizer_state", timeout_s=self._spec.step_timeout_s)
         return report
+
+    async def _send(self, label: str | None) -> dict[str, Any]:
+        """One round: every rank takes part, and connects anew if the membership has changed."""
+        return dict(await self._call("publish", label, timeout_s=self._spec.publish_timeout_s))
 
     async def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
         return await self._group.call(method, *args, timeout_s=timeout_s)

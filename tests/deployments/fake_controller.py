@@ -20,7 +20,7 @@ class FakeController:
         self.calls: list[str] = []
         self.received: dict[str, torch.Tensor] = {}
         self.stored_versions: dict[int, str] = {}
-        self.abort_next = ""
+        self.abort_next: RoundAborted | None = None
         self.connected_to: str | None = None
         self.holder = ""
 
@@ -73,9 +73,9 @@ class FakeController:
             self.received[entry.name] = data.view(entry.dtype).reshape(entry.shape)
 
     def on_close_round(self, token: int, round_id: int, manifest: object, label: str | None) -> RoundReport:
-        if self.abort_next:
-            reason, self.abort_next = self.abort_next, ""
-            raise RoundAborted(reason)
+        if self.abort_next is not None:
+            error, self.abort_next = self.abort_next, None
+            raise error
         self.version += 1
         return RoundReport(
             round_id=round_id,

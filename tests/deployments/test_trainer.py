@@ -6,15 +6,16 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from deployments.errors import FleetUnavailable, InvalidRequest
+from deployments.errors import FleetUnavailable, InvalidRequest, RoundAborted, SendAgain
 from deployments.trainer import Trainer
-from deployments.trainer_spec import TrainerSpec
+from deployments.trainer_spec import Strategy, TrainerSpec
 from deployments.worker_group import WorkerGroup
 from tests.deployments.fake_controller import FakeController
 from tests.tiny_models import save_tiny_llama
@@ -46,9 +47,11 @@ def spec(tmp_path: Path) -> TrainerSpec:
 
 
 @contextlib.asynccontextmanager
-async def running(spec: TrainerSpec) -> Any:
+async def running(spec: TrainerSpec, controller: FakeController | None = None) -> Any:
     trainer = Trainer.__new__(Trainer)
-    await trainer.__init__(spec, FakeController())  # type: ignore[misc]  # as Serve does it
+    await trainer.__init__(  # type: ignore[misc]  # as Serve does it
+        spec, FakeController() if controller is None else controller
+    )
     try:
         yield trainer
     finally:
@@ -105,6 +108,30 @@ async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes
     async with running(spec) as trainer:
         status = await trainer.status()
         assert status["version"] == 1 and status["step"] == 1
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(Strategy.SINGLE, 1), (Strategy.FSDP2, 2)])
+async def test_a_round_whose_transfer_broke_is_sent_again_by_all_ranks(
+    spec: TrainerSpec, strategy: Strategy, ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = FakeController()
+    controller.abort_next = SendAgain("r0 is gone", {"send_again": True})
+    async with running(replace(spec, strategy=strategy, world_size=ranks), controller) as trainer:
+        with caplog.at_level("WARNING", "ray.serve"):
+            report = await trainer.publish("second try")
+        assert (report["version"], report["label"]) == (1, "second try")
+        assert [each.getMessage() for each in caplog.records].count(
+            "the round is sent again, to those who are there now: r0 is gone"
+        ) == 1
+        assert (await trainer.publish(None))["version"] == 2
+
+
+async def test_a_round_that_was_aborted_for_another_reason_is_not_sent_again(spec: TrainerSpec) -> None:
+    controller = FakeController()
+    controller.abort_next = RoundAborted("replicas disagree")
+    async with running(spec, controller) as trainer:
+        with pytest.raises(RoundAborted, match="replicas disagree"):
+            await trainer.publish(None)
 
 
 async def test_an_orderly_end_leaves_no_process(spec: TrainerSpec) -> None:

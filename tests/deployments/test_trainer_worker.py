@@ -119,7 +119,7 @@ def test_rolling_back_publishes_the_old_weights_as_a_newer_version(spec: Trainer
 def test_an_aborted_round_is_told_and_the_next_one_connects_anew(spec: TrainerSpec) -> None:
     controller = FakeController()
     worker = started(spec, controller)
-    controller.abort_next = "no replica is left"
+    controller.abort_next = RoundAborted("no replica is left")
     with pytest.raises(RoundAborted, match="no replica is left"):
         worker.publish(None)
     assert controller.calls[-1] == "release"

@@ -1,9 +1,14 @@
-"""Killing a replica of the fleet, and waiting until another one has taken its place."""
+"""Killing a replica of the fleet, or its engine in the middle of a round, and waiting for another one."""
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import psutil
+
+from tests.fleet.conftest import Fleet
 
 
 def members(client: httpx.Client) -> set[str]:
@@ -11,13 +16,21 @@ def members(client: httpx.Client) -> set[str]:
     return {each["replica_id"] for each in client.get("/fleet").json()["members"] if each["admitted"]}
 
 
-def kill_a_replica(application: str = "slipstream") -> None:
-    """By its process id; its engine must go with it."""
-    victim = next(
+def a_replica(application: str = "slipstream") -> psutil.Process:
+    return next(
         process
         for process in psutil.process_iter(["name"])
         if f"ServeReplica:{application}:rollout" in " ".join(process.cmdline()[:1])
     )
+
+
+def engine_of(replica: psutil.Process) -> psutil.Process:
+    return next(each for each in replica.children(recursive=True) if each.name().startswith("VLLM::"))
+
+
+def kill_a_replica(application: str = "slipstream") -> None:
+    """By its process id; its engine must go with it."""
+    victim = a_replica(application)
     engine = victim.children(recursive=True)
     assert engine, "a replica's engine runs in processes of its own"
     victim.kill()
@@ -30,3 +43,26 @@ def wait_for_another(client: httpx.Client, before: set[str], timeout_s: float = 
     while len(now := members(client)) < len(before) or now == before:
         assert time.monotonic() < deadline, f"the replica did not come back: {before} before, {now} now"
         time.sleep(0.2)
+
+
+@contextmanager
+def a_round_that_hangs(fleet: Fleet, engine: psutil.Process) -> Iterator[list[httpx.Response]]:
+    """The engine is stopped, so that the trainer's round that begins cannot end; afterwards it has, and its
+    answer is in the list."""
+    answers: list[httpx.Response] = []
+
+    def publish() -> None:
+        with fleet.client(timeout_s=300) as trainer:
+            answers.append(trainer.post("/train/publish", json={}))
+
+    publishing = threading.Thread(target=publish)
+    engine.suspend()
+    publishing.start()
+    deadline = time.monotonic() + 30
+    while httpx.get(f"{fleet.url}/fleet").json()["round"] is None:
+        assert publishing.is_alive() and time.monotonic() < deadline, "no round was seen"
+    time.sleep(1.0)
+    assert publishing.is_alive(), "the round must still be open"
+    yield answers
+    publishing.join(timeout=200)
+    assert answers, "the publish has not ended"

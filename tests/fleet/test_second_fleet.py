@@ -4,16 +4,31 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import requests
+import torch
 from ray import serve
-from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer import (
+    HTTPVLLMWeightSyncClient,
+    ModuleSource,
+    TrainerWeightTransferEngine,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
 
+from deployments.publishing import free_port
+from deployments.weights.gloo import GlooTrainerInitInfo
+from deployments.weights.plugin import register
 from tests.fleet.conftest import MODEL, PORT, Fleet
+from tests.fleet.losing import a_replica, a_round_that_hangs, engine_of, members, wait_for_another
 from tests.fleet.talk import PROMPT, Answer, Reference, ask, complete, on_every_replica, train_and_publish
+from tests.tiny_models import tiny_llama
 
+AT_ONCE_S = 20.0  # not the minute after which the group gives a peer up
+register()
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 
 
@@ -114,3 +129,77 @@ def test_a_transfer_group_of_the_wrong_size_is_refused_with_the_numbers(gloo: Fl
     assert error["detail"] == {"expected": 3, "actual": 7, "workers": 2}
     with gloo.client() as http:
         assert train_and_publish(http) == version + 1
+
+
+@pytest.mark.chaos
+def test_a_round_in_which_a_replica_dies_reaches_the_others_at_once(gloo: Fleet) -> None:
+    with gloo.client() as client:
+        version, serving = train_and_publish(client), members(client)
+        engine = engine_of(a_replica("gloo"))
+        with a_round_that_hangs(gloo, engine) as answers:
+            engine.kill()
+            killed = time.monotonic()
+        assert time.monotonic() - killed < AT_ONCE_S
+        assert answers[0].status_code == 200, answers[0].text
+        assert answers[0].json()["version"] == version + 1
+        survivor = complete(client)
+        assert survivor.version == version + 1 and survivor.replica in serving
+        wait_for_another(client, serving)
+        for answer in on_every_replica(client).values():
+            assert (answer.version, answer.tokens) == (version + 1, survivor.tokens)
+        assert train_and_publish(client) == version + 2, "and the next round reaches both"
+
+
+class KillingSource(ModuleSource):
+    """Kills a replica's engine in the middle of the tensors, and goes on after a while."""
+
+    def __init__(self, seed: int, pause_s: float) -> None:
+        super().__init__(tiny_llama(seed))
+        self._pause_s = pause_s
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(super().__iter__()):
+            if index == 8:
+                engine_of(a_replica("gloo")).kill()
+                time.sleep(self._pause_s)
+            yield pair
+
+
+# The publisher notices first, whose next chunk a closed connection does not take; or the fleet does, while
+# the other replica waits for that chunk.
+@pytest.mark.chaos
+@pytest.mark.parametrize("pause_s", [0.5, 6.0])
+def test_an_outside_publisher_is_told_to_send_again_when_a_replica_dies_under_its_broadcast(
+    gloo: Fleet, pause_s: float
+) -> None:
+    with gloo.client() as http:
+        version, serving = gloo.version(), members(http)
+        begin = time.monotonic()
+        with pytest.raises(requests.HTTPError) as caught:
+            outside(gloo, KillingSource(21, pause_s), workers=2).send_weights()
+        assert time.monotonic() - begin < AT_ONCE_S
+        response = caught.value.response
+        error = response.json()["error"]
+        assert (response.status_code, error["type"]) == (503, "round_aborted")
+        assert error["detail"]["send_again"] is True and "send the round again" in error["message"]
+        assert gloo.version() == version and complete(http).version == version
+        begin = time.monotonic()
+        outside(gloo, ModuleSource(tiny_llama(21)), workers=1).send_weights()
+        assert time.monotonic() - begin < AT_ONCE_S, "the other replica waits no longer for the first attempt"
+        survivor = complete(http)
+        assert survivor.version == version + 1 and survivor.replica in serving
+        wait_for_another(http, serving)
+        for answer in on_every_replica(http).values():
+            assert (answer.version, answer.tokens) == (version + 1, survivor.tokens)
+
+
+def outside(fleet: Fleet, source: WeightSource, workers: int) -> TrainerWeightTransferEngine[Any]:
+    info = GlooTrainerInitInfo(
+        rank=0,
+        master_address="127.0.0.1",
+        master_port=free_port(),
+        world_size=1 + workers,
+        chunk_bytes=1 << 16,
+    )
+    client = HTTPVLLMWeightSyncClient(fleet.url, timeout=60)
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
