@@ -96,6 +96,8 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device) -> tuple[torch.n
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
     model_config = vllm_config.model_config
+    # The first digest on a device makes tables that all later ones read: outside of the memory that sleeps.
+    digest_tensor([torch.zeros(1, device=device)])
     with (
         _memory_pool(model_config.enable_sleep_mode),
         _own_rotary_embeddings(),
