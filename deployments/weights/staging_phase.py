@@ -101,14 +101,17 @@ class StagingPhase:
         self._fleet.fence_each(judge(task).all_wrong, "drop", now)
 
     def check_quorum(self, now: float) -> None:
-        """A round that lost too many members ends here."""
+        """A round that lost too many members ends here, and one whose members cannot receive the rest."""
         current = self._book.current
         if current is None or current.decided:
             return
+        receiving = self._receiving_together(current)
+        if receiving is not None:  # not only when the last has answered: the others wait for the broken one
+            self._fleet.fence_each(judge(receiving).failed, InstructionKind.RECEIVE, now)
         remaining, needed = current.remaining(), self._fleet.config.min_replicas
         left = {member.replica_id: member.reason for member in current.participants if member.out}
         if len(remaining) >= needed:
-            if left and self._receiving_together(current):
+            if left and receiving is not None:
                 self.abort(current, transfer_broke(current, left), now)
             return
         self.abort(
@@ -122,16 +125,17 @@ class StagingPhase:
             now,
         )  # fmt: skip
 
-    def _receiving_together(self, current: Round) -> bool:
-        """Whether somebody still receives over a communicator, which is of no use without a member."""
-        connection = current.connection
-        return (
-            connection is not None
-            and connection.collective
-            and any(
-                task.kind == InstructionKind.RECEIVE and task.round_id == current.round_id
+    def _receiving_together(self, current: Round) -> Task | None:
+        """The errand of those who still receive over a communicator, which is of no use without a member."""
+        if current.connection is None or not current.connection.collective:
+            return None
+        return next(
+            (
+                task
                 for task in self._fleet.tasks
-            )
+                if task.kind == InstructionKind.RECEIVE and task.round_id == current.round_id
+            ),
+            None,
         )
 
     def _eligible(self, connection: Connection | None) -> list[Member]:

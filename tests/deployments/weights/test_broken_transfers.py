@@ -90,6 +90,29 @@ def test_the_others_do_not_wait_for_a_member_of_the_group_that_was_lost() -> Non
     assert all("drop" in each.kinds() and each.admitted for each in others)
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "error", "who"),
+    [
+        ((FAILED, None), SendAgain, (0,)),
+        ((DONE, FAILED, None), SendAgain, (1,)),
+        ((BROKEN, None), None, ()),
+    ],
+)
+def test_the_others_do_not_wait_for_a_member_that_is_broken_itself(
+    outcomes: tuple[Outcome | None, ...], error: type[SlipstreamError] | None, who: tuple[int, ...]
+) -> None:
+    scene = Scene(replicas=len(outcomes))
+    for replica, outcome in zip(scene.replicas, outcomes, strict=True):
+        if outcome is None:
+            replica.mute.add(RECEIVE)
+        else:
+            replica.outcomes[RECEIVE] = outcome
+    scene.connect(GROUP)
+    task = sent(scene)
+    assert (None if task.error is None else type(task.error)) is error and fenced(scene) == who
+    assert ("drop" in scene.replicas[-1].kinds()) is (error is not None)
+
+
 def test_a_member_that_was_lost_before_the_first_byte_ends_the_sending_at_once() -> None:
     scene = Scene(replicas=2)
     scene.connect(GROUP)
