@@ -4,7 +4,6 @@ vLLM mixes this class into its worker (`worker_extension_cls`); the follower rea
 `collective_rpc` and gets one answer a worker.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from deployments.weights.native import NativeWorkerExtension
@@ -15,7 +14,6 @@ class StagingWorkerExtension(NativeWorkerExtension):
     weight_transfer_engine: StagedWeightTransferEngine[Any, Any]
     model_runner: Any
     _weight_update_active: bool
-    update_weights: Callable[[Any], None]
 
     def staging_connected(self) -> dict[str, Any]:
         return self.weight_transfer_engine.connected()
