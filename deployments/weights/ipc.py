@@ -52,8 +52,7 @@ DEFAULT_CHUNK_BYTES = 1 << 30
 
 @dataclass(kw_only=True)
 class IpcInitInfo(WeightTransferInitInfo):
-    """The channels by GPU UUID, each {"page": name} with {"buffers": [handle, handle]} or what
-    `SharedTensors.describe` says."""
+    """The channels by GPU UUID: {"page": name}, and "buffers": [handle, handle] or `SharedTensors.describe`."""
 
     channels: dict[str, dict[str, Any]]
     rank_offset: int
@@ -241,6 +240,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
                 return True
             if receiving is not None and receiving.done():
                 receiving.result()
+                return True  # those who remain have received all of it
             if self._senders is not None and self._senders[GIVEN_UP] == self._round_id:
                 raise BrokenGroup("rank 0 of the trainer has given this round up")
             return False
@@ -280,7 +280,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
         names = gathered(channel["page"])
         if not self.is_sender:
             self._senders = open_page(names[0], init_info.timeout_s)
-        failure = ""
+        failure: Exception | None = None
         if self.is_sender:
             info = {
                 "channels": channels,
@@ -292,7 +292,9 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
             try:
                 self.client.init_weight_transfer_engine(info)
             except Exception as error:  # the other ranks wait below, and are told
-                failure = f"{type(error).__name__}: {error}"
-        failures = [text for text in gathered(failure) if text]
-        if failures:
-            raise BrokenGroup(f"the fleet did not connect: {failures[0]}")
+                failure = error
+        texts = gathered(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if texts[0] is not None:
+            raise BrokenGroup(f"the fleet did not connect: {texts[0]}")

@@ -147,6 +147,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def start_weight_update(self) -> None:
         self._session = Session()
+        if self._progress is not None:
+            self._progress[self.worker_index] = 0  # the former session's count would be taken for this one's
         self.keeper.begin()
         self.staging.begin()
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from deployments.weights.arrival import BrokenGroup
+from deployments.weights.counters import Counters
 from deployments.weights.digest import combined, digests
+from deployments.weights.segments import remove_segment
 from tests.deployments.weights.transport_contract import (
     connect,
     device_of,
@@ -79,6 +81,21 @@ def test_tensors_that_have_moved_are_sent_from_where_they_are(transport: str, fl
     engine.send_weights()
     assert {state["digest"] for state in fleet.verify()} == {digest_of(source.tensors)}
     engine.shutdown()
+
+
+def test_each_session_counts_its_own_payloads_in_the_page(checkpoint: Path) -> None:
+    fleet = make_fleet("shm", checkpoint, count=1)
+    engine = fleet.receivers[0].engine
+    name, page = Counters.create(1)
+    assert engine.report_to(name)
+    for _ in range(2):
+        publish("shm", fleet, ListSource(weights(1)))
+        assert page[0] == fleet.payloads > 0
+        fleet.drop()
+        engine.start_weight_update()
+        assert page[0] == 0, "who looks there would take the former session's payloads for this one's"
+    remove_segment(name)
+    stop(fleet.receivers[0])
 
 
 @every_transport
