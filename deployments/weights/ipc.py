@@ -52,7 +52,7 @@ DEFAULT_CHUNK_BYTES = 1 << 30
 
 @dataclass(kw_only=True)
 class IpcInitInfo(WeightTransferInitInfo):
-    """The channels by GPU UUID: {"page": name}, and "buffers": [handle, handle] or `SharedTensors.describe`."""
+    """The channels by GPU UUID: "page", and "buffers" (two handles) or what `SharedTensors` describes."""
 
     channels: dict[str, dict[str, Any]]
     rank_offset: int
