@@ -73,7 +73,7 @@ CHUNK_BYTES = {
     TransportName.IPC: 1 << 30,
     TransportName.NCCL: 512 << 20,
 }
-# Over ipc, rests cost no token more in all. A broadcast at TP 2 loses the more the longer it takes.
+# Over ipc, rests cost no token more in all; over nccl at TP 2 they did (benchmarks/RESULTS.md).
 STAGING_SHARES = {
     TransportName.SHM: 1.0,
     TransportName.GLOO: 1.0,
