@@ -50,13 +50,12 @@ class FleetWeightSyncClient:
 
     def abort(self, reason: str) -> None:
         """Give the open round up, if there is one, and the lease."""
-        if self._round_id is not None:
-            round_id, self._round_id = self._round_id, None
-            try:
+        round_id, self._round_id = self._round_id, None
+        try:
+            if round_id is not None:
                 self._call("abort_round", self._token(), round_id, reason)
-            finally:  # the fleet may have aborted it already, and says so
-                self.release()
-        self.release()
+        finally:  # the fleet may have aborted it already, and says so
+            self.release()
 
     def release(self) -> None:
         """Let others publish."""

@@ -75,7 +75,7 @@ class GlooGroup:
                 check()
                 if self._group is None:
                     raise BrokenGroup(ABORTED)
-        except BaseException:
+        except BaseException:  # whatever ends the wait, the group must outlive its broadcast
             if not work.is_completed():
                 threading.Thread(
                     target=_outlive, args=(group, work), name="gloo-abandoned", daemon=True

@@ -147,11 +147,6 @@ def put_digests(chunk: Chunk, digests: torch.Tensor, block: torch.Tensor) -> Non
     block[chunk.table_offset : chunk.size_bytes].copy_(digests.view(torch.uint8))
 
 
-def unpack(chunk: Chunk, block: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Views of the chunk's tensors in `block` (uint8 [chunk.size_bytes])."""
-    return [(entry.name, view(entry, block)) for entry in chunk.entries]
-
-
 def sent_digests(chunk: Chunk, block: torch.Tensor) -> torch.Tensor:
     """A copy of the digests that came along (int64 [n], on the block's device; see `digest.unsigned`)."""
     return block[chunk.table_offset : chunk.size_bytes].clone().view(torch.int64)

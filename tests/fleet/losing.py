@@ -49,6 +49,16 @@ def wait_for_another(client: httpx.Client, before: set[str], timeout_s: float = 
 def a_round_that_hangs(fleet: Fleet, engine: psutil.Process) -> Iterator[list[httpx.Response]]:
     """The engine is stopped, so that the trainer's round that begins cannot end; afterwards it has, and its
     answer is in the list."""
+    engine.suspend()
+    with a_round_that_is_open(fleet) as (answers, publishing):
+        time.sleep(1.0)
+        assert publishing.is_alive(), "the round must still be open"
+        yield answers
+
+
+@contextmanager
+def a_round_that_is_open(fleet: Fleet) -> Iterator[tuple[list[httpx.Response], threading.Thread]]:
+    """The trainer publishes in a thread; afterwards the round is over, and its answer is in the list."""
     answers: list[httpx.Response] = []
 
     def publish() -> None:
@@ -56,13 +66,11 @@ def a_round_that_hangs(fleet: Fleet, engine: psutil.Process) -> Iterator[list[ht
             answers.append(trainer.post("/train/publish", json={}))
 
     publishing = threading.Thread(target=publish)
-    engine.suspend()
     publishing.start()
     deadline = time.monotonic() + 30
-    while httpx.get(f"{fleet.url}/fleet").json()["round"] is None:
-        assert publishing.is_alive() and time.monotonic() < deadline, "no round was seen"
-    time.sleep(1.0)
-    assert publishing.is_alive(), "the round must still be open"
-    yield answers
+    with fleet.client() as client:
+        while client.get("/fleet").json()["round"] is None:
+            assert publishing.is_alive() and time.monotonic() < deadline, "no round was seen"
+    yield answers, publishing
     publishing.join(timeout=200)
     assert answers, "the publish has not ended"

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from ray import serve
 
 from tests.fleet.conftest import MODEL, PORT, Fleet
+from tests.fleet.losing import a_round_that_is_open
 from tests.fleet.talk import PROMPT, Reference, complete, fresh_engine, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
@@ -76,19 +76,8 @@ def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_serve
     with sharded.client() as client:
         version, before = sharded.version(), complete(client, max_tokens=24).tokens
         ranks = rank_ids()
-        answers: list[httpx.Response] = []
-
-        def publish() -> None:
-            with sharded.client(timeout_s=300) as trainer:
-                answers.append(trainer.post("/train/publish", json={}))
-
-        publishing = threading.Thread(target=publish)
-        publishing.start()
-        deadline = time.monotonic() + 30
-        while client.get("/fleet").json()["round"] is None:
-            assert publishing.is_alive() and time.monotonic() < deadline, "no round was seen"
-        os.kill(ranks[1], signal.SIGKILL)
-        publishing.join(timeout=120)
+        with a_round_that_is_open(sharded) as (answers, _):
+            os.kill(ranks[1], signal.SIGKILL)
         (answer,) = answers
         assert answer.status_code == 503, answer.text
         assert "rank 1 of the trainer died during 'publish'" in answer.json()["error"]["message"]

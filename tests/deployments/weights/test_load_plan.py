@@ -8,7 +8,7 @@ import torch
 from deployments.weights.arrival import packed
 from deployments.weights.digest import digests, unsigned
 from deployments.weights.load_plan import LoadPlans, Tensors
-from deployments.weights.packing import Chunk, pack, plan_chunks, unpack
+from deployments.weights.packing import Chunk, pack, plan_chunks
 
 HEADS, WIDTH = 6, 8
 
@@ -57,11 +57,11 @@ def chunk() -> Chunk:
 
 def one_round(plans: LoadPlans, chunk: Chunk, seed: int, load: Callable[[Tensors], None]) -> bool:
     """Whether the chunk was loaded by a plan."""
-    block = block_of(chunk, version(seed))
-    found = plans.replay(packed(chunk, block))
+    arrival = packed(chunk, block_of(chunk, version(seed)))
+    found = plans.replay(arrival)
     if found is None:
-        with plans.watch(chunk, unpack(chunk, block)):
-            load(unpack(chunk, block))
+        with plans.watch(chunk, arrival.named()):
+            load(arrival.named())
     else:
         assert unsigned(found.digests) == digests([tensor for _, tensor in version(seed)])
     plans.settle()
@@ -110,20 +110,20 @@ def test_a_loader_that_does_more_than_copy_is_run_in_every_round(
 
 def test_a_change_that_nobody_saw_is_found_by_the_bytes(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
-    block = block_of(chunk, version(1))
-    with plans.watch(chunk, unpack(chunk, block)):
-        model.load(unpack(chunk, block))
+    arrival = packed(chunk, block_of(chunk, version(1)))
+    with plans.watch(chunk, arrival.named()):
+        model.load(arrival.named())
     model.shard.numpy()[0, 0] += 1.0  # past torch, as a kernel of its own would do it
     plans.settle()
-    assert plans.replay(packed(chunk, block)) is None
+    assert plans.replay(arrival) is None
     assert plans.refused[chunk] == "a loaded tensor was changed after it had been copied"
 
 
 def test_a_round_that_was_dropped_leaves_no_plan(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
-    block = block_of(chunk, version(1))
-    with plans.watch(chunk, unpack(chunk, block)):
-        model.load(unpack(chunk, block))
+    arrival = packed(chunk, block_of(chunk, version(1)))
+    with plans.watch(chunk, arrival.named()):
+        model.load(arrival.named())
     plans.discard()
     plans.settle()
     assert len(plans) == 0

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.weights.arrival import packed
 from deployments.weights.digest import digests, unsigned
 from deployments.weights.packing import (
     ALIGNMENT,
@@ -12,7 +13,6 @@ from deployments.weights.packing import (
     parse,
     plan_chunks,
     sent_digests,
-    unpack,
 )
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])
@@ -31,7 +31,7 @@ def test_what_was_packed_comes_out_with_its_digests(
     for chunk in plan_chunks(metadata, chunk_bytes):
         block = torch.zeros(chunk.size_bytes, dtype=torch.uint8)
         pack(chunk, source, block)
-        found = unpack(chunk, block)
+        found = packed(chunk, block).named()
         assert unsigned(sent_digests(chunk, block)) == digests([tensor for _, tensor in found])
         assert all(entry.offset % ALIGNMENT == 0 for entry in chunk.entries)
         seen |= dict(found)
