@@ -32,6 +32,7 @@ class EngineMember:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._payloads = 0
+        self._to_begin: dict[str, Any] | None = None  # a session that the workers do not know of yet
         self._progress: StagingProgress | None = None
         self._staged: dict[str, Any] = {}
         self.staged_round: int | None = None
@@ -101,28 +102,34 @@ class EngineMember:
 
     async def _connect(self, args: dict[str, Any]) -> None:
         await self._engine.workers("init_weight_transfer_engine", init_info=args["init_info"])
-        await self._until(lambda states: all(s["done"] for s in states), "staging_connected")
+        _judge(await self._ask_until(lambda state: bool(state["done"]), "staging_connected"))
         self._progress = await StagingProgress.open(self._engine)
 
     async def _begin(self, args: dict[str, Any]) -> None:
+        # With the first payload: each call to the workers holds a decoding step up.
         self._payloads = 0
-        await self._engine.workers("start_weight_update")
         self._keeping = args.get("keep")
-        if self._keeping is not None:
-            await self._engine.workers("staging_keep", version=self._keeping)
+        self._to_begin = {"keep": self._keeping}
 
     async def _receive(self, args: dict[str, Any]) -> None:
         share = self._engine.staging_share if self._engine.busy else 1.0
-        await self._engine.workers("staging_receive", payload=args["payload"], share=share)
+        begin, self._to_begin = self._to_begin, None
+        await self._engine.workers("staging_receive", payload=args["payload"], share=share, begin=begin)
         self._payloads += 1
-        if self._progress is not None:
-            await self._progress.until(self._payloads)
-        await self._until(
-            lambda states: all(s["payloads_done"] >= self._payloads for s in states), "staging_progress"
-        )
+        states = await self._progress.until(self._payloads) if self._progress is not None else None
+        if states is None:
+            states = await self._ask_until(
+                lambda state: bool(state["payloads_done"] >= self._payloads), "staging_progress"
+            )
+        _judge(states)
 
     async def _verify(self, args: dict[str, Any]) -> dict[str, Any]:
-        states = await self._engine.workers("staging_verify")
+        begin, self._to_begin = self._to_begin, None
+        if begin is not None:  # no payload came
+            await self._engine.workers("staging_begin", **begin)
+        states = self._progress.states() if self._progress is not None else None
+        if states is None or not all(state["digest"] for state in states):
+            states = await self._engine.workers("staging_verify")
         _judge(states)
         names = {state["digest"] for state in states}
         if len(names) > 1:
@@ -229,12 +236,14 @@ class EngineMember:
     async def _disconnect(self, args: dict[str, Any]) -> None:
         await self._engine.workers("shutdown_weight_transfer_engine")
 
-    async def _until(self, reached: Callable[[list[dict[str, Any]]], bool], question: str) -> None:
-        """Ask the workers until their staging threads are through; they answer between two steps."""
+    async def _ask_until(
+        self, reached: Callable[[dict[str, Any]], bool], question: str
+    ) -> list[dict[str, Any]]:
+        """Ask the workers until it is true for all of them; they answer between two steps."""
         while True:
-            states = await self._engine.workers(question)
-            if reached(states):
-                return _judge(states)
+            states: list[dict[str, Any]] = await self._engine.workers(question)
+            if all(map(reached, states)):
+                return states
             await asyncio.sleep(STAGING_POLL_S)
 
 

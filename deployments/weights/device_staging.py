@@ -18,7 +18,6 @@ The last three are refused at construction.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from deployments.weights.arrival import Arrival
 from deployments.weights.digest import Findings
 from deployments.weights.load_plan import LoadPlans, Tensors
+from deployments.weights.marks import Marks
 from deployments.weights.packing import Chunk
 from deployments.weights.shadow import (
     build_shadow,
@@ -37,19 +37,6 @@ from deployments.weights.shadow import (
     refuse_if_it_does_not_fit,
     refuse_what_cannot_be_staged,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """Where NaN stands until loading writes there: the first and the last column of a parameter.
-
-    Shards are ranges of rows or whole tensors, so one that did not come leaves its rows' marks, and
-    the marks cost next to nothing (a mark in every element costs two passes over the weights).
-    """
-
-    shadow: torch.Tensor
-    live: torch.Tensor
-    places: torch.Tensor  # a view of `shadow`
 
 
 class DeviceStaging:
@@ -68,7 +55,7 @@ class DeviceStaging:
         self._vllm_config = vllm_config
         self._shadow, self._layerwise = build_shadow(vllm_config, device)
         self._pairs = pair(model, self._shadow)
-        self._marks = _marks(self._shadow, model)
+        self._marks = Marks(self._shadow, model)
         with torch.no_grad():
             self._pairs.copy_to_shadow()
         self._plans = LoadPlans()
@@ -104,7 +91,7 @@ class DeviceStaging:
 
     def seal(self, *, complete: bool) -> list[str]:
         if not self._open:
-            return list(self._marks)
+            return self._marks.names
         unfilled = self._seal_layers(complete) if self._layerwise else self._unwritten(complete)
         if unfilled:
             self._plans.distrust(self._came)
@@ -138,23 +125,17 @@ class DeviceStaging:
                 initialize_layerwise_reload(self._shadow)
             return
         # A layer that receives nothing would otherwise keep its old weights, and nothing would tell.
-        torch._foreach_mul_([mark.places for mark in self._marks.values()], float("nan"))
+        self._marks.set()
 
     def _load(self, tensors: Tensors) -> None:
         with self._config(), disable_mtp_completeness_check():
             self._shadow.load_weights(tensors)
 
     def _unwritten(self, complete: bool) -> list[str]:
-        # The norm of what holds a NaN is NaN; one call for all marks, which do not wait for Python.
-        norms = torch.stack(
-            torch._foreach_norm([m.places for m in self._marks.values()], dtype=torch.float32)
-        )
-        unfilled = [name for name, is_bad in zip(self._marks, norms.isnan().tolist(), strict=True) if is_bad]
+        unfilled = self._marks.still_set()
         if not complete:
             return unfilled
-        for name in unfilled:  # padding: it stays as it is
-            mark = self._marks[name]
-            mark.shadow.copy_(torch.where(mark.shadow.isnan(), mark.live, mark.shadow))
+        self._marks.put_live(unfilled)  # padding: it stays as it is
         return []
 
     def _seal_layers(self, complete: bool) -> list[str]:
@@ -183,22 +164,6 @@ class DeviceStaging:
     def _config(self) -> AbstractContextManager[Any]:
         # vLLM's current config is one global for all threads, so it is set only where processing reads it.
         return set_current_vllm_config(self._vllm_config) if self._layerwise else nullcontext()
-
-
-def _marks(shadow: torch.nn.Module, model: torch.nn.Module) -> dict[str, Mark]:
-    """One for each parameter that NaN can mark. An integer parameter has no such mark."""
-    live = dict(model.named_parameters())
-    return {
-        name: Mark(shadow=parameter.data, live=live[name].data, places=_places(parameter.data))
-        for name, parameter in shadow.named_parameters()
-        if parameter.dtype in (torch.bfloat16, torch.float16, torch.float32) and name in live
-    }
-
-
-def _places(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dim() < 2 or tensor.shape[-1] < 2:
-        return tensor
-    return tensor[..., :: tensor.shape[-1] - 1]
 
 
 def _is_optional(name: str) -> bool:

@@ -34,6 +34,7 @@ class Session:
     message: str = ""
 
     def state(self) -> dict[str, Any]:
+        """As JSON types. "digest" names the content of the whole version; empty until it is sealed."""
         return {
             "payloads_done": self.payloads_done,
             "bytes": self.size_bytes,
@@ -41,6 +42,7 @@ class Session:
             "verify_s": self.verify_s,
             "outcome": self.outcome.value,
             "message": self.message,
+            "digest": self.digest,
         }
 
     def settle(self) -> None:

@@ -29,7 +29,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.weights.arrival import Arrival, BrokenGroup
-from deployments.weights.counters import Counters
 from deployments.weights.digest import Findings, combined, inspect
 from deployments.weights.keeping import Keeper
 from deployments.weights.manifest import checkpoint_manifest, mismatches, sentence
@@ -37,6 +36,7 @@ from deployments.weights.pacing import Pace
 from deployments.weights.packing import Chunk
 from deployments.weights.protocol import Outcome
 from deployments.weights.session import Evidence, Session
+from deployments.weights.state_page import StatePage
 
 _POLL_S = 0.0001
 Tensors = list[tuple[str, torch.Tensor]]
@@ -103,7 +103,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._expected = checkpoint_manifest(Path(vllm_config.model_config.model))
         self._fitting: WeakSet[Chunk] = WeakSet()  # to the model
         self._session: Session | None = None
-        self._progress: Counters | None = None
+        self._states: StatePage | None = None
         self._connecting: Future[None] = Future()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -147,8 +147,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def start_weight_update(self) -> None:
         self._session = Session()
-        if self._progress is not None:
-            self._progress[self.worker_index] = 0  # the former session's count would be taken for this one's
+        if self._states is not None:
+            self._states.write(
+                self.worker_index, None
+            )  # the former session's state would be taken for this one's
         self.keeper.begin()
         self.staging.begin()
 
@@ -166,13 +168,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._session = None
 
     def report_to(self, page: str) -> bool:
-        """Count payloads in this page of `Counters` from now on; False if it is on another host."""
-        self._progress = None
+        """Tell the session's state in this `StatePage` from now on; False if it is on another host."""
+        self._states = None
         try:
-            self._progress = Counters.open(page)
+            self._states = StatePage.open(page)
         except ValueError:
             return False
-        self._progress[self.worker_index] = 0
         return True
 
     @property
@@ -187,12 +188,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return self._session.state()
 
     def verify(self) -> dict[str, Any]:
-        """Whether the staged version is complete and fits the model; `digest` names its content."""
+        """The session's state when the staged version is complete and fits the model, or why it does not."""
         session = self._session
         assert session is not None
         if session.outcome is Outcome.DONE and not session.sealed:
             self._thread.submit(self._guarded, session, self._seal).result()
-        return session.state() | {"digest": session.digest}
+        return session.state()
 
     def drop(self) -> None:
         """Forget the session. A payload that is still arriving ends by itself or is cut off by `abort`."""
@@ -229,8 +230,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             self._guarded(session, lambda s: self._take(s, update_info))
         session.stage_s += time.perf_counter() - start
         session.payloads_done += 1
-        if session is self._session and self._progress is not None:
-            self._progress[self.worker_index] = session.payloads_done
+        if session is self._session and self._states is not None:
+            self._states.write(self.worker_index, session.state())
 
     def _guarded(self, session: Session, work: Callable[[Session], None]) -> None:
         """Run a part of the staging on its thread; what goes wrong becomes the session's outcome."""

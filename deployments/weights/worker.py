@@ -13,6 +13,7 @@ from deployments.weights.staging import StagedWeightTransferEngine
 class StagingWorkerExtension(NativeWorkerExtension):
     weight_transfer_engine: StagedWeightTransferEngine[Any, Any]
     model_runner: Any
+    start_weight_update: Any
     _weight_update_active: bool
 
     def staging_connected(self) -> dict[str, Any]:
@@ -21,8 +22,28 @@ class StagingWorkerExtension(NativeWorkerExtension):
     def staging_report_to(self, page: str) -> bool:
         return self.weight_transfer_engine.report_to(page)
 
-    def staging_receive(self, payload: Any, share: float) -> None:
-        """vLLM's `update_weights`, with the share of the device's time that it may take."""
+    def staging_begin(self, keep: int | None) -> None:
+        """vLLM's `start_weight_update`.
+
+        Args:
+            keep: a version; its tensors are kept for the store, on one worker of the replica.
+        """
+        self.start_weight_update()
+        engine = self.weight_transfer_engine
+        if (
+            keep is not None
+            and engine.parallel_config.rank == engine.parallel_config.data_parallel_index == 0
+        ):
+            engine.keeper.expect(keep)
+
+    def staging_receive(self, payload: Any, share: float, begin: dict[str, Any] | None) -> None:
+        """vLLM's `update_weights`, with the share of the device's time that it may take.
+
+        Args:
+            begin: the session is begun in the same call, with these arguments of `staging_begin`.
+        """
+        if begin is not None:
+            self.staging_begin(**begin)
         self.weight_transfer_engine.share = share
         self.update_weights(payload)
 
@@ -38,12 +59,6 @@ class StagingWorkerExtension(NativeWorkerExtension):
     def staging_drop(self) -> None:
         self.weight_transfer_engine.drop()
         self._weight_update_active = False  # vLLM has no way to end an update without loading it
-
-    def staging_keep(self, version: int) -> None:
-        """Keep the tensors of the session that has begun, on one worker of the replica, for the store."""
-        engine = self.weight_transfer_engine
-        if engine.parallel_config.rank == 0 and engine.parallel_config.data_parallel_index == 0:
-            engine.keeper.expect(version)
 
     def staging_store(self, version: int, label: str | None, directory: str, keep: int) -> None:
         engine = self.weight_transfer_engine

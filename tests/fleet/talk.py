@@ -48,8 +48,13 @@ def complete(
     **options: Any,
 ) -> Answer:
     answer = client.post("/v1/completions", json=body(prompt, max_tokens, **options), headers=headers)
-    answer.raise_for_status()
-    return parsed(answer)
+    return parsed(succeeded(answer))
+
+
+def succeeded(answer: httpx.Response) -> httpx.Response:
+    """The answer, which must be a success: the test's failure shows what a user would have read."""
+    assert answer.is_success, f"{answer.url} answered {answer.status_code}: {answer.text}"
+    return answer
 
 
 def parsed(answer: httpx.Response) -> Answer:
@@ -102,9 +107,8 @@ def train_and_publish(client: httpx.Client, sign: float = 1.0) -> int:
                 "weight_versions": sample.spans,
             }
         )
-    client.post("/train/step", json={"trajectories": trajectories}).raise_for_status()
-    report = client.post("/train/publish", json={})
-    assert report.status_code == 200, report.text
+    succeeded(client.post("/train/step", json={"trajectories": trajectories}))
+    report = succeeded(client.post("/train/publish", json={}))
     return int(report.json()["version"])
 
 

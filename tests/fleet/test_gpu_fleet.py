@@ -12,7 +12,7 @@ import torch
 from ray import serve
 
 from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
-from tests.fleet.talk import PROMPT, complete, stored, train_and_publish
+from tests.fleet.talk import PROMPT, complete, stored, succeeded, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -50,11 +50,11 @@ def test_weights_that_a_sleep_threw_away_come_back_with_a_round(tmp_path: Path, 
     with running(config, checkpoint, SLEEP_PORTS[staging]) as fleet, fleet.client() as client:
         version = train_and_publish(client)
         before = complete(client, max_tokens=TOKENS)
-        client.post("/sleep", params={"level": 2}).raise_for_status()
+        succeeded(client.post("/sleep", params={"level": 2}))
         assert client.post("/wake_up").status_code == 409
-        client.post("/wake_up", params={"tags": "weights"}).raise_for_status()
-        client.post("/train/publish", json={}).raise_for_status()
-        client.post("/wake_up", params={"tags": "kv_cache"}).raise_for_status()
+        succeeded(client.post("/wake_up", params={"tags": "weights"}))
+        succeeded(client.post("/train/publish", json={}))
+        succeeded(client.post("/wake_up", params={"tags": "kv_cache"}))
         after = complete(client, max_tokens=TOKENS)
         assert (after.tokens, after.version) == (before.tokens, version + 1)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
-from tests.fleet.talk import PROMPT, body, complete, on_every_replica, parsed, train_and_publish
+from tests.fleet.talk import PROMPT, body, complete, on_every_replica, parsed, succeeded, train_and_publish
 from tests.tiny_models import save_tiny_experts, save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
@@ -72,15 +72,15 @@ def test_spread_experts_sleep_wake_update_and_end_where_a_fresh_engine_begins(tm
 def asleep_round(client: httpx.Client) -> None:
     """The engine gives its memory to the trainer's step, and takes it back in two parts."""
     trajectories = [_trajectory(client, index) for index in range(4)]
-    client.post("/sleep", params={"level": 1}).raise_for_status()
+    succeeded(client.post("/sleep", params={"level": 1}))
     assert client.get("/is_sleeping").json() == {"is_sleeping": True}
-    client.post("/train/step", json={"trajectories": trajectories}).raise_for_status()
+    succeeded(client.post("/train/step", json={"trajectories": trajectories}))
     refused = client.post("/train/publish", json={})
     assert refused.status_code >= 400 and "wake_up?tags=weights" in refused.json()["error"]["message"]
-    client.post("/wake_up", params={"tags": "weights"}).raise_for_status()
+    succeeded(client.post("/wake_up", params={"tags": "weights"}))
     publish(client)
     assert client.get("/is_sleeping").json() == {"is_sleeping": True}
-    client.post("/wake_up", params={"tags": "kv_cache"}).raise_for_status()
+    succeeded(client.post("/wake_up", params={"tags": "kv_cache"}))
     assert client.get("/is_sleeping").json() == {"is_sleeping": False}
 
 

@@ -20,7 +20,7 @@ from deployments.weights.plugin import register
 from deployments.weights.shm import ShmTrainerInitInfo, create_segment, remove_segment
 from tests.fleet.conftest import Fleet
 from tests.fleet.losing import kill_a_replica, members, wait_for_another
-from tests.fleet.talk import Reference, complete, on_every_replica, stored, train_and_publish
+from tests.fleet.talk import Reference, complete, on_every_replica, stored, succeeded, train_and_publish
 from tests.fleet.test_rounds import wait_for
 from tests.tiny_models import tiny_llama
 
@@ -93,11 +93,11 @@ def test_a_replica_that_starts_later_has_the_version_of_a_publisher_that_is_gone
         wait_for(stored(fleet, version))
         assert Reference(stored(fleet, version))([5, 6, 7, 8, 9], 16) == reference(15, [5, 6, 7, 8, 9], 16)
         before = members(http)
-        http.post("/pause?mode=keep").raise_for_status()
+        succeeded(http.post("/pause?mode=keep"))
         kill_a_replica()
         wait_for_another(http, before)
         assert http.get("/is_paused").json() == {"is_paused": True}, "of every replica"
-        http.post("/resume").raise_for_status()
+        succeeded(http.post("/resume"))
         for answer in on_every_replica(http, max_tokens=16).values():
             assert answer.tokens == reference(15, [5, 6, 7, 8, 9], 16)
             assert answer.version == version
@@ -148,8 +148,8 @@ def test_torn_bytes_are_found_by_their_digest(fleet: Fleet) -> None:
 
 
 def start(http: httpx.Client) -> None:
-    http.post("/init_weight_transfer_engine", json={"init_info": {}}).raise_for_status()
-    http.post("/start_weight_update").raise_for_status()
+    succeeded(http.post("/init_weight_transfer_engine", json={"init_info": {}}))
+    succeeded(http.post("/start_weight_update"))
 
 
 def unchanged(fleet: Fleet, http: httpx.Client, version: int, before: list[int]) -> bool:

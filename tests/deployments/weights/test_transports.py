@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from deployments.weights.arrival import BrokenGroup
-from deployments.weights.counters import Counters
 from deployments.weights.digest import combined, digests
+from deployments.weights.protocol import Outcome
 from deployments.weights.segments import remove_segment
+from deployments.weights.state_page import StatePage
 from tests.deployments.weights.transport_contract import (
     connect,
     device_of,
@@ -83,17 +84,22 @@ def test_tensors_that_have_moved_are_sent_from_where_they_are(transport: str, fl
     engine.shutdown()
 
 
-def test_each_session_counts_its_own_payloads_in_the_page(checkpoint: Path) -> None:
+def test_each_session_tells_its_own_state_in_the_page(checkpoint: Path) -> None:
     fleet = make_fleet("shm", checkpoint, count=1)
     engine = fleet.receivers[0].engine
-    name, page = Counters.create(1)
+    name, page = StatePage.create(1)
     assert engine.report_to(name)
     for _ in range(2):
         publish("shm", fleet, ListSource(weights(1)))
-        assert page[0] == fleet.payloads > 0
+        told = page.read(0)
+        assert told == engine.progress() and told["payloads_done"] == fleet.payloads > 0
         fleet.drop()
         engine.start_weight_update()
-        assert page[0] == 0, "who looks there would take the former session's payloads for this one's"
+        assert page.read(0) is None, "who looks there would take the former session's state for this one's"
+    with pytest.raises(Rejected, match="is not a tensor of this model"):
+        publish("shm", fleet, ListSource([("strange", torch.zeros(2))]))
+    told = page.read(0)
+    assert told is not None and told["outcome"] == Outcome.REJECTED
     remove_segment(name)
     stop(fleet.receivers[0])
 

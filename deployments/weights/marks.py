@@ -1,0 +1,138 @@
+"""NaN where loading has not written yet: in the first and the last column of every parameter.
+
+Shards are ranges of rows or whole tensors, so one that did not come leaves its rows' marks, and the marks
+cost next to nothing (a mark in every element costs two passes over the weights). One launch sets all of
+them and one looks for them: torch's fused calls take columns one parameter at a time (4 ms at 8B).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.triton_utils import tl, triton
+
+ROWS = 1024  # of one program
+
+# NaN, and the largest number that is none, without the sign: what is larger is NaN.
+_FORMATS = {
+    torch.bfloat16: (0x7FC0, 0x7F80),
+    torch.float16: (0x7E00, 0x7C00),
+    torch.float32: (0x7FC00000, 0x7F800000),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Marked:
+    shadow: torch.Tensor
+    live: torch.Tensor
+
+
+class Marks:
+    """The marks of a shadow's parameters. One of whole numbers has none.
+
+    Args:
+        shadow: its parameters' addresses stay.
+        model: the live one, with the same names.
+    """
+
+    def __init__(self, shadow: torch.nn.Module, model: torch.nn.Module) -> None:
+        live = dict(model.named_parameters())
+        self._marked = {
+            name: _Marked(shadow=parameter.data, live=live[name].data)
+            for name, parameter in shadow.named_parameters()
+            if parameter.dtype in _FORMATS and parameter.numel() and name in live
+        }
+        tensors = [marked.shadow for marked in self._marked.values()]
+        self._table = torch.from_numpy(_groups(tensors)).to(next(shadow.parameters()).device)
+        # Transposed ones: few, and torch knows their places.
+        self._strided = {i: _places(tensor) for i, tensor in enumerate(tensors) if not tensor.is_contiguous()}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._marked)
+
+    def set(self) -> None:
+        """It is queued."""
+        self._launch(self._table, SET=True)
+        for places in self._strided.values():
+            places.fill_(float("nan"))
+
+    def still_set(self) -> list[str]:
+        """The parameters with a mark left; waits for what is queued."""
+        found = torch.zeros(len(self._marked), dtype=torch.int64, device=self._table.device)
+        self._launch(found, SET=False)
+        for number, places in self._strided.items():
+            found[number] = places.isnan().any()
+        return [name for name, left in zip(self._marked, found.tolist(), strict=True) if left]
+
+    def _launch(self, found: torch.Tensor, **what: bool) -> None:
+        if len(self._table):
+            _visit[(len(self._table),)](self._table, found, COUNT=ROWS, **what)
+
+    def put_live(self, names: list[str]) -> None:
+        """Write the live model's numbers where these parameters still have marks."""
+        for name in names:
+            marked = self._marked[name]
+            marked.shadow.copy_(torch.where(marked.shadow.isnan(), marked.live, marked.shadow))
+
+
+@triton.jit
+def _visit(  # type: ignore[no-untyped-def]
+    groups,  # int64 [g, 8]: address, rows, bytes a row, to its last column, and a number; NaN, limit, place
+    found,  # int64 [n]: 1 where a mark was found
+    COUNT: tl.constexpr,
+    SET: tl.constexpr,
+) -> None:
+    entry = groups + tl.program_id(0).to(tl.int64) * 8
+    lanes = tl.arange(0, COUNT)
+    mask = lanes < tl.load(entry + 1)
+    first = tl.load(entry) + lanes.to(tl.int64) * tl.load(entry + 2)
+    last = first + tl.load(entry + 3)
+    narrow = tl.load(entry + 4) == 2
+    nan = tl.load(entry + 5).to(tl.int32)
+    limit = tl.load(entry + 6).to(tl.int32)
+    if SET:
+        if narrow:
+            tl.store(first.to(tl.pointer_type(tl.int16)), nan.to(tl.int16), mask=mask)
+            tl.store(last.to(tl.pointer_type(tl.int16)), nan.to(tl.int16), mask=mask)
+        else:
+            tl.store(first.to(tl.pointer_type(tl.int32)), nan, mask=mask)
+            tl.store(last.to(tl.pointer_type(tl.int32)), nan, mask=mask)
+    else:
+        left = tl.zeros([COUNT], dtype=tl.int32)
+        right = tl.zeros([COUNT], dtype=tl.int32)
+        if narrow:
+            left = tl.load(first.to(tl.pointer_type(tl.int16)), mask=mask, other=0).to(tl.int32) & 0x7FFF
+            right = tl.load(last.to(tl.pointer_type(tl.int16)), mask=mask, other=0).to(tl.int32) & 0x7FFF
+        else:
+            left = tl.load(first.to(tl.pointer_type(tl.int32)), mask=mask, other=0) & 0x7FFFFFFF
+            right = tl.load(last.to(tl.pointer_type(tl.int32)), mask=mask, other=0) & 0x7FFFFFFF
+        is_set = tl.max(((left > limit) | (right > limit)).to(tl.int32), axis=0)
+        tl.atomic_max(found + tl.load(entry + 7), is_set.to(tl.int64), sem="relaxed")
+
+
+def _groups(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
+    """The kernel's work list, int64 [g, 8], of the contiguous ones; see `_visit`."""
+    parts = [np.empty((0, 8), dtype=np.int64)]
+    for place, tensor in enumerate(tensors):
+        if not tensor.is_contiguous():
+            continue
+        columns = tensor.shape[-1] if _has_columns(tensor) else 1
+        rows = tensor.numel() // columns
+        starts = np.arange(0, rows, ROWS, dtype=np.int64)
+        stride = columns * tensor.itemsize
+        part = np.empty((len(starts), 8), dtype=np.int64)
+        part[:, 0] = tensor.data_ptr() + starts * stride
+        part[:, 1] = np.minimum(rows - starts, ROWS)
+        part[:, 2:] = stride, stride - tensor.itemsize, tensor.itemsize, *_FORMATS[tensor.dtype], place
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[..., :: tensor.shape[-1] - 1] if _has_columns(tensor) else tensor
+
+
+def _has_columns(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 1 and tensor.shape[-1] > 1
