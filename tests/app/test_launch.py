@@ -18,6 +18,7 @@ from app.cluster import MARK, ClusterError, free_ports, marked_processes, requir
 from app.config import parse_config
 from app.launch import environment
 from app.submit import command, complaint
+from tests.environment import users_environment
 
 
 def test_what_the_user_has_set_stays() -> None:
@@ -108,7 +109,7 @@ def launch(directory: Path, name: str) -> Launched:
             stdout=file,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(Path.cwd()), "TMPDIR": str(directory)},
+            env=users_environment(PYTHONPATH=str(Path.cwd()), TMPDIR=str(directory)),
         )
     return Launched(process=process, url=f"http://127.0.0.1:{http_port}", output=output)
 

@@ -1,6 +1,5 @@
 """A fleet as `make serve` starts it: a Ray of its own, HAProxy in front, ended by Ctrl-C."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 from app.cluster import free_ports
+from tests.environment import users_environment
 from tests.fleet.conftest import MODEL, Fleet
 from tests.fleet.losing import kill_a_replica, members, wait_for_another
 from tests.fleet.talk import PROMPT, body, complete, train_and_publish
@@ -52,10 +52,8 @@ def launched(tmp_path: Path) -> Iterator[Fleet]:
         "--dashboard-port",
         str(dashboard_port),
     ]
-    # The Ray of this test session has left its authentication mode in the environment.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with output.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=users_environment())
     try:
         deadline = time.monotonic() + 200
         while "Slipstream is up" not in output.read_text():
