@@ -51,12 +51,14 @@ class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
         group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
         finished = False
         try:
-            if chunks:
-                group.start(0, chunks[0].size_bytes)
+            # One ahead, behind the loads of chunk i-1, which had this buffer, on the current stream. But
+            # where staging rests, nothing of it is to run meanwhile.
+            ahead = 1 if self.share == 1.0 else 0
+            started = 0
             for index, chunk in enumerate(chunks):
-                if index + 1 < len(chunks):
-                    # Behind the loads of chunk i-1, which had this buffer, on the current stream.
-                    group.start(index + 1, chunks[index + 1].size_bytes)
+                while started < min(index + 1 + ahead, len(chunks)):
+                    group.start(started, chunks[started].size_bytes)
+                    started += 1
                 group.wait(index)
                 yield packed(chunk, group.buffer(index, chunk.size_bytes))
             finished = True
@@ -83,7 +85,6 @@ class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, Trans
                 group.wait(index - BUFFERS, check)
             # On the caller's stream: that of the tensors, whose memory may be freed right after.
             self.packer.pack(index, group.buffer(index, chunk.size_bytes))
-            check()
-            group.start(index, chunk.size_bytes)
+            group.start(index, chunk.size_bytes, check)
         for index in range(max(len(chunks) - BUFFERS, 0), len(chunks)):
             group.wait(index, check)

@@ -1,7 +1,8 @@
 """The group of transport `nccl`: a communicator with a stream of its own, and a way out of every wait.
 
 A thread waits for NCCL only by polling, with a deadline, and queues nothing behind a broadcast before it
-has arrived: a dead peer then leaves no stream stuck, and its group is aborted.
+has arrived: a dead peer then leaves no stream stuck, and its group is aborted. Members meet on the host
+before each broadcast: a kernel that waits for a peer holds processors of which the model is in need.
 """
 
 import ctypes
@@ -27,17 +28,13 @@ BUFFERS = 2
 NEEDED_NCCL = (2, 29, 7)
 _POLL_S = 0.0001
 _CALL_S = 0.2
+_STARTED = "started"  # broadcasts, by all members
 _WATCH_S = 0.25
 _WARM_UP_BYTES = 4 << 20
 
 
 class TransferGroup:
     """A communicator with a stream of its own, two buffers, and a way out of a wait.
-
-    Beside decoding at TP 2 a transfer cost a third of the tokens while it lasted. Two cures were tried, and
-    more was lost: fewer thread blocks (4 instead of NCCL's own choice: 0.057 instead of 0.044 s), and members
-    that meet on the host before each broadcast, so that no kernel waits on a device (0.048 s); measured while
-    the follower still asked the workers every 5 ms, which was a part of it.
 
     Raises:
         ValueError: NCCL is disabled here or at a peer.
@@ -47,7 +44,12 @@ class TransferGroup:
     def __init__(self, info: MeetingInfo, rank: int, device: torch.device) -> None:
         self._timeout_s = info.timeout_s
         self._device = device
-        self._communicator: PyNcclCommunicator | None = form_communicator(info, rank, device)
+        self._world_size = info.world_size
+        self._started = 0
+        self._meeting = open_meeting(info, rank)
+        self._communicator: PyNcclCommunicator | None = form_communicator(
+            self._meeting, info.world_size, rank, device
+        )
         self._stream = torch.cuda.Stream(device)
         # Taken once: an allocation during a broadcast may make the driver wait for all streams.
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
@@ -79,8 +81,14 @@ class TransferGroup:
     def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
         return self._buffers[index % BUFFERS][:size_bytes]
 
-    def start(self, index: int, size_bytes: int) -> None:
-        """Queue the broadcast of a buffer behind what the current stream has done with it."""
+    def start(self, index: int, size_bytes: int, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for the other members; queue the broadcast of a buffer behind what the current stream has done
+        with it.
+
+        Args:
+            check: raises when there is nothing to wait for any more.
+        """
+        self._meet(check)
         # NCCL may connect to its peers inside the call and wait there for a dead one: the guard ends that.
         self._call_ends = time.monotonic() + self._timeout_s
         try:
@@ -102,18 +110,35 @@ class TransferGroup:
         Args:
             check: raises when there is nothing to wait for any more.
         """
-        done, deadline = self._done[index % BUFFERS], time.monotonic() + self._timeout_s
-        while not done.query():
+        done = self._done[index % BUFFERS]
+        self._until(done.query, check)
+        torch.cuda.current_stream().wait_event(done)
+
+    def _meet(self, check: Callable[[], None]) -> None:
+        self._started += 1
+        # One sum for all broadcasts: nobody counts for the next one before all have counted for this one.
+        needed = self._started * self._world_size
+        if self._count(1) < needed:
+            self._until(lambda: self._count(0) >= needed, check)
+
+    def _count(self, more: int) -> int:
+        try:
+            return self._meeting.add(_STARTED, more)
+        except RuntimeError as error:  # torch has no finer class
+            raise BrokenGroup(f"the transfer group broke: its meeting point is gone: {error}") from error
+
+    def _until(self, reached: Callable[[], bool], check: Callable[[], None]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not reached():
             check()
             if self._communicator is None:
-                raise BrokenGroup("the transfer group was aborted")
+                break
             if time.monotonic() > deadline:
                 self.abort()
                 raise BrokenGroup(f"the transfer group broke: no progress in {self._timeout_s:g} s")
             time.sleep(_POLL_S)
         if self._communicator is None:  # an abort also ends the kernel, without the bytes
             raise BrokenGroup("the transfer group was aborted")
-        torch.cuda.current_stream().wait_event(done)
 
     def abort(self) -> None:
         """End every wait, on the device too. Any thread may call it; the group is gone afterwards."""
@@ -135,8 +160,8 @@ def _guard(group: "weakref.ref[TransferGroup]") -> None:
         time.sleep(_WATCH_S)
 
 
-def form_communicator(info: MeetingInfo, rank: int, device: torch.device) -> PyNcclCommunicator:
-    """Join the group; rank 0 opens the meeting point. Waits for all members, up to `timeout_s`.
+def open_meeting(info: MeetingInfo, rank: int) -> PrefixStore:
+    """What the members share; rank 0 opens it. Waits for all of them, up to `timeout_s`.
 
     Every member says first whether its NCCL works: one that does not would leave the others in
     ncclCommInitRank, which has no deadline and cannot be aborted from outside.
@@ -162,7 +187,13 @@ def form_communicator(info: MeetingInfo, rank: int, device: torch.device) -> PyN
     found = [f"rank {peer}: {fault}" for peer, fault in enumerate(faults) if fault]
     if found:
         raise ValueError(f"transport 'nccl' does not work; {'; '.join(found)}")
-    group = StatelessProcessGroup(rank=rank, world_size=info.world_size, store=meeting)
+    return meeting
+
+
+def form_communicator(
+    meeting: PrefixStore, world_size: int, rank: int, device: torch.device
+) -> PyNcclCommunicator:
+    group = StatelessProcessGroup(rank=rank, world_size=world_size, store=meeting)
     with unpinned_nccl_env(), torch.cuda.device(device):
         communicator = PyNcclCommunicator(group, device=device)
     # A disabled communicator's broadcast does nothing and reports success: the fleet would serve garbage.

@@ -1,6 +1,5 @@
 """The contract of the transports that wait for somebody: nobody waits for ever."""
 
-import re
 import threading
 import time
 from pathlib import Path
@@ -92,13 +91,8 @@ def test_a_dead_receiver_ends_the_round_within_the_deadline_and_the_rest_goes_on
     engine = connect(transport, fleet, source)
     kill(fleet.receivers.pop())
     start = time.monotonic()
-    try:
+    with pytest.raises(Exception, match=r"broke|nothing came|aborted|given"):
         engine.send_weights()
-    except Exception as error:
-        assert re.search("broke|nothing came|aborted|given", str(error)), error
-    else:
-        # NCCL passes on what fits into its own buffers, so a small model may reach the survivors whole.
-        assert {state["outcome"] for state in fleet.verify()} == {"done"}
     assert time.monotonic() - start < PATIENCE_S
     engine.shutdown()
     fleet.drop()
