@@ -4,7 +4,6 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -124,11 +123,7 @@ class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, GlooG
     def form(self, info: MeetingInfo) -> GlooGroup:
         return GlooGroup(info, 0)
 
-    def send(self, receiving: Future[None] | None) -> None:
-        def check() -> None:
-            if receiving is not None and receiving.done():
-                receiving.result()  # refused, or given up: do not wait for peers
-
+    def broadcast(self, check: Callable[[], None]) -> None:
         for index, chunk in enumerate(self.packer.chunks):
             block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
             self.packer.pack(index, block)

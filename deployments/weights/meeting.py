@@ -5,7 +5,8 @@ A group belongs to one membership: a lost peer breaks it for everybody, and it i
 """
 
 from abc import abstractmethod
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -120,18 +121,25 @@ class BroadcastSender(OnePayloadEngine[Init], Generic[Init, Group]):
     def fits(self) -> bool:
         return self._group is not None or not self.is_sender
 
-    def transfer(self, calls: ThreadPoolExecutor) -> None:
-        """As the base class; but when the group breaks, the fleet knows who is gone, and whether the others
-        have everything."""
-        if not self.is_sender:
-            self.follow()
-            return
-        receiving = calls.submit(self.client.update_weights, self.payload())
+    def send(self, receiving: Future[None] | None) -> None:
+        """When the group breaks, the fleet knows who is gone, and whether the others have everything."""
+
+        def check() -> None:
+            if receiving is not None and receiving.done():
+                receiving.result()  # refused, or given up for a member that is gone: nobody receives
+
         try:
-            self.send(receiving)
+            self.broadcast(check)
         except BrokenGroup:
             self.shutdown()  # who still receives waits no longer, so that the call ends
-        receiving.result()
+
+    @abstractmethod
+    def broadcast(self, check: Callable[[], None]) -> None:
+        """Send all chunks.
+
+        Args:
+            check: raises when nobody receives any more; called now and then.
+        """
 
     def give_up(self) -> None:
         self.shutdown()  # broadcasts may be queued that nobody will join

@@ -8,8 +8,7 @@ Both sides have two buffers and a stream for NCCL:
 Events order the streams on the device.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -73,11 +72,7 @@ class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, Trans
     def form(self, info: MeetingInfo) -> TransferGroup:
         return TransferGroup(info, 0, torch.device("cuda", torch.cuda.current_device()))
 
-    def send(self, receiving: Future[None] | None) -> None:
-        def check() -> None:
-            if receiving is not None and receiving.done():
-                receiving.result()  # refused, or given up for a member that is gone: nobody receives
-
+    def broadcast(self, check: Callable[[], None]) -> None:
         group, chunks = self.group, self.packer.chunks
         group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
         for index, chunk in enumerate(chunks):
