@@ -229,6 +229,27 @@ async def test_a_restarted_controller_knows_the_version_and_admits_who_holds_it(
         await after.aclose()
 
 
+async def test_after_a_restart_an_operation_waits_for_those_that_still_serve(tmp_path: Path) -> None:
+    before = Fleet(tmp_path)
+    before.start("a", "b")
+    await before.admitted("a", "b")
+    await publish(before, "step-1")
+    await before.aclose()
+    after = Fleet(tmp_path)
+    try:
+        after.start("a")
+        after.replicas["a"].version = 1
+        await after.admitted("a")
+        paused = asyncio.create_task(after.controller.call("is_paused", {}))
+        await asyncio.sleep(0.1)
+        assert not paused.done()
+        after.start("b")
+        after.replicas["b"].version = 1
+        assert set(await asyncio.wait_for(paused, 5)) == {"a", "b"}
+    finally:
+        await after.aclose()
+
+
 async def test_a_controller_that_cannot_write_its_decisions_stops_answering(fleet: Fleet) -> None:
     fleet.start("a")
     await fleet.admitted("a")
