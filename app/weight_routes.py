@@ -24,6 +24,7 @@ from deployments.weights.protocol import FleetOperation, RoundOptions
 PUBLISHER = "http"
 RENEW_S = 5.0
 PAUSE_MODES = ("abort", "wait", "keep")
+SLEEP_TAGS = ("weights", "kv_cache", "scheduling")
 
 
 class WeightRoutes:
@@ -144,6 +145,8 @@ class WeightRoutes:
         a sleep at level 2 threw away."""
         # Each once: a tag that comes twice is an error in the middle of vLLM's own bookkeeping.
         tags = list(dict.fromkeys(request.query_params.getlist("tags")))
+        if unknown := [tag for tag in tags if tag not in SLEEP_TAGS]:
+            raise InvalidRequest(f"tags must be of {SLEEP_TAGS}, got {unknown}")
         await self._call(FleetOperation.WAKE_UP, tags=tags or None)
         return Response(status_code=200)
 

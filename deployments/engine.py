@@ -27,6 +27,7 @@ from deployments.engine_core import COMMIT
 from deployments.spans import RECORDER, SpanRecorder
 from deployments.weights.protocol import CommitArgs, InFlight, KvCache, ReplicaTimings
 
+MEMORY = frozenset({"weights", "kv_cache"})  # what sleeps at level 1 and 2, by vLLM's tags
 WORKER_EXTENSION = "deployments.weights.worker.StagingWorkerExtension"
 
 
@@ -98,7 +99,7 @@ class Engine:
         self.version = version
         self.paused_by_user = False
         self.asleep = False  # some of its memory is given back, or its scheduler sleeps
-        self.weights_asleep = False
+        self._parts_asleep: frozenset[str] = frozenset()  # of MEMORY
         self.staging_share = 1.0
         self._lifespan = app.router.lifespan_context(app)
 
@@ -127,6 +128,10 @@ class Engine:
     def busy(self) -> bool:
         """Whether requests are being served."""
         return self._may_resume and self.llm.output_processor.has_unfinished_requests()
+
+    @property
+    def weights_asleep(self) -> bool:
+        return "weights" in self._parts_asleep
 
     @property
     def dead(self) -> bool:
@@ -196,13 +201,18 @@ class Engine:
         """Give memory back: at level 1 the weights wait in host memory, at level 2 they are gone."""
         await self.llm.sleep(level=level, mode=mode)
         self.asleep = True
-        self.weights_asleep = self.weights_asleep or level >= 1
+        if level >= 1:
+            self._parts_asleep = MEMORY
 
     async def wake_up(self, tags: list[str] | None) -> None:
         """Take memory back, all of it or by tags; the last part also resumes the scheduler."""
+        if tags is not None:
+            # vLLM leaves the whole call undone if one of the parts is awake already.
+            tags = [tag for tag in tags if tag in self._parts_asleep or tag not in MEMORY]
+            if not tags:
+                return
         awake = await self.llm.wake_up(tags)
-        if tags is None or "weights" in tags:
-            self.weights_asleep = False
+        self._parts_asleep = frozenset() if tags is None else self._parts_asleep - set(tags)
         if awake:
             self.asleep = self.paused_by_user = False
 

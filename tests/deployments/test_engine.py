@@ -55,6 +55,8 @@ class Llm:
 
     async def wake_up(self, tags: list[str] | None) -> bool:
         core = self.engine_core
+        if tags is not None and not set(tags) - {"scheduling"} <= core.asleep:
+            return not core.asleep  # as vLLM's executor: a warning, and nothing is done
         core.asleep -= set(core.asleep if tags is None else tags)
         if not core.asleep:
             core.running = True
@@ -102,6 +104,15 @@ async def test_an_update_between_the_two_wake_ups_does_not_start_the_scheduler(e
     assert core_of(engine).running
     await commit(engine)
     assert core_of(engine).running
+
+
+async def test_a_part_that_is_awake_already_does_not_keep_the_other_asleep(engine: Engine) -> None:
+    await call(engine, FleetOperation.WAKE_UP, tags=["weights"])
+    await call(engine, FleetOperation.SLEEP, level=1)
+    await call(engine, FleetOperation.WAKE_UP, tags=["weights"])
+    assert core_of(engine).asleep == {"kv_cache"}
+    await call(engine, FleetOperation.WAKE_UP, tags=["weights", "kv_cache"])
+    assert core_of(engine).running and not engine.asleep
 
 
 async def test_an_update_is_rejected_while_the_weights_sleep(engine: Engine) -> None:

@@ -21,7 +21,7 @@ PARTS = frozenset({"weights", "kv_cache"})
 
 @dataclass(slots=True)
 class Memory:
-    """What vLLM's executor does with an engine's memory, and whether the weights in it are a version's."""
+    """What `Engine` and vLLM do with an engine's memory, and whether the weights in it are a version's."""
 
     asleep: frozenset[str] = frozenset()
     sound: bool = True
@@ -35,8 +35,7 @@ class Memory:
         self.asleep = PARTS
 
     def wake_up(self, tags: list[str] | None) -> None:
-        if tags is None or set(tags) <= self.asleep:
-            self.asleep -= PARTS if tags is None else set(tags)
+        self.asleep -= PARTS if tags is None else set(tags)
 
     def begin(self) -> None:
         self.staged_sound = True
