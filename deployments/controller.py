@@ -10,7 +10,6 @@ and its health check fails: the next process recovers from what is written.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from deployments.errors import FleetUnavailable, InvalidRequest
 from deployments.liveness import IsAlive
+from deployments.logs import serve_logger
 from deployments.weights.journal import Journal
 from deployments.weights.ledger import Ledger
 from deployments.weights.ledger_config import LedgerConfig
@@ -35,7 +35,7 @@ from deployments.weights.protocol import (
 )
 from deployments.weights.store import KEEP, Store
 
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 BUSY_POLL_S = 0.2  # a replica that works paces itself, and wants to get back to its work
 MAX_EVENTS_WAIT_S = 30.0

@@ -7,7 +7,6 @@ fenced or its engine is dead, so that Serve replaces it.
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
 import uuid
@@ -20,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.engine import Engine, EngineSpec
 from deployments.errors import Conflict, ReplicaUnavailable
 from deployments.follower import Follower
+from deployments.logs import serve_logger
 from deployments.native_member import member_of
 from deployments.parent_death import own_engine
 from deployments.placement import take_slot, use_gpus
@@ -28,7 +28,7 @@ from deployments.routing import Demand
 from deployments.weights.protocol import Directive, JoinAnswer, KvCache, Report
 
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 
 class Rollout:

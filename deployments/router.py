@@ -8,7 +8,6 @@ first byte.
 
 import asyncio
 import json
-import logging
 import socket
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from deployments.errors import FleetUnavailable, PayloadTooLarge, ReplicaUnavailable
+from deployments.logs import serve_logger
 from deployments.replica_server import KEY_HEADER, REFUSED_HEADER
 from deployments.routing import Demand, demand_of
 
@@ -37,7 +37,7 @@ NOT_FORWARDED = frozenset(
 NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
 RETRY_PAUSE_S = 0.05
 CONNECT_TIMEOUT_S = 10.0
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

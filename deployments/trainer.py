@@ -9,7 +9,6 @@ queue; nothing is refused for being early.
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -17,12 +16,13 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import SlipstreamError
+from deployments.logs import serve_logger
 from deployments.lost_version import watch
 from deployments.trainer_spec import PUBLISHER, TrainerSpec
 from deployments.worker_group import WorkerGroup
 
 FLUSH_TIMEOUT_S = 20.0
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 
 class Trainer:

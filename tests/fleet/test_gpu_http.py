@@ -16,7 +16,7 @@ from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, need
 from tests.fleet.talk import PROMPT, complete, on_every_replica
 from tests.tiny_models import save_tiny_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 ROUNDS = 3
 TOKENS = 24
 

@@ -11,7 +11,7 @@ from app.scenarios.async_inflight import parse, scenario
 from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
 from tests.tiny_models import save_tiny_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 REQUESTS = 24
 
 

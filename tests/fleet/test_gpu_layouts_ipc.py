@@ -11,7 +11,7 @@ from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, need
 from tests.fleet.talk import PROMPT, body, complete, on_every_replica, parsed, succeeded, train_and_publish
 from tests.tiny_models import save_tiny_experts, save_tiny_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 DENSE_PORT, EXPERTS_PORT = 8371, 8372
 TOKENS = 24
 PROMPTS = [PROMPT, [40, 41, 42], list(range(10, 30))]

@@ -9,7 +9,7 @@ from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, need
 from tests.fleet.talk import PROMPT, complete, on_every_replica, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 FP8_PORT = 8373
 TWO_PORTS = {"device": 8374, "none": 8376}
 TOKENS = 24

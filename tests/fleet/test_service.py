@@ -2,9 +2,11 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import httpx
 import pytest
+import ray
 
 from tests.fleet.conftest import MAX_IN_FLIGHT, Fleet
 from tests.fleet.losing import kill_a_replica, members
@@ -79,6 +81,21 @@ def test_weights_that_a_sleep_threw_away_are_not_served(fleet: Fleet) -> None:
         assert client.get("/is_sleeping").json() == {"is_sleeping": False}
         for answer in on_every_replica(client, max_tokens=4).values():
             assert answer.version == published.json()["version"]
+
+
+def test_a_refused_call_is_one_line_in_serves_logs(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        assert client.post("/sleep").status_code == 200
+        refused = client.post("/train/publish", json={})
+        assert refused.status_code == 409 and client.post("/wake_up").status_code == 200
+        assert client.post("/train/step", json={"trajectories": []}).status_code == 400
+    context = ray.get_runtime_context()
+    logs = Path(context.get_temp_dir(), context.get_session_name(), "logs", "serve")
+    for deployment in ("controller", "trainer"):
+        (log,) = logs.glob(f"replica_slipstream_{deployment}_*.log")
+        said = log.read_text()
+        assert f"conflict: {refused.json()['error']['message']}" in said
+        assert "deployments.errors." not in said, "the last line of a stack trace"
 
 
 def test_events_tell_of_a_round_as_it_happens(fleet: Fleet) -> None:
