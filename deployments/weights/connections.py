@@ -15,6 +15,7 @@ class Connections:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._made = 0
+        self._meeting: Task | None = None
         self.current: Connection | None = None
 
     def connect(self, publisher: str, init_info: Mapping[str, Any], now: float) -> Task:
@@ -23,6 +24,7 @@ class Connections:
         if not members:
             raise FleetUnavailable("no replica is registered to connect to", {"expected": 1, "actual": 0})
         check_world_size(init_info, members)
+        self.give_up(now)
         self._made += 1
         connection = Connection(
             connection_id=self._made,
@@ -35,7 +37,22 @@ class Connections:
         args = {each.replica_id: {"init_info": connection.init_info_of(each)} for each in members}
         task = self._fleet.ask(InstructionKind.CONNECT, args, now, then=self._connected)
         task.result = connection.connection_id
+        self._meeting = task
         return task
+
+    def check_meeting(self, now: float) -> None:
+        """A communicator to which a member cannot come any more is not waited for by the others."""
+        connection = self.current
+        if connection is not None and connection.collective and any(each.out for each in connection.members):
+            self.give_up(now)
+
+    def give_up(self, now: float) -> None:
+        """End the making of a connection, if one is being made. Its members may wait for a peer."""
+        task, self._meeting = self._meeting, None
+        for member in () if task is None else tuple(task.waiting):
+            self._fleet.withdraw(member, (InstructionKind.CONNECT,), sent=True)
+            args = {member.replica_id: {"round_id": None}}
+            self._fleet.ask(InstructionKind.DROP, args, now, then=self._fence_wrong)
 
     def taken_by(self, publisher: str) -> None:
         """A connection belongs to its publisher; the next one makes its own."""
@@ -50,10 +67,10 @@ class Connections:
         connection = self.current
         if connection is not None and not connection.collective:
             args = {member.replica_id: {"init_info": connection.init_info_of(member)}}
-            self._fleet.ask(InstructionKind.CONNECT, args, now, then=self._welcomed)
+            self._fleet.ask(InstructionKind.CONNECT, args, now, then=self._fence_wrong)
 
-    def _welcomed(self, task: Task, now: float) -> None:
-        self._fleet.fence_each(judge(task).all_wrong, "connect", now)
+    def _fence_wrong(self, task: Task, now: float) -> None:
+        self._fleet.fence_each(judge(task).all_wrong, task.kind, now)
 
     def _connected(self, task: Task, now: float) -> None:
         """If it failed everywhere it was the publisher or the network, and no weight was touched. Who came

@@ -214,7 +214,7 @@ class Fleet:
                 member.orders.remove(order)
                 if order.task is not None:
                     order.task.waiting.discard(member)
-                    order.task.absent[member.replica_id] = "withdrawn"
+                    order.task.absent[member.replica_id] = "no longer waited for"
 
     def hear(self, member: Member, acknowledgements: Iterable[Acknowledgement], now: float) -> None:
         by_seq = {order.instruction.seq: order for order in member.orders}

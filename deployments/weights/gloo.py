@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from deployments.weights.arrival import Arrival, BrokenGroup, packed
@@ -20,6 +20,7 @@ from deployments.weights.meeting import (
     BroadcastReceiver,
     BroadcastSender,
     MeetingInfo,
+    meet,
 )
 
 DEFAULT_CHUNK_BYTES = 64 << 20
@@ -47,14 +48,12 @@ class GlooGroup:
         BrokenGroup: not all members came within `timeout_s`.
     """
 
-    def __init__(self, info: MeetingInfo, rank: int) -> None:
+    def __init__(self, info: MeetingInfo, rank: int, check: Callable[[], None]) -> None:
+        meeting, _ = meet(info, rank, check)
         try:
-            self._group: ProcessGroupGloo | None = form_group(info, rank)
+            self._group: ProcessGroupGloo | None = form_group(meeting, info, rank)
         except RuntimeError as error:  # torch has no finer class
-            raise BrokenGroup(
-                f"{info.world_size} members were expected at {info.master_address}:{info.master_port} within "
-                f"{info.timeout_s:g} s: {str(error).splitlines()[0]}"
-            ) from error
+            raise BrokenGroup(f"the transfer group broke: {str(error).splitlines()[0]}") from error
 
     def broadcast(self, block: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
         """Send or receive one block (uint8, host memory) from rank 0.
@@ -106,8 +105,8 @@ def _outlive(group: ProcessGroupGloo, work: Work) -> None:
 
 
 class GlooWeightTransferEngine(BroadcastReceiver[GlooGroup]):
-    def join(self, info: MeetingInfo, rank: int) -> GlooGroup:
-        return GlooGroup(info, rank)
+    def join(self, info: MeetingInfo, rank: int, check: Callable[[], None]) -> GlooGroup:
+        return GlooGroup(info, rank, check)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[Arrival]:
         group, chunks = self.expected(update_info)
@@ -120,8 +119,8 @@ class GlooWeightTransferEngine(BroadcastReceiver[GlooGroup]):
 class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, GlooGroup]):
     init_info_cls = GlooTrainerInitInfo
 
-    def form(self, info: MeetingInfo) -> GlooGroup:
-        return GlooGroup(info, 0)
+    def form(self, info: MeetingInfo, check: Callable[[], None]) -> GlooGroup:
+        return GlooGroup(info, 0, check)
 
     def broadcast(self, check: Callable[[], None]) -> None:
         for index, chunk in enumerate(self.packer.chunks):
@@ -131,21 +130,11 @@ class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, GlooG
             self.group.broadcast(block, check)
 
 
-def form_group(info: MeetingInfo, rank: int) -> ProcessGroupGloo:
-    """Join the group; rank 0 opens the meeting point. Waits for all members, up to `timeout_s`."""
-    timeout = timedelta(seconds=info.timeout_s)
-    store = TCPStore(
-        info.master_address,
-        info.master_port,
-        world_size=info.world_size,
-        is_master=rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
+def form_group(meeting: PrefixStore, info: MeetingInfo, rank: int) -> ProcessGroupGloo:
     options: Any = ProcessGroupGloo._Options()
-    options._timeout = timeout
+    options._timeout = timedelta(seconds=info.timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(info.master_address))]
-    return ProcessGroupGloo(PrefixStore("slipstream", store), rank, info.world_size, options)
+    return ProcessGroupGloo(meeting, rank, info.world_size, options)
 
 
 def _from_publisher() -> Any:

@@ -8,8 +8,9 @@ one payload; the chunks pass without a call for each:
     trainer rank   waits until every worker took chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
-The model's own tensors are published all at once, and taken all at once; their digests follow while the
-workers copy. Every wait ends when the other side gives up.
+The model's own tensors are published all at once, with their digests, and taken all at once. Every
+wait ends when the other side gives up. (Workers that copied while the trainer still made its digests were
+no faster: both wait for the same memory.)
 """
 
 import threading
@@ -28,10 +29,8 @@ from vllm.distributed.weight_transfer.base import (
 from deployments.weights.arrival import Arrival, BrokenGroup, packed
 from deployments.weights.ipc_channel import (
     BUFFERS,
-    DIGESTED,
     GIVEN_UP,
     PUBLISHED,
-    READABLE,
     TAKEN,
     Page,
     create_page,
@@ -133,9 +132,8 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
     def _receive_in_place(
         self, page: Page, chunks: Sequence[Chunk], start: int, tensors: OpenedTensors
     ) -> Iterator[Arrival]:
-        self._wait_published(page, start + READABLE)
+        self._wait_published(page, start + len(chunks))
         yield from tensors.arrivals(chunks)
-        self._wait_published(page, start + DIGESTED)
         wait_for(torch.cuda.current_stream().record_event())
         page[self._place] = start + len(chunks)
 
@@ -206,9 +204,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
     def prepare(self) -> None:
         if not self.fits():
             raise BrokenGroup("the model's tensors are not where they were opened: connect again")
-        if self._shared is not None and self._page is not None:
-            torch.cuda.current_stream().synchronize()  # with what the trainer does to its tensors
-            self._page[PUBLISHED] = (self._round_id << 32) + READABLE
+        if self._shared is not None:
             self._shared.look()
 
     def payload(self) -> dict[str, Any]:
@@ -222,7 +218,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
         assert page is not None
         if self._shared is not None:
             torch.cuda.current_stream().synchronize()
-            page[PUBLISHED] = start + DIGESTED
+            page[PUBLISHED] = start + len(chunks)
         else:
             for index, chunk in enumerate(chunks):
                 if index >= BUFFERS:

@@ -16,10 +16,6 @@ from deployments.weights.counters import ABSENT, Counters
 
 BUFFERS = 2
 PUBLISHED, GIVEN_UP, TAKEN = 0, 1, 2  # places in the page: the last is rank 0's
-READABLE, DIGESTED = (
-    1,
-    2,
-)  # what is published of tensors that stay where they are, instead of a chunk's number
 _POLL_S = 0.0001  # each look costs the interpreter's lock, for which the thread that decodes waits
 
 

@@ -263,6 +263,7 @@ class Ledger:
         """Run what became possible until nothing more does."""
         progress = True
         while progress:
+            self._connections.check_meeting(now)
             progress = self._fleet.settle(now)
             self._staging.check_quorum(now)
             self._staging.decide(now)
@@ -291,10 +292,9 @@ class Ledger:
             self._events.record("lease_expired", now, publisher=held.publisher, token=held.token)
             self._abort_undecided(f"the lease of {held.publisher!r} expired", now)
 
-    def _abort_undecided(self, reason: str, now: float) -> None:
+    def _abort_undecided(self, why: str, now: float) -> None:
+        self._connections.give_up(now)
         current = self._book.current
         if current is not None and not current.decided:
-            error = RoundAborted(
-                f"round {current.round_id} aborted: {reason}", {"round_id": current.round_id}
-            )
+            error = RoundAborted(f"round {current.round_id} aborted: {why}", {"round_id": current.round_id})
             self._staging.abort(current, error, now)

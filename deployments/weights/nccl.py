@@ -42,8 +42,8 @@ class NcclTrainerInitInfo(TrainerInitInfo):
 
 
 class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
-    def join(self, info: MeetingInfo, rank: int) -> TransferGroup:
-        return TransferGroup(info, rank, self.device)
+    def join(self, info: MeetingInfo, rank: int, check: Callable[[], None]) -> TransferGroup:
+        return TransferGroup(info, rank, self.device, check)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[Arrival]:
         group, chunks = self.expected(update_info)
@@ -69,8 +69,8 @@ class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
 class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, TransferGroup]):
     init_info_cls = NcclTrainerInitInfo
 
-    def form(self, info: MeetingInfo) -> TransferGroup:
-        return TransferGroup(info, 0, torch.device("cuda", torch.cuda.current_device()))
+    def form(self, info: MeetingInfo, check: Callable[[], None]) -> TransferGroup:
+        return TransferGroup(info, 0, torch.device("cuda", torch.cuda.current_device()), check)
 
     def broadcast(self, check: Callable[[], None]) -> None:
         group, chunks = self.group, self.packer.chunks

@@ -11,10 +11,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from vllm import envs
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -22,7 +21,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env
 
 from deployments.weights.arrival import BrokenGroup
-from deployments.weights.meeting import MeetingInfo
+from deployments.weights.meeting import MeetingInfo, meet
 
 BUFFERS = 2
 NEEDED_NCCL = (2, 29, 7)
@@ -41,12 +40,12 @@ class TransferGroup:
         BrokenGroup: a member did not come, or is gone.
     """
 
-    def __init__(self, info: MeetingInfo, rank: int, device: torch.device) -> None:
+    def __init__(self, info: MeetingInfo, rank: int, device: torch.device, check: Callable[[], None]) -> None:
         self._timeout_s = info.timeout_s
         self._device = device
         self._world_size = info.world_size
         self._started = 0
-        self._meeting = open_meeting(info, rank)
+        self._meeting = meet_with_nccl(info, rank, check)
         self._communicator: PyNcclCommunicator | None = form_communicator(
             self._meeting, info.world_size, rank, device
         )
@@ -88,7 +87,7 @@ class TransferGroup:
         Args:
             check: raises when there is nothing to wait for any more.
         """
-        self._meet(check)
+        self._gather(check)
         # NCCL may connect to its peers inside the call and wait there for a dead one: the guard ends that.
         self._call_ends = time.monotonic() + self._timeout_s
         try:
@@ -114,7 +113,7 @@ class TransferGroup:
         self._until(done.query, check)
         torch.cuda.current_stream().wait_event(done)
 
-    def _meet(self, check: Callable[[], None]) -> None:
+    def _gather(self, check: Callable[[], None]) -> None:
         self._started += 1
         # One sum for all broadcasts: nobody counts for the next one before all have counted for this one.
         needed = self._started * self._world_size
@@ -160,30 +159,10 @@ def _guard(group: "weakref.ref[TransferGroup]") -> None:
         time.sleep(_WATCH_S)
 
 
-def open_meeting(info: MeetingInfo, rank: int) -> PrefixStore:
-    """What the members share; rank 0 opens it. Waits for all of them, up to `timeout_s`.
-
-    Every member says first whether its NCCL works: one that does not would leave the others in
-    ncclCommInitRank, which has no deadline and cannot be aborted from outside.
-    """
-    try:
-        store = TCPStore(
-            info.master_address,
-            info.master_port,
-            world_size=info.world_size,
-            is_master=rank == 0,
-            timeout=timedelta(seconds=info.timeout_s),
-            wait_for_workers=False,
-        )
-        meeting = PrefixStore("slipstream", store)
-        meeting.set(f"nccl/{rank}", nccl_fault())
-        meeting.wait([f"nccl/{peer}" for peer in range(info.world_size)])
-        faults = [meeting.get(f"nccl/{peer}").decode() for peer in range(info.world_size)]
-    except RuntimeError as error:  # torch has no finer class
-        raise BrokenGroup(
-            f"{info.world_size} members were expected at {info.master_address}:{info.master_port} within "
-            f"{info.timeout_s:g} s: {str(error).splitlines()[0]}"
-        ) from error
+def meet_with_nccl(info: MeetingInfo, rank: int, check: Callable[[], None]) -> PrefixStore:
+    """`meet`, where every member says whether its NCCL works: one that does not would leave the others in
+    ncclCommInitRank, which has no deadline and cannot be aborted from outside."""
+    meeting, faults = meet(info, rank, check, word=nccl_fault())
     found = [f"rank {peer}: {fault}" for peer, fault in enumerate(faults) if fault]
     if found:
         raise ValueError(f"transport 'nccl' does not work; {'; '.join(found)}")

@@ -26,7 +26,7 @@ class InstructionKind(StrEnum):
     VERIFY = "verify"  # wait for the staging, check it; args: {"round_id", "manifest": {...} | None}
     COMMIT = "commit"  # swap between two steps; args: see CommitArgs
     RELEASE = "release"  # go on after a commit that held; args: {"round_id": int}
-    DROP = "drop"  # forget the staging of a round; args: {"round_id": int}
+    DROP = "drop"  # forget the staging of a round, or leave a meeting; args: {"round_id": int | None}
     CATCH_UP = "catch_up"  # load a stored version; args: {"version": int, "path": str, "label": str | None}
     CALL = "call"  # a fleet-wide operation; args: {"operation": FleetOperation, "arguments": {...}}
     STORE = (

@@ -1,7 +1,5 @@
 """What Serve's log shows of a call that fails."""
 
-import logging
-
 import pytest
 
 from deployments.errors import Conflict

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,30 @@ def test_a_round_in_which_a_replica_dies_reaches_the_others_at_once(gloo: Fleet)
         for answer in on_every_replica(client).values():
             assert (answer.version, answer.tokens) == (version + 1, survivor.tokens)
         assert train_and_publish(client) == version + 2, "and the next round reaches both"
+
+
+@pytest.mark.chaos
+def test_a_replica_that_dies_before_it_has_connected_holds_nobody_up(gloo: Fleet) -> None:
+    with gloo.client() as http, ThreadPoolExecutor(max_workers=1) as calls:
+        version, serving = train_and_publish(http), members(http)
+        engine = engine_of(a_replica("gloo"))
+        engine.suspend()
+        connecting = calls.submit(outside, gloo, ModuleSource(tiny_llama(22)), workers=2)
+        time.sleep(2.0)
+        assert not connecting.done(), "the members of a group wait for each other"
+        engine.kill()
+        killed = time.monotonic()
+        with pytest.raises(requests.HTTPError) as caught:
+            connecting.result()
+        error = caught.value.response.json()["error"]
+        assert caught.value.response.status_code == 409 and error["detail"]["connect_again"] is True
+        outside(gloo, ModuleSource(tiny_llama(22)), workers=1).send_weights()
+        assert time.monotonic() - killed < AT_ONCE_S
+        survivor = complete(http)
+        assert survivor.version == version + 1 and survivor.replica in serving
+        wait_for_another(http, serving)
+        for answer in on_every_replica(http).values():
+            assert (answer.version, answer.tokens) == (version + 1, survivor.tokens)
 
 
 class KillingSource(ModuleSource):

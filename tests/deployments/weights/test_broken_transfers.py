@@ -157,6 +157,50 @@ def test_with_too_few_left_sending_again_is_no_use() -> None:
     assert type(task.error) is RoundAborted and "send_again" not in task.error.detail
 
 
+def test_a_meeting_that_a_lost_member_cannot_come_to_ends_at_once() -> None:
+    scene = Scene(replicas=3)
+    for replica in scene.replicas:
+        replica.mute.add(CONNECT)
+    task = scene.connect(GROUP)
+    assert not task.done
+    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    assert isinstance(task.error, Conflict) and task.error.detail["connect_again"]
+    assert "r1: its process is gone" in task.error.message
+    others = [scene.replicas[0], scene.replicas[2]]
+    for replica in others:
+        replica.mute.clear()
+    scene.poll(only=others)
+    assert all("drop" in each.kinds() and each.admitted for each in others)
+    scene.connect(GROUP)
+    closed = scene.close(scene.open())
+    scene.poll(8, only=others)
+    assert set(report_of(closed).replicas) == {"r0", "r2"}
+
+
+def test_replicas_that_connect_each_alone_go_on_without_the_lost_one() -> None:
+    scene = Scene(replicas=2)
+    for replica in scene.replicas:
+        replica.mute.add(CONNECT)
+    task = scene.connect(EACH_ALONE)
+    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    assert not task.done
+
+
+@pytest.mark.parametrize("lost", ["expired", "taken anew"])
+def test_nobody_waits_at_a_meeting_for_a_publisher_that_is_gone(lost: str) -> None:
+    scene = Scene(replicas=2, lease_s=5.0)
+    for replica in scene.replicas:
+        replica.mute.add(CONNECT)
+    task = scene.connect(GROUP)
+    if lost == "expired":
+        scene.wait(6.0)
+    else:
+        scene.token = scene.ledger.acquire("trainer", scene.now).token
+    assert isinstance(task.error, Conflict)
+    scene.poll()
+    assert all("drop" in each.kinds() and each.fenced is None for each in scene.replicas)
+
+
 @pytest.mark.parametrize(
     ("outcomes", "error", "who"),
     [

@@ -40,7 +40,11 @@ def calls() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture
 def groups(calls: ThreadPoolExecutor) -> list[GlooGroup]:
     meeting = info()
-    return list(calls.map(lambda rank: GlooGroup(meeting, rank), range(3)))
+    return list(calls.map(lambda rank: GlooGroup(meeting, rank, go_on), range(3)))
+
+
+def go_on() -> None:
+    """Whoever waits has still something to wait for."""
 
 
 def block() -> torch.Tensor:
@@ -105,4 +109,21 @@ def test_a_meeting_to_which_not_all_come_is_broken() -> None:
     meeting = info()
     meeting.timeout_s = 1.0
     with pytest.raises(BrokenGroup, match="3 members were expected at"):
-        GlooGroup(meeting, 0)
+        GlooGroup(meeting, 0, go_on)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_meeting_is_waited_for_no_longer_when_there_is_nothing_to_wait_for(
+    calls: ThreadPoolExecutor, rank: int
+) -> None:
+    over = threading.Event()
+
+    def check() -> None:
+        if over.is_set():
+            raise BrokenGroup("given up")
+
+    future = calls.submit(GlooGroup, info(), rank, check)
+    time.sleep(0.3)
+    assert not future.done()
+    over.set()
+    ends_at_once(future, BrokenGroup, "given up")

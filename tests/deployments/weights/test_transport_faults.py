@@ -2,6 +2,8 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +115,29 @@ def test_a_member_that_does_not_come_is_named_by_a_deadline(transport: str, flee
         WeightTransferTrainerFactory.trainer_init(
             init_info=info, client=fleet, source=ListSource(weights(1, device_of(transport)))
         )
+
+
+@every_waiting_transport
+def test_a_meeting_that_is_given_up_is_left_by_both_sides_at_once(transport: str, fleet: Fleet) -> None:
+    if transport == "slipstream_ipc":
+        pytest.skip("nobody waits for the others: each worker opens its own GPU's channel")
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+    info = replace(init_info(transport, fleet, world_size=2 + len(fleet.receivers)), timeout_s=90.0)
+    source = ListSource(weights(1, device_of(transport)))
+    with ThreadPoolExecutor(max_workers=1) as calls:
+        meeting = calls.submit(
+            WeightTransferTrainerFactory.trainer_init, init_info=info, client=fleet, source=source
+        )
+        time.sleep(1.0)
+        assert not meeting.done()
+        start = time.monotonic()
+        fleet.drop()
+        with pytest.raises(Rejected, match="given up"):
+            meeting.result()
+    assert time.monotonic() - start < PATIENCE_S
+    publish(transport, fleet, source)
+    assert {state["outcome"] for state in fleet.verify()} == {"done"}
 
 
 @pytest.mark.gpu
