@@ -87,7 +87,7 @@ class TransferGroup:
         Args:
             check: raises when there is nothing to wait for any more.
         """
-        self._gather(check)
+        self._await_peers(check)
         # NCCL may connect to its peers inside the call and wait there for a dead one: the guard ends that.
         self._call_ends = time.monotonic() + self._timeout_s
         try:
@@ -113,7 +113,7 @@ class TransferGroup:
         self._until(done.query, check)
         torch.cuda.current_stream().wait_event(done)
 
-    def _gather(self, check: Callable[[], None]) -> None:
+    def _await_peers(self, check: Callable[[], None]) -> None:
         self._started += 1
         # One sum for all broadcasts: nobody counts for the next one before all have counted for this one.
         needed = self._started * self._world_size
