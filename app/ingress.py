@@ -1,6 +1,5 @@
 """The ingress: fleet, train and weight routes of our own; everything else goes to a replica."""
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,9 +17,10 @@ from app.page import page
 from app.train_routes import TrainRoutes
 from app.weight_routes import WeightRoutes
 from deployments.errors import SlipstreamError
+from deployments.logs import serve_logger
 from deployments.router import Router, RouterLimits
 
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

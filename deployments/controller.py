@@ -186,9 +186,8 @@ class Controller:
         """Carry an operation out on every serving replica: {replica id: value}, or an error naming those
         that did not."""
         self._enter()
-        await self._wait(
-            self._ledger.is_complete, None
-        )  # after a restart: not without those that still serve
+        # After a restart: not without those that still serve.
+        await self._wait(self._ledger.is_complete, None)
         task = self._ledger.call(FleetOperation(operation), arguments, self._clock())
         return dict(await self._result(task))
 

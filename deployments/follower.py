@@ -10,12 +10,12 @@ waiting for a peer that is dead.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
+from deployments.logs import serve_logger
 from deployments.weights.protocol import (
     Acknowledgement,
     Directive,
@@ -35,7 +35,7 @@ BEFORE_COMMIT = (
     InstructionKind.VERIFY,
 )
 
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 
 class Rejected(Exception):

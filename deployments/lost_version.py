@@ -6,14 +6,15 @@ The trainer then publishes what it has, as a new and honest version.
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+from deployments.logs import serve_logger
 
 LOOK_S = 5.0
 PATIENCE = 3  # looks in a row: a store that is being written gets its time
 
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 
 def is_lost(fleet: Mapping[str, Any]) -> bool:

@@ -1,7 +1,6 @@
 """The sending side of a round in a trainer rank: a source for vLLM's trainer engines, and the handshake."""
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.errors import FleetUnavailable
+from deployments.logs import serve_logger
 from deployments.snapshots import Snapshot, Snapshots
 from deployments.trainer_spec import PUBLISHER, TrainerSpec
 from deployments.weights.client import FleetWeightSyncClient
@@ -26,7 +26,7 @@ from deployments.weights.protocol import RoundOptions, RoundReport
 from trainers.sources import ParameterSource
 
 FLEET_TIMEOUT_S = 30.0
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 
 class PublishSource(WeightSource):

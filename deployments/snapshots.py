@@ -6,19 +6,19 @@ as versions are on their way at once (one being written, one that waits, one bei
 as the model.
 """
 
-import logging
 import weakref
 from collections import deque
 
 import torch
 
+from deployments.logs import serve_logger
 from deployments.weights.packing import plan_chunks, view
 from trainers.sources import ParameterSource
 
 _UNBOUNDED = 1 << 62
 # Gathered tensors live until their copy is through: no more of them than this at a time.
 _IN_FLIGHT_BYTES = 1 << 30
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 
 class Snapshot(dict[str, torch.Tensor]):

@@ -1,7 +1,6 @@
 """One rank of the trainer: the policy, its optimizer and its part of every publish."""
 
 import json
-import logging
 import os
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import torch
 from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import InvalidRequest
+from deployments.logs import serve_logger
 from deployments.publishing import Publisher, free_port, own_address
 from deployments.trainer_spec import Strategy, TrainerSpec
 from deployments.version_writer import STATE_FILE, CommittedVersion, VersionWriter
@@ -24,7 +24,7 @@ from trainers.sources import ParameterSource
 from trainers.trajectory import parse_trajectories
 
 STORED_TIMEOUT_S = 60.0
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 
 class TrainerWorker:

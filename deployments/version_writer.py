@@ -4,7 +4,6 @@ One is being written and one may wait: a newer one takes the place of the one th
 slow disk costs versions and never memory or time between steps.
 """
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from deployments.logs import serve_logger
 from deployments.weights.store import Store
 
 STATE_FILE = "trainer_state.rank{rank}.pt"
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ calls share it.
 """
 
 import asyncio
-import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.util.placement_group import get_placement_group
 
 from deployments.errors import FleetUnavailable, SlipstreamError
+from deployments.logs import serve_logger
 from deployments.placement import SlotPlan, in_bundle
 from deployments.trainer_spec import TrainerSpec
 from deployments.trainer_worker import TrainerWorker
@@ -27,7 +27,7 @@ PING_TIMEOUT_S = 30.0
 STRAGGLER_S = 10.0
 # A second concurrency group, so that a ping is answered during a step; the first has one thread.
 _ACTOR = ray.remote(concurrency_groups={"control": 1})(TrainerWorker)
-logger = logging.getLogger("ray.serve")
+logger = serve_logger()
 
 
 class WorkerGroup:

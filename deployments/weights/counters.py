@@ -1,19 +1,15 @@
 """A page of counters in shared memory, which processes of one host write and read without a call."""
 
-import mmap
 from typing import Self
 
-from deployments.weights.segments import create_mapping, open_mapping
+from deployments.weights.segments import SharedWords, create_mapping
 
 _WORD_BYTES = 8
 ABSENT = -1  # before its writer has opened the page
 
 
-class Counters:
-    """Signed 64-bit numbers, each with one writer."""
-
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self._words = memoryview(mapping).cast("q")
+class Counters(SharedWords):
+    """Numbers, each with one writer."""
 
     @classmethod
     def create(cls, count: int) -> tuple[str, Self]:
@@ -23,15 +19,6 @@ class Counters:
         for place in range(count):
             page[place] = ABSENT
         return name, page
-
-    @classmethod
-    def open(cls, name: str) -> Self:
-        """Map a page of another process.
-
-        Raises:
-            ValueError: as `open_mapping`.
-        """
-        return cls(open_mapping(name, mmap.ACCESS_WRITE))
 
     def __len__(self) -> int:
         return len(self._words)

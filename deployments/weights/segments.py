@@ -5,6 +5,7 @@ import os
 import re
 import uuid
 from pathlib import Path
+from typing import Self
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "slipstream"
@@ -61,6 +62,22 @@ def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.
         return mmap.mmap(descriptor, actual, access=access)
     finally:
         os.close(descriptor)
+
+
+class SharedWords:
+    """A segment as signed 64-bit words, which processes of one host write and read without a call."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._words = memoryview(mapping).cast("q")
+
+    @classmethod
+    def open(cls, name: str) -> Self:
+        """Map a segment of another process.
+
+        Raises:
+            ValueError: as `open_mapping`.
+        """
+        return cls(open_mapping(name, mmap.ACCESS_WRITE))
 
 
 def remove_segment(name: str) -> None:

@@ -147,10 +147,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def start_weight_update(self) -> None:
         self._session = Session()
-        if self._states is not None:
-            self._states.write(
-                self.worker_index, None
-            )  # the former session's state would be taken for this one's
+        if self._states is not None:  # the former session's state would be taken for this one's
+            self._states.write(self.worker_index, None)
         self.keeper.begin()
         self.staging.begin()
 

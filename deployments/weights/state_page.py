@@ -9,32 +9,23 @@ import mmap
 from collections.abc import Mapping
 from typing import Any, Self
 
-from deployments.weights.segments import create_mapping, open_mapping
+from deployments.weights.segments import SharedWords, create_mapping
 
 _SLOT_BYTES = 16384
 _HEAD_BYTES = 16
 _LONGEST_MESSAGE = 2000  # characters, of which each may take six bytes
 
 
-class StatePage:
+class StatePage(SharedWords):
     def __init__(self, mapping: mmap.mmap) -> None:
-        self._bytes = memoryview(mapping)
-        self._words = self._bytes.cast("q")
+        super().__init__(mapping)
+        self._bytes = self._words.cast("B")
 
     @classmethod
     def create(cls, workers: int) -> tuple[str, Self]:
         """A new page, in which nobody has told anything, and its segment's name, which the caller removes."""
         name, mapping = create_mapping(_SLOT_BYTES * workers)
         return name, cls(mapping)
-
-    @classmethod
-    def open(cls, name: str) -> Self:
-        """Map a page of another process.
-
-        Raises:
-            ValueError: as `open_mapping`.
-        """
-        return cls(open_mapping(name, mmap.ACCESS_WRITE))
 
     def __len__(self) -> int:
         return len(self._bytes) // _SLOT_BYTES

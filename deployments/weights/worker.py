@@ -29,12 +29,8 @@ class StagingWorkerExtension(NativeWorkerExtension):
             keep: a version; its tensors are kept for the store, on one worker of the replica.
         """
         self.start_weight_update()
-        engine = self.weight_transfer_engine
-        if (
-            keep is not None
-            and engine.parallel_config.rank == engine.parallel_config.data_parallel_index == 0
-        ):
-            engine.keeper.expect(keep)
+        if keep is not None and self.weight_transfer_engine.worker_index == 0:
+            self.weight_transfer_engine.keeper.expect(keep)
 
     def staging_receive(self, payload: Any, share: float, begin: dict[str, Any] | None) -> None:
         """vLLM's `update_weights`, with the share of the device's time that it may take.
@@ -61,9 +57,8 @@ class StagingWorkerExtension(NativeWorkerExtension):
         self._weight_update_active = False  # vLLM has no way to end an update without loading it
 
     def staging_store(self, version: int, label: str | None, directory: str, keep: int) -> None:
-        engine = self.weight_transfer_engine
-        if engine.parallel_config.rank == 0 and engine.parallel_config.data_parallel_index == 0:
-            engine.keeper.write(version, label, directory, keep)
+        if self.weight_transfer_engine.worker_index == 0:
+            self.weight_transfer_engine.keeper.write(version, label, directory, keep)
 
     def staging_store_state(self) -> dict[str, Any] | None:
         return self.weight_transfer_engine.keeper.state()
