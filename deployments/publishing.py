@@ -68,7 +68,7 @@ class PublishSource(WeightSource):
     def take_copy(self) -> Snapshot:
         """What went out in the round, on the rank that keeps it; before the next step changes it."""
         if self._copies is None:
-            return Snapshot()
+            return {}
         if self._running is None:  # there was no pass: the model's own memory was sent
             self.drain()
         return self._copies.finish()

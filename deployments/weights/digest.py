@@ -7,9 +7,10 @@ words to rows of `ROW_WORDS`, then rows to one number. It finds faults of transp
 permuted or missing piece); it is no signature against an adversary.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -24,6 +25,7 @@ _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 Words = npt.NDArray[np.int32]
 Table = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +170,20 @@ def _row_sums(words: Words) -> Table:
     return sums
 
 
-def combined(tensor_digests: dict[str, int]) -> str:
-    """One digest of a whole version, independent of the order in which tensors came."""
-    hasher = blake2b(digest_size=16)
-    for name in sorted(tensor_digests):
-        hasher.update(f"{name}={tensor_digests[name]:016x};".encode())
+def combined(names: Sequence[str], found: Sequence[int] | Digests) -> str:
+    """One digest of a whole version, independent of the order in which tensors came.
+
+    Args:
+        found: the digest of each, unsigned.
+    """
+    order, text = _by_name(tuple(names))
+    hasher = blake2b(text, digest_size=16)
+    hasher.update(np.asarray(found, dtype="<u8")[order].tobytes())
     return hasher.hexdigest()
+
+
+@lru_cache(maxsize=4)
+def _by_name(names: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], bytes]:
+    """The order of the names, and all of them in that order; the same in every round."""
+    order = sorted(range(len(names)), key=names.__getitem__)
+    return np.array(order, dtype=np.intp), json.dumps([names[i] for i in order]).encode()

@@ -109,7 +109,7 @@ class GlooWeightTransferEngine(BroadcastReceiver[GlooGroup]):
         return GlooGroup(info, rank, check)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[Arrival]:
-        group, chunks = self.expected(update_info)
+        group, chunks = self.expected()
         for chunk in chunks:
             block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
             group.broadcast(block)

@@ -42,7 +42,7 @@ from deployments.weights.ipc_channel import (
 )
 from deployments.weights.ipc_tensors import OpenedTensors, SharedTensors
 from deployments.weights.meeting import DEFAULT_TIMEOUT_S
-from deployments.weights.packing import Chunk, layout
+from deployments.weights.packing import Chunk, Described, describe
 from deployments.weights.segments import remove_orphans, remove_segment
 from deployments.weights.sending import OnePayloadEngine
 from deployments.weights.staging import StagedWeightTransferEngine, wait_for
@@ -52,24 +52,20 @@ DEFAULT_CHUNK_BYTES = 1 << 30
 
 
 @dataclass(kw_only=True)
-class IpcInitInfo(WeightTransferInitInfo):
+class IpcInitInfo(Described, WeightTransferInitInfo):
     """The channels by GPU UUID: "page", and "buffers" (two handles) or what `SharedTensors` describes."""
 
     channels: dict[str, dict[str, Any]]
     rank_offset: int
     world_size: int
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S
 
 
 @dataclass
 class IpcUpdateInfo(WeightTransferUpdateInfo):
-    """All tensors of the round that is about to start, in the order in which they come."""
+    """The round that is about to start."""
 
     round_id: int
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
 
 
 @dataclass
@@ -92,7 +88,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
 
     _page: Page | None = None
     _place = TAKEN
-    _chunk_bytes = DEFAULT_CHUNK_BYTES
+    _chunks: tuple[Chunk, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._stop = threading.Event()
@@ -108,7 +104,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
                 f"this worker is on GPU {uuid}, and the trainer has ranks on {sorted(init_info.channels)}: "
                 "transport 'ipc' needs a trainer rank on the same GPU"
             )
-        self._chunk_bytes = init_info.chunk_bytes
+        self._chunks = init_info.chunks()
         self._close()
         if "buffers" in channel:
             self._buffers = [open_buffer(handle, self.device) for handle in channel["buffers"]]
@@ -123,11 +119,10 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         if page is None:
             raise ValueError("no channel: call init_weight_transfer_engine before update_weights")
         self._stop.clear()
-        chunks = layout(update_info.names, update_info.dtype_names, update_info.shapes, self._chunk_bytes)
         start = update_info.round_id << 32
         if self._tensors is None:
-            return self._receive_packed(page, chunks, start)
-        return self._receive_in_place(page, chunks, start, self._tensors)
+            return self._receive_packed(page, self._chunks, start)
+        return self._receive_in_place(page, self._chunks, start, self._tensors)
 
     def _receive_in_place(
         self, page: Page, chunks: Sequence[Chunk], start: int, tensors: OpenedTensors
@@ -194,6 +189,9 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
 
     def fits(self) -> bool:
         self.packer.look()
+        return self._still_there()
+
+    def _still_there(self) -> bool:
         return self._in_place() is (None if self._shared is None else self._shared.tensors)
 
     def _in_place(self) -> list[torch.Tensor] | None:
@@ -202,13 +200,13 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
         return resident if resident and resident[0].device == self._device else None
 
     def prepare(self) -> None:
-        if not self.fits():
+        if not self._still_there():
             raise BrokenGroup("the model's tensors are not where they were opened: connect again")
         if self._shared is not None:
             self._shared.look()
 
     def payload(self) -> dict[str, Any]:
-        return {"round_id": self._round_id, **super().payload()}
+        return {"round_id": self._round_id}
 
     def follow(self) -> None:
         self.send(None)
@@ -284,7 +282,8 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
         failure: Exception | None = None
         if self.is_sender:
             agreed = {name: getattr(init_info, name) for name in ("world_size", "chunk_bytes", "timeout_s")}
-            info = {"channels": channels, "rank_offset": 1, **agreed}
+            described = describe(self.packer.metadata)
+            info = {"channels": channels, "rank_offset": 1, **agreed, **described}
             try:
                 self.client.init_weight_transfer_engine(info)
             except Exception as error:  # the other ranks wait below, and are told

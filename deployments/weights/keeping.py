@@ -38,7 +38,7 @@ class Job:
 
 
 class Keeper:
-    """Called on the engine's thread, but for `add`, which runs on the staging thread.
+    """Called on the engine's thread, but for `add` and `found`, which run on the staging thread.
 
     Args:
         model: the directory or hub id that the engine was started from; its other files are copied.
@@ -69,12 +69,16 @@ class Keeper:
         if arriving is not None:
             arriving.tensors.update((name, tensor.cpu()) for name, tensor in tensors)
 
-    def commit(self, found: dict[str, int]) -> None:
-        """What arrived is a version of the fleet now; `found` are its digests by name. An older one is
-        not needed any more, also when this one is not kept: then its publisher writes it."""
+    def found(self, digests: dict[str, int]) -> None:
+        """The digests of what has arrived, by name."""
+        arriving = self._arriving
+        if arriving is not None:
+            arriving.digests = digests
+
+    def commit(self) -> None:
+        """What arrived is a version of the fleet now. An older one is not needed any more, also when this
+        one is not kept: then its publisher writes it."""
         self._kept, self._arriving = self._arriving, None
-        if self._kept is not None:
-            self._kept.digests = dict(found)
 
     def forget(self, version: int) -> None:
         if self._kept is not None and self._kept.version <= version:

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import torch
@@ -53,9 +53,12 @@ def mismatches(
             found.append(f"{name!r} must have shape {list(spec.shape)}, got {list(shape)}")
         elif dtype.is_floating_point != getattr(torch, spec.dtype).is_floating_point:
             found.append(f"{name!r} must be of a dtype like {spec.dtype}, got {str(dtype)[6:]}")
-    if complete:
-        found += [f"{name!r} is missing" for name in expected if name not in offered]
-    return found
+    return found + missing(expected, offered) if complete else found
+
+
+def missing(expected: Mapping[str, TensorSpec], offered: Container[str]) -> list[str]:
+    """A sentence for each tensor of the model that did not come."""
+    return [f"{name!r} is missing" for name in expected if name not in offered]
 
 
 def sentence(problems: list[str]) -> str:

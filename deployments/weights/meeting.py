@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.weights.arrival import BrokenGroup
-from deployments.weights.packing import Chunk, layout
+from deployments.weights.packing import Chunk, Described, describe
 from deployments.weights.sending import OnePayloadEngine
 from deployments.weights.staging import StagedWeightTransferEngine
 
@@ -32,24 +32,19 @@ _KNOCK_S = 1.0
 
 
 @dataclass(kw_only=True)
-class MeetingInfo(WeightTransferInitInfo):
+class MeetingInfo(Described, WeightTransferInitInfo):
     """Where the group meets, and the parameters that both sides must agree on: the sender's."""
 
     master_address: str
     master_port: int
     rank_offset: int
     world_size: int
-    chunk_bytes: int
     timeout_s: float
 
 
 @dataclass
 class BroadcastInfo(WeightTransferUpdateInfo):
-    """All tensors of the broadcast that is about to start, in the order in which they come."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
+    """Nothing: what comes was described when the group was formed."""
 
 
 def meet(
@@ -123,7 +118,7 @@ class BroadcastReceiver(StagedWeightTransferEngine[MeetingInfo, BroadcastInfo], 
     update_info_cls = BroadcastInfo
 
     _group: Group | None = None
-    _chunk_bytes = 0
+    _chunks: tuple[Chunk, ...] = ()
     _given_up = threading.Event()  # the connection that is being made; each has its own
 
     @abstractmethod
@@ -148,15 +143,14 @@ class BroadcastReceiver(StagedWeightTransferEngine[MeetingInfo, BroadcastInfo], 
                 raise BrokenGroup("the connection was given up")
 
         self._leave()
-        self._chunk_bytes = init_info.chunk_bytes
+        self._chunks = init_info.chunks()
         self._group = self.join(init_info, init_info.rank_offset + self.worker_index, check)
 
-    def expected(self, update_info: BroadcastInfo) -> tuple[Group, tuple[Chunk, ...]]:
+    def expected(self) -> tuple[Group, tuple[Chunk, ...]]:
         """The group, and the chunks that will come over it."""
         if self._group is None:
             raise ValueError("no transfer group: call init_weight_transfer_engine before update_weights")
-        chunks = layout(update_info.names, update_info.dtype_names, update_info.shapes, self._chunk_bytes)
-        return self._group, chunks
+        return self._group, self._chunks
 
     def abort(self) -> None:
         self._given_up.set()
@@ -195,6 +189,7 @@ class BroadcastSender(OnePayloadEngine[Init], Generic[Init, Group]):
             world_size=init_info.world_size,
             chunk_bytes=init_info.chunk_bytes,
             timeout_s=init_info.timeout_s,
+            **describe(self.packer.metadata),
         )
         calls = ThreadPoolExecutor(max_workers=1)
         try:

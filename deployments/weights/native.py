@@ -35,4 +35,4 @@ class NativeWorkerExtension:
         """The digest of the live parameters: equal on replicas that loaded the same weights."""
         parameters = self.model_runner.get_model().named_parameters()
         tensors = {name: parameter.data.contiguous() for name, parameter in parameters if parameter.numel()}
-        return combined(dict(zip(tensors, digests(list(tensors.values())), strict=True)))
+        return combined(list(tensors), digests(list(tensors.values())))

@@ -46,7 +46,7 @@ class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
         return TransferGroup(info, rank, self.device, check)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[Arrival]:
-        group, chunks = self.expected(update_info)
+        group, chunks = self.expected()
         group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
         finished = False
         try:

@@ -77,6 +77,21 @@ def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> dict[
     }
 
 
+@dataclass(kw_only=True)
+class Described:
+    """What `describe` says, for a connection whose rounds all bring the same tensors in this order: it is
+    said once, and not in every round (a mixture of experts has 20 thousand)."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    chunk_bytes: int
+
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Raises ValueError: as `parse`."""
+        return layout(self.names, self.dtype_names, self.shapes, self.chunk_bytes)
+
+
 def layout(
     names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], chunk_bytes: int
 ) -> tuple[Chunk, ...]:

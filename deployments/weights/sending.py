@@ -22,7 +22,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.weights.packer import Packer
-from deployments.weights.packing import describe
 
 Init = TypeVar("Init", bound=TrainerInitInfo)
 
@@ -107,8 +106,8 @@ class OnePayloadEngine(SendingEngine[Init], Generic[Init]):
         receiving.result()
 
     def payload(self) -> dict[str, Any]:
-        """What the receivers are told: what comes, and in which order."""
-        return describe(self.packer.metadata)
+        """What the receivers are told of this round; they know since the connection which tensors come."""
+        return {}
 
     @abstractmethod
     def send(self, receiving: Future[None] | None) -> None:

@@ -1,11 +1,14 @@
 """What one round has brought to a worker so far, and the judgement of its digests."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
-from deployments.weights.digest import Findings, unsigned
+from deployments.weights.digest import Digests, Findings, combined
 from deployments.weights.manifest import sentence
 from deployments.weights.protocol import Outcome
 
@@ -14,7 +17,7 @@ from deployments.weights.protocol import Outcome
 class Evidence:
     """What was found in one chunk, still on the device."""
 
-    names: list[str]
+    names: Iterable[str]
     sent: torch.Tensor  # the digests that came along, int64 [n]
     found: Findings
 
@@ -23,7 +26,8 @@ class Evidence:
 class Session:
     offered: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     evidence: list[Evidence] = field(default_factory=list)  # of the payload that is arriving
-    digests: dict[str, int] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)  # of all that was judged, and their digests
+    found: list[Digests] = field(default_factory=list)
     digest: str = ""  # of the whole version, once it is sealed
     sealed: bool = False
     payloads_done: int = 0
@@ -54,31 +58,46 @@ class Session:
         evidence, self.evidence = self.evidence, []
         if not evidence:
             return
-        names = [name for part in evidence for name in part.names]
+        names = list(chain.from_iterable(part.names for part in evidence))
         columns = (
             torch.cat([part.sent for part in evidence]),
             torch.cat([part.found.sums for part in evidence])
             ^ torch.cat([part.found.sizes for part in evidence]),
             torch.cat([part.found.bad for part in evidence]),
         )
-        sent, found, bad = torch.stack(columns).cpu()
-        check(names, unsigned(sent), unsigned(found), bad.tolist())
-        self.digests |= zip(names, unsigned(found), strict=True)
+        sent, found, bad = torch.stack(columns).cpu().numpy().view(np.uint64)
+        check(names, sent, found, bad)
+        self.names += names
+        self.found.append(found)
+
+    def seal(self) -> None:
+        """All of the version has come."""
+        self.digest = combined(self.names, self._digests())
+        self.sealed = True
+
+    def digests(self) -> dict[str, int]:
+        """Of the tensors that came, by name."""
+        return dict(zip(self.names, self._digests().tolist(), strict=True))
+
+    def _digests(self) -> Digests:
+        return np.concatenate(self.found) if self.found else np.empty(0, dtype=np.uint64)
 
 
-def check(names: list[str], sent: list[int], found: list[int], bad: list[int]) -> None:
+def check(names: Sequence[str], sent: Digests, found: Digests, bad: Digests) -> None:
     """Compare digests, and refuse numbers that no optimizer means to publish.
+
+    Args:
+        bad: not zero where a tensor holds NaN or infinity.
 
     Raises:
         ValueError: names the tensors whose digest differs or that hold NaN or infinity.
     """
     torn = [
-        f"{name!r} was sent with digest {a:016x} and arrived with {b:016x}"
-        for name, a, b in zip(names, sent, found, strict=True)
-        if a != b
+        f"{names[i]!r} was sent with digest {sent[i]:016x} and arrived with {found[i]:016x}"
+        for i in np.flatnonzero(sent != found)
     ]
     if torn:
         raise ValueError(sentence(torn))
-    wrong = [f"{name!r} holds NaN or infinity" for name, is_bad in zip(names, bad, strict=True) if is_bad]
+    wrong = [f"{names[i]!r} holds NaN or infinity" for i in np.flatnonzero(bad)]
     if wrong:
         raise ValueError(sentence(wrong))

@@ -29,9 +29,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.weights.arrival import Arrival, BrokenGroup
-from deployments.weights.digest import Findings, combined, inspect
+from deployments.weights.digest import Findings, inspect
 from deployments.weights.keeping import Keeper
-from deployments.weights.manifest import checkpoint_manifest, mismatches, sentence
+from deployments.weights.manifest import checkpoint_manifest, mismatches, missing, sentence
 from deployments.weights.pacing import Pace
 from deployments.weights.packing import Chunk
 from deployments.weights.protocol import Outcome
@@ -162,7 +162,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         assert self._session is not None
         with torch.inference_mode():
             self.staging.swap()
-        self.keeper.commit(self._session.digests)
+        self.keeper.commit()
         self._session = None
 
     def report_to(self, page: str) -> bool:
@@ -273,22 +273,23 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             self.staging.add(chunk, tensors)
         if self.keeper.expecting:
             self.keeper.add(arrival.named())
-        session.evidence.append(Evidence(names=list(chunk.offered), sent=arrival.sent, found=found))
+        session.evidence.append(Evidence(names=chunk.offered, sent=arrival.sent, found=found))
         session.offered |= chunk.offered
         session.size_bytes += chunk.size_bytes
 
     def _seal(self, session: Session) -> None:
         if self._expected is not None:
-            missing = mismatches(self._expected.tensors, session.offered, complete=True)
-            if missing:
-                raise ValueError(sentence(missing))
+            absent = missing(self._expected.tensors, session.offered)
+            if absent:
+                raise ValueError(sentence(absent))
         unfilled = self.staging.seal(complete=self._expected is not None)
         if unfilled:
             raise ValueError(
                 sentence([f"parameter {name!r} received no or not all weights" for name in unfilled])
             )
-        session.digest = combined(session.digests)
-        session.sealed = True
+        session.seal()
+        if self.keeper.expecting:
+            self.keeper.found(session.digests())
 
 
 def wait_for(event: torch.Event) -> None:

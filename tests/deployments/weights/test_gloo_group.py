@@ -26,6 +26,9 @@ def info() -> MeetingInfo:
         master_port=port,
         rank_offset=1,
         world_size=3,
+        names=[],
+        dtype_names=[],
+        shapes=[],
         chunk_bytes=1 << 20,
         timeout_s=TIMEOUT_S,
     )

@@ -33,7 +33,8 @@ def keep(keeper: Keeper, version: int, tensors: Tensors) -> None:
     keeper.expect(version)
     for pair in tensors.items():
         keeper.add([pair])
-    keeper.commit(dict(zip(tensors, digests(list(tensors.values())), strict=True)))
+    keeper.found(dict(zip(tensors, digests(list(tensors.values())), strict=True)))
+    keeper.commit()
 
 
 def written(keeper: Keeper, version: int, timeout_s: float = 20.0) -> dict[str, Any]:

@@ -26,9 +26,8 @@ from tests.deployments.weights.transport_fleet import Fleet, ListSource, Rejecte
 @every_waiting_transport
 def test_weights_before_the_handshake_are_rejected(transport: str, fleet: Fleet) -> None:
     fleet.start_weight_update()
-    info = {"names": ["bias"], "dtype_names": ["bfloat16"], "shapes": [[3]]}
     with pytest.raises(Rejected, match="call init_weight_transfer_engine before update_weights"):
-        fleet.update_weights(info | ({"round_id": 1} if transport == "slipstream_ipc" else {}))
+        fleet.update_weights({"round_id": 1} if transport == "slipstream_ipc" else {})
 
 
 @every_waiting_transport

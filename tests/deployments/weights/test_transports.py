@@ -24,7 +24,7 @@ from tests.deployments.weights.transport_fleet import Fleet, ListSource, Rejecte
 
 def digest_of(tensors: Tensors) -> str:
     names = [name for name, _ in tensors]
-    return combined(dict(zip(names, digests([tensor for _, tensor in tensors]), strict=True)))
+    return combined(names, digests([tensor for _, tensor in tensors]))
 
 
 @every_transport

@@ -106,7 +106,7 @@ class Receiver:
     def staged(self) -> str:
         """The digest of what waits in the staging, computed anew."""
         tensors = self.engine.staging._tensors
-        return combined(dict(zip(tensors, digests(list(tensors.values())), strict=True)))
+        return combined(list(tensors), digests(list(tensors.values())))
 
     def stop(self) -> None:
         self.engine.shutdown()
