@@ -83,7 +83,7 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     from benchmarks.weight_sync import Native, Ours, TrainerProcess, start_engine
 
     colocated = arguments.transport == "ipc"
-    trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu)
+    trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu, dtype=arguments.trainer_dtype)
     first = arguments.gpu + (0 if colocated else 1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(arguments.tp))
     backend = f"slipstream_{arguments.transport}" if mode == "ours" else arguments.transport
@@ -246,6 +246,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("/tmp/slipstream-models"))
     parser.add_argument("--transport", choices=["ipc", "nccl"], default="ipc")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--trainer-dtype", default="bfloat16", help="of its parameters; sent in bfloat16")
     parser.add_argument("--streams", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--kv-cache", nargs="+", default=["keep", "recompute"])
     parser.add_argument("--rounds", type=int, default=4)

@@ -55,14 +55,14 @@ def config(size: str, *, tied: bool = False):
     return Qwen3Config(**common)
 
 
-def random_model(size: str, seed: int, device: str, *, tied: bool = False):
+def random_model(size: str, seed: int, device: str, *, tied: bool = False, dtype: str = "bfloat16"):
     """The same weights for the same seed on the same kind of device."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config(size, tied=tied), dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_config(config(size, tied=tied), dtype=getattr(torch, dtype)).eval()
 
 
 def write_config(size: str, directory: Path, *, tied: bool = False) -> None:

@@ -107,12 +107,17 @@ class TrainerProcess:
 
     Args:
         gpu: the trainer's GPU, of all those of the machine.
+        dtype: of its parameters; they are sent in bfloat16.
     """
 
-    def __init__(self, size: str, seed: int, *, gpu: int, tied: bool = False) -> None:
+    def __init__(
+        self, size: str, seed: int, *, gpu: int, tied: bool = False, dtype: str = "bfloat16"
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_train, args=(theirs, size, seed, gpu, tied), daemon=True)
+        self._process = context.Process(
+            target=_train, args=(theirs, size, seed, gpu, tied, dtype), daemon=True
+        )
         self._process.start()
         self.size_bytes = int(self._pipe.recv())
 
@@ -189,15 +194,15 @@ class _PipeClient:
             raise RuntimeError(failure)
 
 
-def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool) -> None:
+def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     import torch
 
     from benchmarks.models import random_model
 
     torch.cuda.set_device(0)
-    model = random_model(size, seed, "cuda", tied=tied)
-    pipe.send(sum(p.numel() * p.element_size() for p in model.parameters()))
+    model = random_model(size, seed, "cuda", tied=tied, dtype=dtype)
+    pipe.send(sum(p.numel() * torch.bfloat16.itemsize for p in model.parameters()))
     engine: Any = None
     while True:
         command, *rest = pipe.recv()
@@ -209,7 +214,7 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool) -> None:
                 engine = _trainer_engine(_PipeClient(pipe), model, *rest)
             else:
                 if rest[0] is not None:
-                    new = random_model(size, rest[0], "cuda", tied=tied)
+                    new = random_model(size, rest[0], "cuda", tied=tied, dtype=dtype)
                     with torch.no_grad():
                         for old, other in zip(model.parameters(), new.parameters(), strict=True):
                             old.copy_(other)
@@ -226,6 +231,7 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool) -> None:
 
 
 def _trainer_engine(client: Any, model: Any, backend: str, workers: int, options: dict[str, Any]) -> Any:
+    import torch
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
     from deployments.publishing import PublishSource
@@ -253,6 +259,6 @@ def _trainer_engine(client: Any, model: Any, backend: str, workers: int, options
             info = NCCLTrainerInitInfo(rank=0, **meeting, **{"packed_num_buffers": 1, **options})
         case _:
             raise ValueError(f"no such backend: {backend!r}")
-    source = PublishSource(ParameterSource(model), keep_copy=False)
+    source = PublishSource(ParameterSource(model, dtype=torch.bfloat16), keep_copy=False)
     source.begin()
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)

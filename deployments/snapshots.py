@@ -72,7 +72,7 @@ class _Taker:
             self._targets = self._memory()
 
     def _memory(self) -> Snapshot:
-        targets = {}
+        targets: Snapshot = {}
         for chunk in self._chunks:
             block = pinned(chunk.table_offset)  # of digests there are none: they would double a full piece
             targets |= {entry.name: view(entry, block) for entry in chunk.entries}

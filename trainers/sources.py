@@ -82,8 +82,8 @@ class ParameterSource:
             held.clear()  # before the next layer is gathered
 
     def resident(self) -> list[torch.Tensor] | None:
-        """What a pass would yield, if all of it is the model's own memory; None where something is
-        gathered, cast or converted for its reader.
+        """What a pass would yield, before it is cast, if all of it is the model's own memory; None where
+        something is gathered or converted for its reader.
 
         The same list again for as long as the tensors stay where they are; their content is what it is
         when it is read.
@@ -99,11 +99,11 @@ class ParameterSource:
 
     def _own_memory(self, state: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
         tensors: list[torch.Tensor] = []
-        for spec, view in (part for layer in self._layers for part in layer.parts):
+        for _, view in (part for layer in self._layers for part in layer.parts):
             if view is None or not state[view.held].is_contiguous():
                 return None
             tensor = view.of(state[view.held])
-            if tensor.dtype != spec.dtype or not tensor.is_contiguous() or tensor.device != self.device:
+            if not tensor.is_contiguous() or tensor.device != self.device:
                 return None
             tensors.append(tensor)
         return tensors

@@ -196,8 +196,8 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
 
     def _in_place(self) -> list[torch.Tensor] | None:
         """The tensors that workers on this rank's GPU can read where they are."""
-        resident = self.packer.resident
-        return resident if resident and resident[0].device == self._device else None
+        tensors = self.packer.in_place
+        return tensors if tensors and tensors[0].device == self._device else None
 
     def prepare(self) -> None:
         if not self._still_there():

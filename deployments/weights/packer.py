@@ -1,8 +1,8 @@
 """What a publisher sends, chunk by chunk, from a source of tensors.
 
-Tensors that a source makes in each pass (gathered, cast) are taken as they come. Those that are the
-model's own memory stay where they are: the work of a chunk is then prepared once, and a round is a few
-launches without a line of Python for each tensor.
+Tensors that a source makes in each pass (gathered, converted) are taken as they come. Those that are the
+model's own memory stay where they are: the work of a chunk, the cast to what is declared included, is then
+prepared once, and a round is a few launches without a line of Python for each tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,8 @@ from vllm.distributed.weight_transfer.base import WeightSource
 from deployments.weights.digest import Copy, Findings, survey
 from deployments.weights.packing import pack, plan_chunks, put_digests, view
 
+Metadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
+
 
 @runtime_checkable
 class ResidentSource(Protocol):
@@ -26,7 +28,8 @@ class ResidentSource(Protocol):
 class Packer:
     """Attributes:
     metadata: (name, dtype, shape) of what is sent, in its order.
-    resident: the tensors themselves, if they are the model's own memory.
+    resident: the tensors themselves, if they are the model's own memory; before the cast.
+    in_place: the same, if there is no cast.
     """
 
     def __init__(self, source: WeightSource, chunk_bytes: int) -> None:
@@ -34,6 +37,7 @@ class Packer:
         self.metadata = [(meta.name, meta.dtype, tuple(meta.shape)) for meta in source.metadata()]
         self.chunks = plan_chunks(self.metadata, chunk_bytes)
         self.resident: list[torch.Tensor] | None = None
+        self.in_place: list[torch.Tensor] | None = None
         self._firsts = list(accumulate((len(chunk.entries) for chunk in self.chunks), initial=0))
         self._passing: Iterator[tuple[str, torch.Tensor]] = iter(())
         self._ready: dict[tuple[int, int], Callable[[], Findings]] = {}  # by chunk and address of the block
@@ -51,6 +55,7 @@ class Packer:
         if found is not None:
             _check(self.metadata, found)
         self.resident, self._ready = found, {}
+        self.in_place = found if found is not None and not _is_cast(self.metadata, found) else None
         return False
 
     def begin(self) -> None:
@@ -71,11 +76,11 @@ class Packer:
         find = self._ready.get((index, block.data_ptr()))
         if find is None:
             sources = self.resident[self._firsts[index] : self._firsts[index + 1]]
-            copies = [
-                Copy(place=place, source=source, target=view(entry, block))
-                for place, (source, entry) in enumerate(zip(sources, chunk.entries, strict=True))
-            ]
-            find = survey(sources, copies)
+            targets = [view(entry, block) for entry in chunk.entries]
+            pairs = list(zip(sources, targets, strict=True))
+            copies = [Copy(place=place, source=s, target=t) for place, (s, t) in enumerate(pairs)]
+            # The digest is that of what goes out: of a cast tensor, of its copy.
+            find = survey([s if s.dtype == t.dtype else t for s, t in pairs], copies)
             if block.is_cuda:  # a block in host memory is another one in every round
                 self._ready[index, block.data_ptr()] = find
         put_digests(chunk, find().digests, block)
@@ -86,12 +91,15 @@ class Packer:
             pass
 
 
-def _check(metadata: list[tuple[str, torch.dtype, tuple[int, ...]]], resident: list[torch.Tensor]) -> None:
-    declared = [(dtype, shape) for _, dtype, shape in metadata]
-    found = [(tensor.dtype, tuple(tensor.shape)) for tensor in resident]
-    if found == declared:
-        return
-    wrong = next((i for i, pair in enumerate(zip(declared, found, strict=False)) if pair[0] != pair[1]), None)
-    if wrong is None:
-        raise ValueError(f"the source declared {len(declared)} tensors and holds {len(found)}")
-    raise ValueError(f"the source declared {metadata[wrong]} and holds {found[wrong]}")
+def _is_cast(metadata: Metadata, resident: list[torch.Tensor]) -> bool:
+    return any(tensor.dtype != dtype for tensor, (_, dtype, _) in zip(resident, metadata, strict=True))
+
+
+def _check(metadata: Metadata, resident: list[torch.Tensor]) -> None:
+    if len(metadata) != len(resident):
+        raise ValueError(f"the source declared {len(metadata)} tensors and holds {len(resident)}")
+    for (name, dtype, shape), tensor in zip(metadata, resident, strict=True):
+        castable = dtype.is_floating_point and tensor.is_floating_point()
+        if tuple(tensor.shape) != shape or not (tensor.dtype == dtype or castable):
+            found = (tensor.dtype, tuple(tensor.shape))
+            raise ValueError(f"the source declared {(name, dtype, shape)} and holds {found}")

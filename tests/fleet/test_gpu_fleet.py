@@ -62,7 +62,8 @@ def test_weights_that_a_sleep_threw_away_come_back_with_a_round(tmp_path: Path, 
 @needs_gpus(1)
 def test_a_trainer_that_takes_the_place_of_a_killed_one_shares_its_own_tensors(tmp_path: Path) -> None:
     checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
-    overrides = {"engine": {"env": INVARIANT, "enforce_eager": True}}
+    # In float32 they would be cast for each round, into buffers.
+    overrides = {"engine": {"env": INVARIANT, "enforce_eager": True}, "trainer": {"dtype": "bfloat16"}}
     config = configuration("ipc", checkpoint, tmp_path / "state", overrides)
     with running(config, checkpoint, RESTART_PORT) as fleet, fleet.client() as client:
         version = train_and_publish(client)

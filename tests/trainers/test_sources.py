@@ -79,9 +79,16 @@ def test_what_is_resident_is_what_a_pass_yields_and_changes_with_the_model(kind:
         assert tensor.untyped_storage().data_ptr() in own
 
 
-def test_what_is_cast_or_has_moved_is_not_resident_any_more() -> None:
+def test_what_is_cast_is_resident_as_it_is_before_the_cast() -> None:
+    source = ParameterSource(tiny.model("qwen3"), dtype=torch.bfloat16)
+    resident = source.resident()
+    assert resident is not None and {tensor.dtype for tensor in resident} == {torch.float32}
+    for (name, yielded), tensor in zip(source, resident, strict=True):
+        assert torch.equal(tensor.to(torch.bfloat16), yielded), name
+
+
+def test_what_has_moved_is_not_resident_any_more() -> None:
     model = tiny.model("qwen3")
-    assert ParameterSource(model, dtype=torch.bfloat16).resident() is None
     source = ParameterSource(model)
     before = source.resident()
     model.model.norm.weight = torch.nn.Parameter(torch.ones(16))

@@ -66,6 +66,21 @@ def test_tensors_that_stay_in_place_are_sent_as_they_are_in_each_round(transport
 
 
 @every_transport
+def test_tensors_that_stay_in_place_are_cast_to_what_is_declared(transport: str, fleet: Fleet) -> None:
+    declared = weights(1, device_of(transport))
+    source = Resident([(n, t.double() if t.is_floating_point() else t) for n, t in declared], declared)
+    engine = connect(transport, fleet, source)
+    for seed in (2, 3, 4):
+        wanted = weights(seed, device_of(transport))
+        for (_, tensor), (_, new) in zip(source.tensors, wanted, strict=True):
+            tensor.copy_(new)
+        engine.send_weights()
+        assert {state["digest"] for state in fleet.verify()} == {digest_of(wanted)}
+        fleet.drop() if transport in ("shm", "slipstream_ipc") else None
+    engine.shutdown()
+
+
+@every_transport
 def test_tensors_that_have_moved_are_sent_from_where_they_are(transport: str, fleet: Fleet) -> None:
     source = Resident(weights(1, device_of(transport)))
     engine = connect(transport, fleet, source)

@@ -54,13 +54,17 @@ class ListSource(WeightSource):
 
 
 class Resident(ListSource):
-    """A source whose tensors stay where they are: no pass is needed."""
+    """A source whose tensors stay where they are: no pass is needed.
+
+    Args:
+        declared: in the dtypes that are to be sent.
+    """
 
     def resident(self) -> list[torch.Tensor]:
         return self._resident
 
-    def __init__(self, tensors: Tensors) -> None:
-        super().__init__(tensors)
+    def __init__(self, tensors: Tensors, declared: Tensors | None = None) -> None:
+        super().__init__(tensors, declared)
         self._resident = [tensor for _, tensor in tensors]
 
     def move(self) -> None:
