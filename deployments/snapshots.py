@@ -59,28 +59,31 @@ class _Taker:
 
     def __init__(self, source: ParameterSource, device: torch.device) -> None:
         self._source = source
-        self._chunks = plan_chunks([(s.name, s.dtype, s.shape) for s in source.specs()], _PIECE_BYTES)
+        pieces = plan_chunks([(s.name, s.dtype, s.shape) for s in source.specs()], _PIECE_BYTES)
+        self._sizes = [
+            piece.table_offset for piece in pieces
+        ]  # without digests, which would double a full one
+        self._places = {entry.name: (i, entry) for i, piece in enumerate(pieces) for entry in piece.entries}
         self._stream = torch.cuda.Stream(device)
-        self._own: frozenset[int] = frozenset()
+        self._own: frozenset[int] | None = None
         self._in_flight: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._targets = self._memory()  # for the first round: pinning takes seconds
+        self._pieces = self._memory()  # for the first round: pinning takes seconds
 
     def begin(self) -> None:
-        self._own = self._source.storages()
+        self._own = None
         self._in_flight.clear()
-        if not self._targets:
-            self._targets = self._memory()
+        if not self._pieces:
+            self._pieces = self._memory()
 
-    def _memory(self) -> Snapshot:
-        targets: Snapshot = {}
-        for chunk in self._chunks:
-            block = pinned(chunk.table_offset)  # of digests there are none: they would double a full piece
-            targets |= {entry.name: view(entry, block) for entry in chunk.entries}
-        return targets
+    def _memory(self) -> list[torch.Tensor]:
+        return [pinned(size) for size in self._sizes]
 
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The copy, which is complete after `wait`."""
-        target = self._targets[name]
+        if self._own is None:  # here and not in `begin`, for which the round waits
+            self._own = self._source.storages()
+        piece, entry = self._places[name]
+        target = view(entry, self._pieces[piece])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(tensor, non_blocking=True)
@@ -97,7 +100,7 @@ class _Taker:
     def wait(self) -> None:
         self._stream.synchronize()
         self._in_flight.clear()
-        self._targets = {}
+        self._pieces = []
 
 
 def pinned(size_bytes: int) -> torch.Tensor:
