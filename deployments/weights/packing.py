@@ -5,6 +5,7 @@ digest a tensor. Sender and receiver derive the plan from the same metadata and 
 `chunk_bytes`, which the sender ships, so the two cannot disagree.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -124,13 +125,17 @@ def parse(
     """The inverse of `describe`.
 
     Raises:
-        ValueError: the lists differ in length, a dtype is unknown, a shape is not of whole numbers.
+        ValueError: the lists differ in length, a name comes twice, a dtype is unknown, a shape is not of
+            whole numbers.
     """
     if not len(names) == len(dtype_names) == len(shapes):
         raise ValueError(
             "names, dtype_names and shapes must have one entry a tensor, "
             f"got {len(names)}, {len(dtype_names)} and {len(shapes)}"
         )
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"each tensor must be named once, got {twice[0]!r} {names.count(twice[0])} times")
     return [
         (name, _dtype(name, dtype_name), _shape(name, shape))
         for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True)

@@ -63,6 +63,7 @@ def test_metadata_survives_the_wire() -> None:
         (["a"], ["float99"], [[1]], "float99"),
         (["a"], ["float32"], [[-1]], "[-1]"),
         (["a"], ["load"], [[1]], "load"),
+        (["a", "b", "a"], ["float32"] * 3, [[1]] * 3, "'a' 2 times"),
     ],
 )
 def test_bad_metadata_is_refused_with_what_came(
