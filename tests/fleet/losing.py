@@ -28,6 +28,25 @@ def engine_of(replica: psutil.Process) -> psutil.Process:
     return next(each for each in replica.children(recursive=True) if each.name().startswith("VLLM::"))
 
 
+def kill_with_workers(engine: psutil.Process, timeout_s: float = 30.0) -> None:
+    """Afterwards all connections of the engine are closed. vLLM's worker processes notice by themselves that
+    their engine core is gone, but some hundred milliseconds later: until then they receive what is sent."""
+    processes = [engine, *engine.children(recursive=True)]
+    for process in processes:
+        process.kill()
+    deadline = time.monotonic() + timeout_s
+    while any(map(_runs, processes)):
+        assert time.monotonic() < deadline, f"not all of {processes} have ended"
+        time.sleep(0.01)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def kill_a_replica(application: str = "slipstream") -> None:
     """By its process id; its engine must go with it."""
     victim = a_replica(application)

@@ -24,7 +24,14 @@ from deployments.publishing import free_port
 from deployments.weights.gloo import GlooTrainerInitInfo
 from deployments.weights.plugin import register
 from tests.fleet.conftest import MODEL, PORT, Fleet
-from tests.fleet.losing import a_replica, a_round_that_hangs, engine_of, members, wait_for_another
+from tests.fleet.losing import (
+    a_replica,
+    a_round_that_hangs,
+    engine_of,
+    kill_with_workers,
+    members,
+    wait_for_another,
+)
 from tests.fleet.talk import PROMPT, Answer, Reference, ask, complete, on_every_replica, train_and_publish
 from tests.tiny_models import tiny_llama
 
@@ -185,7 +192,7 @@ class KillingSource(ModuleSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, pair in enumerate(super().__iter__()):
             if index == 8:
-                engine_of(a_replica("gloo")).kill()
+                kill_with_workers(engine_of(a_replica("gloo")))
                 time.sleep(self._pause_s)
             yield pair
 
