@@ -60,9 +60,8 @@ class _Taker:
     def __init__(self, source: ParameterSource, device: torch.device) -> None:
         self._source = source
         pieces = plan_chunks([(s.name, s.dtype, s.shape) for s in source.specs()], _PIECE_BYTES)
-        self._sizes = [
-            piece.table_offset for piece in pieces
-        ]  # without digests, which would double a full one
+        # Without room for digests, which would double a piece that is full.
+        self._sizes = [piece.table_offset for piece in pieces]
         self._places = {entry.name: (i, entry) for i, piece in enumerate(pieces) for entry in piece.entries}
         self._stream = torch.cuda.Stream(device)
         self._own: frozenset[int] | None = None

@@ -43,20 +43,19 @@ class Packer:
         self._ready: dict[tuple[int, int], Callable[[], Findings]] = {}  # by chunk and address of the block
         self.look()
 
-    def look(self) -> bool:
-        """Find out where the source's tensors are; whether they are where they were.
+    def look(self) -> None:
+        """Find out where the source's tensors are.
 
         Raises:
             ValueError: they are not what the source declares.
         """
         found = self._source.resident() if isinstance(self._source, ResidentSource) else None
         if found is self.resident:
-            return True
+            return
         if found is not None:
             _check(self.metadata, found)
         self.resident, self._ready = found, {}
         self.in_place = found if found is not None and not _is_cast(self.metadata, found) else None
-        return False
 
     def begin(self) -> None:
         """Before each round."""
