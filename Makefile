@@ -42,10 +42,10 @@ $(STAMP): requirements-cpu.txt pyproject.toml
 	@touch $@
 
 serve: $(STAMP)
-	@exec $(PY) -m app.launch --config $(CONFIG) $(ARGS)
+	@exec $(PY) -m app.command.launch --config $(CONFIG) $(ARGS)
 
 rl: $(STAMP)
-	@exec $(PY) -m app.submit $(ARGS)
+	@exec $(PY) -m app.command.submit $(ARGS)
 
 test: $(STAMP)
 	@exec $(PY) -m pytest $(ARGS)

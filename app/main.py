@@ -11,21 +11,21 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from app.config import AppConfig, Device, Placement
-from app.engine_args import check_engine_args
-from app.gpus import check_gpus, slot_plan
-from app.ingress import Ingress
-from app.models import resolve_model
-from app.trainer_settings import trainer_spec
-from deployments.controller import Controller
-from deployments.engine import EngineSpec
-from deployments.liveness import ServeReplicas
+from app.http.ingress import Ingress
+from app.settings.config import AppConfig, Device, Placement
+from app.settings.engine_args import check_engine_args
+from app.settings.gpus import check_gpus, slot_plan
+from app.settings.models import resolve_model
+from app.settings.trainer import trainer_spec
+from deployments.controller.controller import Controller
+from deployments.controller.liveness import ServeReplicas
 from deployments.placement import FREE_TIMEOUT_S, Slots
-from deployments.request_router import FleetRequestRouter
-from deployments.rollout import Rollout
-from deployments.router import RouterLimits
-from deployments.trainer import Trainer
-from deployments.weights.plugin import backend
+from deployments.replica.engine import EngineSpec
+from deployments.replica.replica import Rollout
+from deployments.router.request_router import FleetRequestRouter
+from deployments.router.router import RouterLimits
+from deployments.trainer.trainer import Trainer
+from deployments.vllm_plugin import backend
 
 # A replica reserves one CPU unless told otherwise, and requests to one that cannot be placed
 # hang in silence.

@@ -21,7 +21,7 @@ def seconds(work: Callable[[], object], rounds: int = 10) -> float:
 
 
 def main() -> None:
-    from deployments.weights.digest import Copy, digest_tensor, digests, survey
+    from deployments.weights.wire.digest import Copy, digest_tensor, digests, survey
 
     gigabyte = 1 << 30
     whole = torch.randn(8 * gigabyte // 2, dtype=torch.bfloat16, device="cuda")

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 from safetensors.torch import load_file, save_file
 
-from app.models import resolve_model
+from app.settings.models import resolve_model
 from benchmarks.load import Load, run
 from benchmarks.servers import MODEL, fleet, vllm_serve
 

@@ -32,7 +32,7 @@ class Ours:
     """The replica's own path: the instructions that a controller would send."""
 
     def __init__(self, engine: Any, kv_cache: str = "keep") -> None:
-        from deployments.member import EngineMember
+        from deployments.replica.staged_member import EngineMember
 
         self.engine = engine
         self._member = EngineMember(engine)
@@ -66,7 +66,7 @@ class Ours:
         self.times.live = time.perf_counter()
 
     async def _do(self, kind: str, **args: Any) -> Any:
-        from deployments.weights.protocol import Instruction, InstructionKind
+        from deployments.protocol import Instruction, InstructionKind
 
         instruction = Instruction(seq=0, kind=InstructionKind(kind), args=args, deadline_s=TIMEOUT_S)
         return await asyncio.wait_for(self._member.execute(instruction), TIMEOUT_S)
@@ -158,7 +158,7 @@ class TrainerProcess:
 
 
 async def start_engine(model: str, backend: str, staging: str, **arguments: Any) -> Any:
-    from deployments.engine import Engine, EngineSpec
+    from deployments.replica.engine import Engine, EngineSpec
 
     chosen = {"max_model_len": 4096, "gpu_memory_utilization": 0.5, **arguments}
     spec = EngineSpec(model=model, served_model_name="m", backend=backend, staging=staging, arguments=chosen)
@@ -234,19 +234,19 @@ def _trainer_engine(client: Any, model: Any, backend: str, workers: int, options
     import torch
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-    from deployments.publishing import PublishSource
-    from deployments.weights.plugin import register
+    from deployments.trainer.publisher import PublishSource
+    from deployments.vllm_plugin import register
     from trainers.sources import ParameterSource
 
     register()
     meeting = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 1 + workers}
     match backend:
         case "slipstream_ipc":
-            from deployments.weights.ipc import IpcTrainerInitInfo
+            from deployments.weights.transports.ipc import IpcTrainerInitInfo
 
             info: Any = IpcTrainerInitInfo(rank=0, world_size=1 + workers, **options)
         case "slipstream_nccl":
-            from deployments.weights.nccl import NcclTrainerInitInfo
+            from deployments.weights.transports.nccl import NcclTrainerInitInfo
 
             info = NcclTrainerInitInfo(rank=0, **meeting, **options)
         case "ipc":

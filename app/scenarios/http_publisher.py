@@ -30,7 +30,7 @@ from vllm.distributed.weight_transfer import (
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 from app.scenarios.service import Service, token_from
-from deployments.weights.plugin import register
+from deployments.vllm_plugin import register
 
 ON_CPU = ("shm", "gloo")
 TRANSPORTS = ("nccl", "ipc", "slipstream_nccl", "slipstream_ipc", *ON_CPU)
@@ -70,19 +70,19 @@ def init_info(transport: str, workers: int, address: str) -> TrainerInitInfo:
 
             return IPCTrainerInitInfo(rank=0)
         case "slipstream_nccl":
-            from deployments.weights.nccl import NcclTrainerInitInfo
+            from deployments.weights.transports.nccl import NcclTrainerInitInfo
 
             return NcclTrainerInitInfo(address, port, size, rank=0)
         case "slipstream_ipc":
-            from deployments.weights.ipc import IpcTrainerInitInfo
+            from deployments.weights.transports.ipc import IpcTrainerInitInfo
 
             return IpcTrainerInitInfo(size, rank=0)
         case "gloo":
-            from deployments.weights.gloo import GlooTrainerInitInfo
+            from deployments.weights.transports.gloo import GlooTrainerInitInfo
 
             return GlooTrainerInitInfo(address, port, size, rank=0)
         case "shm":
-            from deployments.weights.shm import ShmTrainerInitInfo
+            from deployments.weights.transports.shm import ShmTrainerInitInfo
 
             return ShmTrainerInitInfo(rank=0)
     raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from app.config import SecurityConfig
-from app.config_errors import ConfigError
+from app.settings.config import SecurityConfig
+from app.settings.errors import ConfigError
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from deployments.errors import InvalidRequest, RoundAborted
-from deployments.weights.packing import parse, plan_chunks
-from deployments.weights.protocol import Lease, RoundOptions, RoundReport
-from deployments.weights.shm import open_segment
+from deployments.protocol import Lease, RoundOptions, RoundReport
+from deployments.weights.transports.shm import open_segment
+from deployments.weights.wire.chunk_layout import parse, plan_chunks
 
 
 class FakeController:

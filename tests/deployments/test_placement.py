@@ -14,8 +14,8 @@ from ray import serve
 from ray.util.placement_group import get_placement_group
 
 from deployments.placement import VISIBLE, SlotPlan, Slots, in_bundle, require_host_with, take_slot, use_gpus
-from deployments.trainer_spec import TrainerSpec
-from deployments.worker_group import resources
+from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.worker_group import resources
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
 PORT = 8361

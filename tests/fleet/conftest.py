@@ -43,8 +43,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         address="local", include_dashboard=False, num_cpus=2, configure_logging=False, log_to_driver=False
     )
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    from app.config import parse_config
     from app.main import build
+    from app.settings.config import parse_config
 
     config = parse_config(
         {

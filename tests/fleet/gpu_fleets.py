@@ -15,9 +15,9 @@ import torch
 import yaml
 from ray import serve
 
-from app.cluster import MARK, marked_processes
-from app.config import AppConfig, parse_config
+from app.command.cluster import MARK, marked_processes
 from app.scenarios import fresh_engine
+from app.settings.config import AppConfig, parse_config
 from tests.fleet.conftest import MODEL, Fleet
 
 CONFIGS = Path(__file__).parents[2] / "app" / "configs"

@@ -24,8 +24,8 @@ RANKS = 2
 @pytest.fixture(scope="module")
 def sharded(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("fsdp2")
-    from app.config import parse_config
     from app.main import build
+    from app.settings.config import parse_config
 
     checkpoint = save_tiny_llama(root / "model", seed=3, layers=LAYERS)
     config = parse_config(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ray import serve
 
-from app.cluster import MARK, marked_processes
+from app.command.cluster import MARK, marked_processes
 from tests.fleet.conftest import Fleet
 from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
 from tests.fleet.losing import a_round_that_hangs, members, wait_for_another

@@ -15,9 +15,9 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from deployments.weights.packing import describe, pack, plan_chunks
-from deployments.weights.plugin import register
-from deployments.weights.shm import ShmTrainerInitInfo, create_segment, remove_segment
+from deployments.vllm_plugin import register
+from deployments.weights.transports.shm import ShmTrainerInitInfo, create_segment, remove_segment
+from deployments.weights.wire.chunk_layout import describe, pack, plan_chunks
 from tests.fleet.conftest import Fleet
 from tests.fleet.losing import kill_a_replica, members, wait_for_another
 from tests.fleet.talk import Reference, complete, on_every_replica, stored, succeeded, train_and_publish

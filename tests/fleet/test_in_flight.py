@@ -7,10 +7,10 @@ import pytest
 from ray import serve
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
-from deployments.weights.client import FleetWeightSyncClient
-from deployments.weights.plugin import register
-from deployments.weights.protocol import InFlight, RoundOptions, RoundReport
-from deployments.weights.shm import ShmTrainerInitInfo
+from deployments.protocol import InFlight, RoundOptions, RoundReport
+from deployments.trainer.fleet_client import FleetWeightSyncClient
+from deployments.vllm_plugin import register
+from deployments.weights.transports.shm import ShmTrainerInitInfo
 from tests.fleet.conftest import Fleet
 from tests.fleet.talk import body, complete
 from tests.tiny_models import tiny_llama

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import yaml
 
-from app.cluster import free_ports
+from app.command.cluster import free_ports
 from tests.environment import users_environment
 from tests.fleet.conftest import MODEL, Fleet
 from tests.fleet.losing import kill_a_replica, members, wait_for_another
@@ -47,7 +47,7 @@ def launched(tmp_path: Path) -> Iterator[Fleet]:
     command = [
         sys.executable,
         "-m",
-        "app.launch",
+        "app.command.launch",
         "--config",
         str(file),
         "--dashboard-port",

@@ -19,8 +19,8 @@ APPLICATION = "lost"
 @pytest.fixture
 def alone(fleet: Fleet, tmp_path: Path) -> Iterator[Fleet]:
     """A fleet of one replica, whose store cannot be written: a file is where its directory would be."""
-    from app.config import parse_config
     from app.main import build
+    from app.settings.config import parse_config
 
     store = tmp_path / "state" / "store"
     store.parent.mkdir()

@@ -20,9 +20,9 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from deployments.publishing import free_port
-from deployments.weights.gloo import GlooTrainerInitInfo
-from deployments.weights.plugin import register
+from deployments.trainer.publisher import free_port
+from deployments.vllm_plugin import register
+from deployments.weights.transports.gloo import GlooTrainerInitInfo
 from tests.fleet.conftest import MODEL, PORT, Fleet
 from tests.fleet.losing import (
     a_replica,
@@ -43,8 +43,8 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def gloo(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("gloo")
-    from app.config import parse_config
     from app.main import build
+    from app.settings.config import parse_config
 
     config = parse_config(
         {

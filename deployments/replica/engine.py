@@ -1,0 +1,257 @@
+"""One vLLM server in this process: an AsyncLLM, vLLM's own FastAPI application, and the swap.
+
+Everything that changes weights or the scheduler goes through here, so that a swap, the reset of
+the caches and the new version happen inside one pause.
+"""
+
+import asyncio
+import time
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from fastapi import FastAPI
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.outputs import RequestOutput
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from deployments.protocol import CommitArgs, InFlight, KvCache, ReplicaTimings
+from deployments.replica.engine_core import COMMIT
+from deployments.replica.spans import RECORDER, SpanRecorder
+
+MEMORY = frozenset({"weights", "kv_cache"})  # what sleeps at level 1 and 2, by vLLM's tags
+WORKER_EXTENSION = "deployments.weights.staging.worker_extension.StagingWorkerExtension"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What an engine is started with.
+
+    Attributes:
+        model: a directory that vLLM can load, or a hub id.
+        served_model_name: the name that clients use, whatever directory the weights came from.
+        backend: the weight transfer backend, by its name in vLLM's registry.
+        staging: device | host | none.
+        staging_share: of the device's time that staging may take while requests run; 1: all of it.
+        arguments: further fields of vLLM's `AsyncEngineArgs` and of its OpenAI server.
+    """
+
+    model: str
+    served_model_name: str
+    backend: str
+    staging: str
+    staging_share: float = 1.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def at(self, checkpoint: str) -> "EngineSpec":
+        """The same with the weights of a stored version."""
+        # `load_format: dummy` is about the checkpoint that the fleet starts from: a replica that takes its
+        # place later would serve noise under the committed version's number.
+        return replace(self, model=checkpoint, arguments={**self.arguments, "load_format": "auto"})
+
+
+class RecordingLLM(AsyncLLM):
+    """An AsyncLLM that tells the request's `SpanRecorder` which versions made its tokens."""
+
+    salt_prefixes = False
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        recorder = RECORDER.get()
+        if recorder is None:
+            return super().generate(prompt, sampling_params, request_id, **options)
+        if self.salt_prefixes and isinstance(prompt, dict):
+            # With `kv_cache: keep` a running request's blocks hold keys and values of two versions.
+            # The salt keeps requests that start later from reusing them as a prefix.
+            prompt["cache_salt"] = f"{recorder.version}/{prompt.get('cache_salt', '')}"
+        stream = super().generate(prompt, sampling_params, request_id, **options)
+        return self._recorded(stream, recorder, recorder.open_call(sampling_params.n))
+
+    async def _recorded(
+        self, stream: AsyncGenerator[RequestOutput, None], recorder: SpanRecorder, first_choice: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async for output in stream:
+            for completion in output.outputs:
+                if completion.weight_versions is not None:
+                    spans = [
+                        {"version": int(span.version), "start": span.start, "end": span.end}
+                        for span in completion.weight_versions
+                    ]
+                    recorder.record(first_choice + completion.index, spans)
+            yield output
+
+
+class Engine:
+    """An engine that is up. `version` names the weights that it computes with."""
+
+    def __init__(self, llm: RecordingLLM, app: FastAPI, version: int) -> None:
+        self.llm = llm
+        self.app = app
+        self.version = version
+        self.paused_by_user = False
+        self.asleep = False  # some of its memory is given back, or its scheduler sleeps
+        self._parts_asleep: frozenset[str] = frozenset()  # of MEMORY
+        self.staging_share = 1.0
+        self._lifespan = app.router.lifespan_context(app)
+
+    @classmethod
+    async def start(cls, spec: EngineSpec, *, version: int) -> "Engine":
+        """Start the engine's processes and build its application; about 30 s on a CPU."""
+        args = _server_arguments(spec)
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+        llm = cast(RecordingLLM, _new_llm(config, engine_args))
+        tasks = await llm.get_supported_tasks()
+        app = build_app(args, tasks, llm.model_config)
+        await init_app_state(llm, app.state, args, tasks)
+        app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler wants a uvicorn server
+        engine = cls(llm, app, version)
+        engine.staging_share = spec.staging_share
+        await engine._lifespan.__aenter__()
+        await llm.update_weight_version(str(version))
+        return engine
+
+    @property
+    def world_size(self) -> int:
+        return self.llm.vllm_config.parallel_config.world_size_across_dp
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are being served."""
+        return self._may_resume and self.llm.output_processor.has_unfinished_requests()
+
+    @property
+    def weights_asleep(self) -> bool:
+        return "weights" in self._parts_asleep
+
+    @property
+    def dead(self) -> bool:
+        return self.llm.errored
+
+    async def workers(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of every worker of every data-parallel rank; one answer a worker."""
+        core: Any = self.llm.engine_core
+        if self.llm.vllm_config.parallel_config.data_parallel_size > 1:
+            # collective_rpc would run everywhere and return the first rank's answers only.
+            answers = await core.call_utility_all_async("collective_rpc", method, None, (), arguments)
+            return [answer for rank in answers for answer in rank]
+        return cast(list[Any], await self.llm.collective_rpc(method, kwargs=arguments))
+
+    async def commit(self, args: CommitArgs) -> ReplicaTimings:
+        """Make the staged version the live one between two decoding steps.
+
+        Stays paused if `args.hold`, if a user has paused the engine, or while its KV cache sleeps.
+        """
+        begin = time.perf_counter()
+        recompute = args.kv_cache is KvCache.RECOMPUTE
+        resume = self._may_resume and not args.hold
+        one_rank = self.llm.vllm_config.parallel_config.data_parallel_size == 1
+        if one_rank and args.in_flight is InFlight.KEEP:
+            core: Any = self.llm.engine_core
+            swap_s = await core.call_utility_async(COMMIT, str(args.version), recompute, resume)
+        else:
+            swap_s = await self._commit_by_calls(args, recompute, resume)
+        self.version = args.version
+        return ReplicaTimings(swap_s=swap_s, gap_s=time.perf_counter() - begin)
+
+    async def _commit_by_calls(self, args: CommitArgs, recompute: bool, resume: bool) -> float:
+        """The same with vLLM's own calls; the seconds from the pause to the end."""
+        core = self.llm.engine_core
+        # Not llm.pause_generation: it sleeps 20 ms after the pause for the sake of tidy logs. The
+        # answer is awaited, because a step in flight would be labelled with the new version.
+        await core.pause_scheduler_async(mode=args.in_flight.value, clear_cache=recompute)
+        paused = time.perf_counter()
+        calls = [self.workers("finish_weight_update"), core.set_weight_version_async(str(args.version))]
+        if not recompute:
+            calls.append(self.llm.reset_prefix_cache())
+        if resume:
+            calls.append(core.resume_scheduler_async())
+        # Sent without waiting in between: the engine core handles them in this order.
+        failures = [
+            r for r in await asyncio.gather(*calls, return_exceptions=True) if isinstance(r, Exception)
+        ]
+        if failures:
+            raise failures[0]
+        return time.perf_counter() - paused
+
+    async def release(self) -> None:
+        """Go on after a commit that held."""
+        if self._may_resume:
+            await self.llm.engine_core.resume_scheduler_async()
+
+    async def load(self, path: str, version: int) -> None:
+        """Load a checkpoint directory into the running engine (a joiner that catches up)."""
+        core = self.llm.engine_core
+        await core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await self.workers("load_checkpoint", path=path)
+        await core.set_weight_version_async(str(version))
+        self.version = version
+        await self.release()
+
+    async def sleep(self, level: int, mode: str) -> None:
+        """Give memory back: at level 1 the weights wait in host memory, at level 2 they are gone."""
+        await self.llm.sleep(level=level, mode=mode)
+        self.asleep = True
+        if level >= 1:
+            self._parts_asleep = MEMORY
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Take memory back, all of it or by tags; the last part also resumes the scheduler."""
+        if tags is not None:
+            # vLLM leaves the whole call undone if one of the parts is awake already.
+            tags = [tag for tag in tags if tag in self._parts_asleep or tag not in MEMORY]
+            if not tags:
+                return
+        awake = await self.llm.wake_up(tags)
+        self._parts_asleep = frozenset() if tags is None else self._parts_asleep - set(tags)
+        if awake:
+            self.asleep = self.paused_by_user = False
+
+    @property
+    def _may_resume(self) -> bool:
+        # A step without its KV cache's memory would end the engine.
+        return not (self.paused_by_user or self.asleep)
+
+    async def stop(self) -> None:
+        """End the engine's processes. AsyncLLM's own `__del__` is too late and prints a TypeError."""
+        try:
+            await self._lifespan.__aexit__(None, None, None)
+        finally:
+            await asyncio.to_thread(self.llm.shutdown, 5.0)
+
+
+def _new_llm(config: VllmConfig, engine_args: AsyncEngineArgs) -> AsyncLLM:
+    return RecordingLLM.from_vllm_config(
+        vllm_config=config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=engine_args.enable_log_requests,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+
+
+def _server_arguments(spec: EngineSpec) -> Namespace:
+    """vLLM's own server arguments, so that every option of `vllm serve` has its usual default."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args([])
+    chosen = {
+        "model": spec.model,
+        "served_model_name": [spec.served_model_name],
+        "weight_transfer_config": {"backend": spec.backend},
+        "additional_config": {"staging": spec.staging},
+        "worker_extension_cls": WORKER_EXTENSION,
+        "log_error_stack": False,
+        **spec.arguments,
+    }
+    for name, value in chosen.items():
+        setattr(args, name, value)
+    validate_parsed_serve_args(args)
+    return cast(Namespace, args)

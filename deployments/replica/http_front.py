@@ -1,0 +1,195 @@
+"""The replica's own HTTP server, which only the fleet's routers talk to.
+
+Serve chooses the replica; the bytes do not travel through Ray: a streamed token would cost two
+messages between actors, a millisecond of processor time. A router reaches the server at the address,
+and with the key, that the replica has published as its metadata.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Generator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from deployments.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
+from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
+from deployments.request_headers import KEY_HEADER, REFUSED_HEADER, Demand, demand_of
+
+KEEP_ALIVE_S = 75  # longer than the router keeps a connection, so that it never meets a closed one
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class ReplicaFront:
+    """An ASGI application around the engine's own: admission, versions, and refusals.
+
+    Args:
+        app: vLLM's application.
+        replica_id: tells a client who has answered.
+        gate: returns when a request with this demand may be answered; raises SlipstreamError.
+        refusal: why nothing may be answered now; None if it may.
+        version: that of the engine's weights.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        replica_id: str,
+        gate: Callable[[Demand], Awaitable[None]],
+        refusal: Callable[[], str | None],
+        version: Callable[[], int],
+    ) -> None:
+        self._app = app
+        self._replica_id = replica_id
+        self._gate = gate
+        self._refusal = refusal
+        self._version = version
+        self.key = secrets.token_hex(16)
+        self.in_flight = 0
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        headers = dict(scope["headers"])
+        if not hmac.compare_digest(headers.get(KEY_HEADER, b""), self.key.encode()):
+            return await _say(send, InvalidRequest("this port is for the fleet's routers"))
+        self.in_flight += 1
+        try:
+            await self._gate(
+                demand_of({name.decode(): text.decode("latin-1") for name, text in headers.items()}, 0)
+            )
+            answer = _Answer(send, SpanRecorder(self._version()), self._replica_id, self._refused)
+            await answer.run(self._app, scope, receive)
+        except SlipstreamError as error:
+            await _say(send, error)
+        finally:
+            self.in_flight -= 1
+
+    def _refused(self) -> ReplicaUnavailable | None:
+        reason = self._refusal()
+        return None if reason is None else ReplicaUnavailable(f"replica {self._replica_id}: {reason}")
+
+
+class _Answer:
+    """One answer on its way out: gains versions and, if the engine is what failed, becomes a refusal."""
+
+    def __init__(
+        self,
+        send: Send,
+        recorder: SpanRecorder,
+        replica_id: str,
+        refused: Callable[[], ReplicaUnavailable | None],
+    ) -> None:
+        self._send = send
+        self._recorder = recorder
+        self._annotate = StreamAnnotator(recorder)
+        self._replica_id = replica_id
+        self._refused = refused
+        self._start: Message | None = None  # held back until the first piece of the body
+        self._begun = False
+        self._is_json = self._is_stream = False
+        self._instead: ReplicaUnavailable | None = None  # of the engine's own word
+        self._body = bytearray()  # of a JSON answer
+
+    async def run(self, app: App, scope: Message, receive: Receive) -> None:
+        RECORDER.set(self._recorder)
+        try:
+            await app(scope, receive, self._take)
+        except Exception as error:  # whatever broke in vLLM's application, another replica may be sound
+            if self._begun:
+                raise  # the connection is closed, and the router tells the client
+            refusal = ReplicaUnavailable(f"replica {self._replica_id} failed: {error}")
+            raise self._instead or self._refused() or refusal from error
+        if self._instead is not None:
+            raise self._instead
+
+    async def _take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            if message["status"] >= 500:  # so vLLM answers when its engine has died
+                self._instead = self._refused()
+            self._start = message
+            content_type = _content_type(message["headers"])
+            self._is_json = content_type.startswith(b"application/json")
+            self._is_stream = content_type.startswith(b"text/event-stream")
+            return
+        if self._instead is not None:
+            return
+        piece, more = message.get("body", b""), message.get("more_body", False)
+        if self._is_json:
+            self._body += piece
+            if more:
+                return
+            assert self._start is not None
+            piece = annotate_json(bytes(self._body), self._recorder, self._start["status"])
+        elif self._is_stream:
+            piece = self._annotate(piece)
+        if not self._begun:
+            self._begun = True
+            await self._send_start(len(piece) if self._is_json else None)
+        await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+
+    async def _send_start(self, length: int | None) -> None:
+        assert self._start is not None
+        headers = [
+            (name, value)
+            for name, value in self._start["headers"]
+            if length is None or name.lower() != b"content-length"
+        ]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        headers.append((b"x-slipstream-replica", self._replica_id.encode()))
+        headers.append((b"x-weight-version", str(self._recorder.version).encode()))
+        await self._send({"type": "http.response.start", "status": self._start["status"], "headers": headers})
+
+
+class ReplicaServer:
+    """Serves an application on a port of its own; `address` is host:port."""
+
+    def __init__(self, app: App, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family)
+        port = self._socket.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="critical",  # what goes wrong is told to the router, and by it
+            access_log=False,
+            lifespan="off",  # the engine's own is entered where it starts
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = _Quiet(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def close(self) -> None:
+        """Close every connection."""
+        self._server.should_exit = self._server.force_exit = True
+        await self._task
+
+
+class _Quiet(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield  # signals are the Serve replica's
+
+
+def _content_type(headers: Headers) -> bytes:
+    return next((value for name, value in headers if name.lower() == b"content-type"), b"")
+
+
+async def _say(send: Send, error: SlipstreamError) -> None:
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if isinstance(error, ReplicaUnavailable):
+        headers.append((REFUSED_HEADER, b"1"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

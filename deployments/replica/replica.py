@@ -1,0 +1,186 @@
+"""The replica: one whole vLLM server behind one Serve replica.
+
+It returns from `__init__` only when it serves the committed version, refuses requests that it must
+not answer (so that the router tries another replica), and fails its health check once it is
+fenced or its engine is dead, so that Serve replaces it.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+import uuid
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.errors import Conflict, ReplicaUnavailable
+from deployments.logs import serve_logger
+from deployments.placement import take_slot, use_gpus
+from deployments.protocol import Directive, JoinAnswer, KvCache, Report
+from deployments.replica.engine import Engine, EngineSpec
+from deployments.replica.follower import Follower
+from deployments.replica.http_front import ReplicaFront, ReplicaServer
+from deployments.replica.native_member import member_of
+from deployments.replica.parent_death import own_engine
+from deployments.request_headers import Demand
+
+POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
+logger = serve_logger()
+
+
+class Rollout:
+    """Serve's deployment class of the fleet's replicas.
+
+    Args:
+        engine: what the engine is started with.
+        controller: the fleet's controller.
+        kv_cache: what the fleet does with running requests' caches at an update.
+        self_fence_s: without contact to the controller for this long, take no more requests:
+            the fleet may have moved on. Shorter than the time after which it does.
+        drain_s: how long requests that are running may go on when the replica is stopped.
+        slots: where the engine's GPUs come from; None: Serve has given this process its own.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        engine: EngineSpec,
+        controller: DeploymentHandle,
+        kv_cache: KvCache = KvCache.RECOMPUTE,
+        self_fence_s: float = 20.0,
+        drain_s: float = 10.0,
+        slots: DeploymentHandle | None = None,
+    ) -> None:
+        self._controller = controller
+        self._self_fence_s = self_fence_s
+        self._drain_s = drain_s
+        self._stopping = False
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._incarnation = uuid.uuid4().hex
+        if slots is not None:
+            self._slot = await take_slot(await slots.plan.remote())
+            use_gpus(self._slot)
+        answer = await self._join()
+        spec = engine if answer.path is None else engine.at(answer.path)
+        own_engine()
+        self._engine = await Engine.start(spec, version=answer.version)
+        self._engine.llm.salt_prefixes = kv_cache is KvCache.KEEP
+        self._member = member_of(self._engine, spec)
+        self._follower = Follower(
+            replica_id=self._replica_id, incarnation=self._incarnation, member=self._member, poll=self._poll
+        )
+        self._following = asyncio.create_task(self._follower.run())
+        self._front = ReplicaFront(
+            self._engine.app,
+            replica_id=self._replica_id,
+            gate=self._until_version,
+            refusal=self._refusal,
+            version=lambda: self._engine.version,
+        )
+        await self._until_admitted()
+        self._server = ReplicaServer(self._front, ray.util.get_node_ip_address())
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What every router learns of this replica as it becomes ready."""
+        return {"address": self._server.address, "key": self._front.key}
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What the router knows of this replica between two requests."""
+        return {
+            "version": self._engine.version,
+            "admitted": self._refusal() is None,
+            "in_flight": self._front.in_flight,
+        }
+
+    def check_health(self) -> None:
+        if self._member.fenced is not None:
+            raise RuntimeError(f"fenced: {self._member.fenced}")
+        if self._engine.dead:
+            raise RuntimeError("the engine is dead")
+        if self._following.done():
+            raise RuntimeError("the follower has ended")
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    async def __del__(self) -> None:
+        self._stopping = True
+        await self._drain()
+        following = getattr(self, "_following", None)
+        if following is not None:
+            following.cancel()
+        engine = getattr(self, "_engine", None)
+        if engine is not None and self._member.fenced is None:
+            await engine.stop()
+
+    async def _join(self) -> JoinAnswer:
+        while True:
+            try:
+                return await self._controller.join.remote(self._replica_id, self._incarnation)
+            except Exception as error:  # the controller may start after us, or be restarting
+                logger.debug("controller not reached: %s", error)
+                await asyncio.sleep(1.0)
+
+    async def _poll(self, report: Report) -> Directive:
+        response = self._controller.poll.remote(report)
+        try:
+            return await asyncio.wait_for(response, POLL_TIMEOUT_S)
+        except TimeoutError:
+            with contextlib.suppress(Exception):  # a poll that nobody waits for any more
+                response.cancel()
+            raise
+
+    async def _until_admitted(self) -> None:
+        while not self._member.admitted:
+            self.check_health()
+            await asyncio.sleep(0.02)
+
+    async def _drain(self) -> None:
+        """Let running requests end. Serve cannot: it does not see them."""
+        server = getattr(self, "_server", None)
+        if server is None:
+            return
+        deadline = time.monotonic() + self._drain_s
+        while self._front.in_flight and self._member.fenced is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        await server.close()
+
+    def _refusal(self) -> str | None:
+        """Why this replica must not answer; None if it may."""
+        if self._stopping:
+            return "it is being stopped"
+        if self._member.fenced is not None:
+            return f"fenced: {self._member.fenced}"
+        if not self._member.admitted:
+            return "not admitted yet"
+        if self._engine.dead:
+            return "the engine is dead"
+        silent_s = time.monotonic() - self._follower.last_contact
+        if silent_s > self._self_fence_s:
+            return f"no contact to the controller for {silent_s:.0f} s"
+        return None
+
+    async def _until_version(self, demand: Demand) -> None:
+        self._check()
+        changed = self._member.changed
+        if self._engine.version >= demand.min_version:
+            return
+        try:
+            async with asyncio.timeout(demand.timeout_s), changed:
+                await changed.wait_for(
+                    lambda: self._engine.version >= demand.min_version or self._refusal() is not None
+                )
+        except TimeoutError:
+            raise Conflict(
+                f"x-min-weight-version asks for version {demand.min_version}; the fleet serves "
+                f"{self._engine.version} and did not reach it within {demand.timeout_s:g} s",
+                {"expected": demand.min_version, "actual": self._engine.version},
+            ) from None
+        self._check()
+
+    def _check(self) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            raise ReplicaUnavailable(f"replica {self._replica_id}: {refusal}", {"replica": self._replica_id})

@@ -1,0 +1,55 @@
+"""The headers that clients, routers and replicas exchange, and what a request demands of a replica."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deployments.errors import InvalidRequest
+
+KEY_HEADER = b"x-slipstream-key"  # a router proves that it belongs to the fleet
+REFUSED_HEADER = b"x-slipstream-refused"  # nothing was done: another replica may answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request asks of the replica that answers it.
+
+    Attributes:
+        min_version: the oldest weights that may answer.
+        timeout_s: how long to wait for them.
+        session_id: requests of one session go to one replica while it is there.
+        refused: replicas that have refused this request already; they are asked last.
+        in_flight: requests that the asking router has at each replica.
+    """
+
+    min_version: int = 0
+    timeout_s: float = 0.0
+    session_id: str | None = None
+    refused: tuple[str, ...] = ()
+    in_flight: Mapping[str, int] = field(default_factory=dict)
+
+
+def demand_of(headers: Mapping[str, str], weight_timeout_s: float) -> Demand:
+    """What the request's headers ask of the weights.
+
+    Raises:
+        InvalidRequest: a header is not a number in its range.
+    """
+    return Demand(
+        min_version=int(_number(headers, "x-min-weight-version", 0)),
+        timeout_s=_number(headers, "x-weight-timeout", weight_timeout_s),
+        session_id=headers.get("x-session-id"),
+    )
+
+
+def _number(headers: Mapping[str, str], name: str, default: float) -> float:
+    text = headers.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf or (name == "x-min-weight-version" and not value.is_integer()):
+        raise InvalidRequest(f"{name} must be a number of at least 0, got {text!r}")
+    return value

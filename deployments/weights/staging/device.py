@@ -1,0 +1,171 @@
+"""Staging on the device: a shadow of the live parameters, filled while the engine decodes.
+
+The shadow is a second instance of vLLM's own model, so whatever its loaders do (stacking, sharding
+over TP and EP, padding, quantization) happens to the staged version exactly as it did to the live
+one. A swap copies tensor over tensor: addresses stay, and captured CUDA graphs stay valid.
+
+There are two ways to fill it, chosen at construction by what the model does after loading:
+
+    direct      nothing: vLLM's loaders write into the shadow's parameters. What they did in the first
+                round is done again in the next ones without them (`load_plan`).
+    layerwise   weights are repacked or quantized (online fp8, MLA, some MoE kernels): vLLM's layerwise
+                reload collects a layer's tensors, processes them and copies the result over the shadow
+
+What cannot be staged: what a layer derives from its weights and keeps outside its parameters and
+buffers (`_k_scale_float` of a calibrated fp8 cache), a draft model, LoRA (it wraps the live modules),
+expert load balancing (it moves experts between ranks), and weights that are offloaded to the host.
+The last three are refused at construction.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+from deployments.weights.staging.load_plan import LoadPlans, Tensors
+from deployments.weights.staging.nan_poison import Marks
+from deployments.weights.staging.shadow_model import (
+    build_shadow,
+    pair,
+    refuse_if_it_does_not_fit,
+    refuse_what_cannot_be_staged,
+)
+from deployments.weights.wire.chunk_layout import Chunk
+from deployments.weights.wire.digest_definition import Findings
+from deployments.weights.wire.received_chunk import Arrival
+
+
+class DeviceStaging:
+    """A shadow model on the device of `model`.
+
+    Built in the transfer engine's `__init__`, which vLLM runs after loading the weights and before
+    it sizes the KV cache, so the cache gets what the shadow leaves.
+
+    Raises:
+        ValueError: the model cannot be staged on the device, or memory does not suffice.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
+        refuse_what_cannot_be_staged(vllm_config, device, model)
+        refuse_if_it_does_not_fit(vllm_config, device, model)
+        self._vllm_config = vllm_config
+        self._shadow, self._layerwise = build_shadow(vllm_config, device)
+        self._pairs = pair(model, self._shadow)
+        self._marks = Marks(self._shadow, model)
+        with torch.no_grad():
+            self._pairs.copy_to_shadow()
+        self._plans = LoadPlans()
+        self._came: set[Chunk] = set()
+        self._open = False
+        self._swapped = torch.cuda.Event()
+        torch.cuda.current_stream(device).synchronize()
+
+    def begin(self) -> None:
+        self._open = False
+        self._came = set()
+
+    def replay(self, arrival: Arrival) -> Findings | None:
+        if not self._open:
+            self._start()
+        found = self._plans.replay(arrival)
+        if found is not None:
+            self._came.add(arrival.chunk)
+        return found
+
+    def add(self, chunk: Chunk, tensors: Tensors) -> None:
+        if self._layerwise:
+            # The layerwise reload keeps the tensors until their layer is complete, longer than the
+            # transport's buffer holds them.
+            self._load([(name, tensor.clone()) for name, tensor in tensors])
+            return
+        self._came.add(chunk)
+        with self._plans.watch(chunk, tensors):
+            self._load(tensors)
+
+    def plans(self) -> dict[str, Any]:
+        return {"chunks": len(self._plans), "refused": sorted(set(self._plans.refused.values()))}
+
+    def seal(self, *, complete: bool) -> list[str]:
+        if not self._open:
+            return self._marks.names
+        unfilled = self._seal_layers(complete) if self._layerwise else self._unwritten(complete)
+        if unfilled:
+            self._plans.distrust(self._came)
+        else:
+            self._plans.settle()
+            self._plans.keep_only(self._came)
+            self._open = False
+        torch.cuda.current_stream().synchronize()
+        return unfilled
+
+    def swap(self) -> None:
+        # Nothing waits for the copy: what the engine does next is queued behind it, on the stream on
+        # which the model runs, and is prepared meanwhile. If the device fails, so does the next step.
+        self._pairs.copy_to_live()
+        self._swapped.record()
+
+    def drop(self) -> None:
+        self._plans.discard()
+        if self._open and self._layerwise:
+            self._abandon_layers()
+        self._open = False
+
+    def release(self) -> None:
+        self._plans.release()
+
+    def _start(self) -> None:
+        self._open = True
+        torch.cuda.current_stream().wait_event(self._swapped)  # the shadow may still be read
+        if self._layerwise:
+            with self._config():
+                initialize_layerwise_reload(self._shadow)
+            return
+        # A layer that receives nothing would otherwise keep its old weights, and nothing would tell.
+        self._marks.set()
+
+    def _load(self, tensors: Tensors) -> None:
+        with self._config(), disable_mtp_completeness_check():
+            self._shadow.load_weights(tensors)
+
+    def _unwritten(self, complete: bool) -> list[str]:
+        unfilled = self._marks.still_set()
+        if not complete:
+            return unfilled
+        self._marks.put_live(unfilled)  # padding: it stays as it is
+        return []
+
+    def _seal_layers(self, complete: bool) -> list[str]:
+        unfilled = []
+        for name, layer in self._shadow.named_modules():
+            info = get_layerwise_info(layer)
+            wanted = info.load_numel_total
+            if wanted and info.restore_metadata[0] and not (info.load_numel > 0 and complete):
+                unfilled += [f"{name}.{parameter}" for parameter in info.restore_metadata[0]]
+        unfilled = [name for name in unfilled if not _is_optional(name)]
+        if unfilled:
+            self._abandon_layers()
+        else:
+            with self._config():
+                finalize_layerwise_reload(self._shadow, self._vllm_config.model_config)
+        return unfilled
+
+    def _abandon_layers(self) -> None:
+        """Put the shadow's tensors back in place. Its content is void until the next round fills it."""
+        for layer in self._shadow.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                _place_kernel_tensors(layer, info)
+            info.reset()
+
+    def _config(self) -> AbstractContextManager[Any]:
+        # vLLM's current config is one global for all threads, so it is set only where processing reads it.
+        return set_current_vllm_config(self._vllm_config) if self._layerwise else nullcontext()
+
+
+def _is_optional(name: str) -> bool:
+    """Scales of attention that most checkpoints do not have; vLLM fills them after loading."""
+    return name.endswith(("k_scale", "v_scale", "q_scale", "prob_scale"))

@@ -1,0 +1,85 @@
+"""Transport `nccl`: GPUs and hosts. A packed broadcast; rank 0 is the publisher.
+
+Both sides have two buffers and a stream for NCCL:
+
+    publisher   pack chunk i+1 (its own stream)   | broadcast chunk i (NCCL's stream)
+    worker      load chunk i (the staging stream) | receive chunk i+1 (NCCL's stream)
+
+Events order the streams on the device.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.distributed.weight_transfer.base import TrainerInitInfo
+
+from deployments.weights.transports.nccl_communicator import BUFFERS, TransferGroup
+from deployments.weights.transports.rendezvous import (
+    DEFAULT_TIMEOUT_S,
+    BroadcastInfo,
+    BroadcastReceiver,
+    BroadcastSender,
+    MeetingInfo,
+)
+from deployments.weights.wire.received_chunk import Arrival, packed
+
+DEFAULT_CHUNK_BYTES = 512 << 20
+
+
+@dataclass
+class NcclTrainerInitInfo(TrainerInitInfo):
+    """`world_size` counts the publisher (rank 0) and every worker of every replica."""
+
+    backend: ClassVar[str] = "slipstream_nccl"
+
+    master_address: str
+    master_port: int
+    world_size: int
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+
+class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
+    def join(self, info: MeetingInfo, rank: int, check: Callable[[], None]) -> TransferGroup:
+        return TransferGroup(info, rank, self.device, check)
+
+    def receive(self, update_info: BroadcastInfo) -> Iterator[Arrival]:
+        group, chunks = self.expected()
+        group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
+        finished = False
+        try:
+            # One ahead, behind the loads of chunk i-1, which had this buffer, on the current stream. But
+            # where staging rests, nothing of it is to run meanwhile.
+            ahead = 1 if self.share == 1.0 else 0
+            started = 0
+            for index, chunk in enumerate(chunks):
+                while started < min(index + 1 + ahead, len(chunks)):
+                    group.start(started, chunks[started].size_bytes)
+                    started += 1
+                group.wait(index)
+                yield packed(chunk, group.buffer(index, chunk.size_bytes))
+            finished = True
+        finally:
+            if not finished:  # peers wait in broadcasts that this worker will not take part in
+                self.abort()
+
+
+class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, TransferGroup]):
+    init_info_cls = NcclTrainerInitInfo
+
+    def form(self, info: MeetingInfo, check: Callable[[], None]) -> TransferGroup:
+        return TransferGroup(info, 0, torch.device("cuda", torch.cuda.current_device()), check)
+
+    def broadcast(self, check: Callable[[], None]) -> None:
+        group, chunks = self.group, self.packer.chunks
+        group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
+        for index, chunk in enumerate(chunks):
+            if index >= BUFFERS:
+                group.wait(index - BUFFERS, check)
+            # On the caller's stream: that of the tensors, whose memory may be freed right after.
+            self.packer.pack(index, group.buffer(index, chunk.size_bytes))
+            group.start(index, chunk.size_bytes, check)
+        for index in range(max(len(chunks) - BUFFERS, 0), len(chunks)):
+            group.wait(index, check)

@@ -1,0 +1,127 @@
+"""Transport `shm`: processes of one host, CPU. Named segments of shared memory, one a chunk.
+
+The publisher writes a chunk into a new segment and sends its name; every replica maps the same
+pages, so a version is in host memory once however many replicas there are. A mapping outlives
+the name, so the publisher removes each segment as soon as all replicas have opened it, and a
+publisher that dies leaves nothing that a replica needs.
+"""
+
+import mmap
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.transports.sender import SendingEngine
+from deployments.weights.wire.chunk_layout import Chunk, describe, layout
+from deployments.weights.wire.received_chunk import Arrival, packed
+from deployments.weights.wire.shared_memory import (
+    create_mapping,
+    open_mapping,
+    remove_orphans,
+    remove_segment,
+)
+
+DEFAULT_CHUNK_BYTES = 128 << 20
+_UNBOUNDED = 1 << 62  # a payload is one chunk, whatever its size
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: a payload carries all that its reader needs."""
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """One chunk: the segment that holds it, and what lies in it."""
+
+    segment: str
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+@dataclass
+class ShmTrainerInitInfo(TrainerInitInfo):
+    backend: ClassVar[str] = "shm"
+
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+
+
+class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+    one_payload = False
+
+    def connect(self, init_info: ShmInitInfo) -> None:
+        pass
+
+    def receive(self, update_info: ShmUpdateInfo) -> Iterator[Arrival]:
+        chunks = layout(update_info.names, update_info.dtype_names, update_info.shapes, _UNBOUNDED)
+        if len(chunks) != 1:
+            raise ValueError(f"a payload must describe at least one tensor, got {len(update_info.names)}")
+        yield packed(chunks[0], open_segment(update_info.segment, chunks[0].size_bytes))
+
+
+class ShmTrainerWeightTransferEngine(SendingEngine[ShmTrainerInitInfo]):
+    """Sends a source's tensors chunk by chunk; while one is taken in, the next is packed."""
+
+    init_info_cls = ShmTrainerInitInfo
+
+    def meet(self, init_info: ShmTrainerInitInfo) -> None:
+        if self.is_sender:
+            remove_orphans()
+            self.client.init_weight_transfer_engine({})
+
+    def transfer(self, calls: ThreadPoolExecutor) -> None:
+        if not self.is_sender:
+            self.follow()
+            return
+        receiving: Future[None] | None = None
+        for index, chunk in enumerate(self.packer.chunks):
+            name, block = create_segment(chunk.size_bytes)
+            try:
+                self.packer.pack(index, block)
+                if receiving is not None:
+                    receiving.result()
+            except BaseException:  # nobody else knows the segment's name yet
+                remove_segment(name)
+                raise
+            receiving = calls.submit(self._hand_over, name, chunk)
+        if receiving is not None:
+            receiving.result()
+
+    def _hand_over(self, segment: str, chunk: Chunk) -> None:
+        described = describe([(entry.name, entry.dtype, entry.shape) for entry in chunk.entries])
+        try:
+            self.client.update_weights({"segment": segment, **described})
+        finally:
+            remove_segment(segment)
+
+
+def create_segment(size_bytes: int) -> tuple[str, torch.Tensor]:
+    """A new named segment, mapped: its name and its bytes (uint8 [size_bytes]).
+
+    Raises:
+        OSError: there is no room; the message has the numbers.
+    """
+    name, mapping = create_mapping(size_bytes)
+    return name, torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def open_segment(name: str, size_bytes: int) -> torch.Tensor:
+    """Map an existing segment for reading (uint8 [size_bytes]); it stays after its name is gone.
+
+    Raises:
+        ValueError: as `open_mapping`.
+    """
+    # ACCESS_COPY: torch wants a writable buffer; nothing is written, so no page is copied.
+    return torch.frombuffer(open_mapping(name, mmap.ACCESS_COPY, size_bytes), dtype=torch.uint8)

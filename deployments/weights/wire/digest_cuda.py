@@ -1,0 +1,206 @@
+"""The digests of `digest.py` on a CUDA device, bit for bit, and the search for NaN, in one pass.
+
+A tensor's words are a matrix of rows of `ROW_WORDS`. The host sums a row first and multiplies the
+sums; modulo 2**64 the order is free, so a program here takes a band of columns over a group of rows,
+multiplies each word by its row's number while it passes, and by the column's numbers once at the
+end: the column table, twice as large as a row, is not read for every row.
+
+One launch handles any number of tensors: a table made on the host names the groups. The words can be
+written elsewhere while they pass, so that a copy that is digested reads its source once.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.triton_utils import tl, triton
+
+from deployments.weights.wire.digest_definition import (
+    ROW_WORDS,
+    WORD_BYTES,
+    Findings,
+    multipliers,
+    row_multipliers,
+)
+
+ROW_BYTES = ROW_WORDS * 4
+GROUP_ROWS = 16
+COLUMNS = 2048
+_ALIGNMENT = 16  # the kernel promises this to the compiler, for wide loads
+_MAX_ROWS = 1 << 18  # of one tensor: 16 GiB
+
+# The exponent bits in the low and the high half of a word: all set means NaN or infinity.
+_EXPONENTS = {
+    torch.bfloat16: (0x7F80, 0x7F800000),
+    torch.float16: (0x7C00, 0x7C000000),
+    torch.float32: (0, 0x7F800000),
+}
+
+
+@triton.jit
+def _digest_groups(  # type: ignore[no-untyped-def]
+    groups,  # int64 [g, 7]: address, bytes, first row, tensor, low and high exponent bits, target or 0
+    column_table,  # int64 [ROW]
+    row_table,  # int64 [rows of the largest tensor]
+    found,  # int64 [n], zero
+    bad,  # int64 [n], zero
+    ROW: tl.constexpr,
+    BAND: tl.constexpr,
+    COPY: tl.constexpr,
+) -> None:
+    entry = groups + tl.program_id(0).to(tl.int64) * 7
+    band = tl.program_id(1)
+    address = tl.load(entry)
+    size = tl.load(entry + 1)
+    first_row = tl.load(entry + 2)
+    tensor = tl.load(entry + 3)
+    low = tl.load(entry + 4).to(tl.int32)
+    high = tl.load(entry + 5).to(tl.int32)
+    target = tl.load(entry + 6)
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    copies = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+    columns = band * BAND + tl.arange(0, BAND)
+    sums = tl.zeros([BAND], dtype=tl.int64)
+    wrong = tl.zeros([BAND], dtype=tl.int32)
+    whole = size // 4
+    full_rows = (whole // ROW).to(tl.int32)
+    # Full rows without a mask: only then are the loads wide.
+    for row in range(0, full_rows):
+        word = tl.load(words + row * ROW + columns)
+        if COPY:  # noqa: SIM102 - a branch of the compiler, then one of the program
+            if target != 0:
+                tl.store(copies + row * ROW + columns, word)
+        sums += word.to(tl.int64) * tl.load(row_table + first_row + row)
+        wrong |= ((low != 0) & ((word & low) == low)).to(tl.int32)
+        wrong |= ((high != 0) & ((word & high) == high)).to(tl.int32)
+    if full_rows * ROW < whole:
+        at = full_rows * ROW + columns
+        part = tl.load(words + at, mask=at < whole, other=0)
+        if COPY:  # noqa: SIM102 - a branch of the compiler, then one of the program
+            if target != 0:
+                tl.store(copies + at, part, mask=at < whole)
+        sums += part.to(tl.int64) * tl.load(row_table + first_row + full_rows)
+        wrong |= ((low != 0) & ((part & low) == low)).to(tl.int32)
+        wrong |= ((high != 0) & ((part & high) == high)).to(tl.int32)
+    total = tl.sum(sums * tl.load(column_table + columns), axis=0)
+    any_wrong = tl.max(wrong, axis=0)
+    rest = size - whole * 4
+    if (band == 0) & (rest > 0):
+        # The last one to three bytes make a word with zeros behind them.
+        lanes = tl.arange(0, 4)
+        tail = tl.load(address.to(tl.pointer_type(tl.uint8)) + whole * 4 + lanes, mask=lanes < rest, other=0)
+        last = tl.sum(tail.to(tl.int32) << (8 * lanes), axis=0)
+        row_number = tl.load(row_table + first_row + whole // ROW)
+        column_number = tl.load(column_table + whole % ROW)
+        total += last.to(tl.int64) * row_number * column_number
+        any_wrong = tl.maximum(any_wrong, ((low != 0) & ((last & low) == low)).to(tl.int32))
+    tl.atomic_add(found + tensor, total, sem="relaxed")
+    tl.atomic_max(bad + tensor, any_wrong.to(tl.int64), sem="relaxed")
+
+
+class Survey:
+    """A list of tensors to digest, once or in every round: the work list is made and uploaded once.
+
+    Args:
+        tensors: on one CUDA device.
+        targets: tensors by place in `tensors`, over which the words are written while they pass; see
+            `copies_along`.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
+        self._device = tensors[0].device
+        self._given, self._targets = tensors, targets
+        self._prepare()
+
+    def _prepare(self) -> None:
+        # May own copies of misaligned tensors: the allocator keeps their memory in stream order.
+        tensors, targets = self._given, self._targets
+        self._tensors = [_readable(tensor) for tensor in tensors]
+        # A copy does not show what the tensor holds at the next call.
+        self._has_copies = any(own is not given for own, given in zip(self._tensors, tensors, strict=True))
+        self._outdated = False
+        sizes = np.array([tensor.numel() * tensor.itemsize for tensor in self._tensors], dtype=np.int64)
+        groups = _groups(self._tensors, sizes, targets)
+        self._copy, self._count = bool(targets), len(groups)
+        # One upload for both tables, from pinned memory: a copy from pageable memory waits for the stream.
+        upload = torch.from_numpy(np.concatenate([groups.reshape(-1), sizes])).pin_memory()
+        self._table = upload.to(self._device, non_blocking=True)
+        self._sizes = self._table[groups.size :]
+
+    def __call__(self) -> Findings:
+        """Nothing waits for the device: the work is queued on the current stream."""
+        if self._outdated:
+            self._prepare()
+        self._outdated = self._has_copies
+        found, bad = torch.zeros(2, len(self._tensors), dtype=torch.int64, device=self._device)
+        if self._count:
+            with torch.cuda.device(self._device):
+                _digest_groups[(self._count, ROW_WORDS // COLUMNS)](
+                    self._table,
+                    _column_table(self._device),
+                    _row_table(self._device),
+                    found,
+                    bad,
+                    ROW=ROW_WORDS,
+                    BAND=COLUMNS,
+                    COPY=self._copy,
+                    num_warps=4,
+                )
+        return Findings(sums=found, sizes=self._sizes, bad=bad)
+
+
+def copies_along(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether the kernel can write `source` over `target` while it reads it: whole words, side by side."""
+    return (
+        source.dtype == target.dtype
+        and source.shape == target.shape
+        and source.is_contiguous()
+        and target.is_contiguous()
+        and source.data_ptr() % _ALIGNMENT == 0
+        and target.data_ptr() % _ALIGNMENT == 0
+        and source.numel() * source.itemsize % WORD_BYTES == 0
+    )
+
+
+def _groups(
+    tensors: Sequence[torch.Tensor], sizes: npt.NDArray[np.int64], targets: Mapping[int, torch.Tensor]
+) -> npt.NDArray[np.int64]:
+    """The kernel's work list, int64 [g, 7]; see `_digest_groups`."""
+    span = GROUP_ROWS * ROW_BYTES
+    if len(sizes) and int(sizes.max()) > _MAX_ROWS * ROW_BYTES:
+        raise ValueError(f"a tensor of {sizes.max()} bytes; at most {_MAX_ROWS * ROW_BYTES} are digested")
+    counts = -(-sizes // span)
+    owner = np.repeat(np.arange(len(sizes)), counts)
+    place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+    exponents = np.array([_EXPONENTS.get(t.dtype, (0, 0)) for t in tensors], dtype=np.int64).reshape(-1, 2)
+    goals = np.zeros(len(sizes), dtype=np.int64)
+    for index, target in targets.items():
+        goals[index] = target.data_ptr()
+    table = np.empty((len(owner), 7), dtype=np.int64)
+    table[:, 0] = addresses[owner] + place * span
+    table[:, 1] = np.minimum(sizes[owner] - place * span, span)
+    table[:, 2] = place * GROUP_ROWS
+    table[:, 3] = owner
+    table[:, 4:6] = exponents[owner]
+    table[:, 6] = np.where(goals[owner] == 0, 0, goals[owner] + place * span)
+    return table
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
+        return tensor
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def _column_table(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(multipliers(ROW_WORDS, 1)).to(device)
+
+
+@cache
+def _row_table(device: torch.device) -> torch.Tensor:
+    # A shorter table is a prefix of a longer one: both are drawn from the start of one stream.
+    return torch.from_numpy(row_multipliers(_MAX_ROWS)).to(device)

@@ -1,0 +1,167 @@
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from app.command.cluster import MARK, ClusterError, free_ports, marked_processes, require_free_port
+from app.command.launch import environment
+from app.command.submit import command, complaint
+from app.settings.config import parse_config
+from tests.environment import users_environment
+
+
+def test_what_the_user_has_set_stays() -> None:
+    config = parse_config({"model": "smollm2-135m", "engine": {"cpu_kv_cache_gib": 3}})
+    chosen = environment(config, {"VLLM_LOGGING_LEVEL": "DEBUG", "HOME": "/h"})
+    assert chosen["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert chosen["HOME"] == "/h"
+    assert chosen["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert chosen["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_hub_is_reachable_for_its_own_models() -> None:
+    assert "HF_HUB_OFFLINE" not in environment(parse_config({"model": "Qwen/Qwen3-8B"}), {})
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"port {port} .the test. is taken"):
+            require_free_port(port, "the test")
+    require_free_port(port, "the test")
+
+
+def test_marked_processes_are_found_and_only_they() -> None:
+    sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    marked = subprocess.Popen(sleep, env={**os.environ, MARK: "mine"}, stdout=subprocess.PIPE)
+    other = subprocess.Popen(sleep, env={**os.environ, MARK: "mine-too"}, stdout=subprocess.PIPE)
+    try:
+        for process in (marked, other):  # /proc shows the new environment once the program runs
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert list(marked_processes("mine")) == [marked.pid]
+    finally:
+        for process in (marked, other):
+            process.kill()
+            process.communicate()
+
+
+def test_a_job_is_refused_without_a_fleet() -> None:
+    (port,) = free_ports(1)
+    reason = complaint(f"http://127.0.0.1:{port}")
+    assert reason is not None and "make serve" in reason
+
+
+def test_a_job_learns_the_fleets_address() -> None:
+    line = command(["--steps", "3"], url="http://h:1", dashboard="http://d:2", job_id="j")
+    assert line[-5:] == [sys.executable, "-m", "app.jobs.grpo", "--steps", "3"]
+    assert '"SLIPSTREAM_URL": "http://h:1"' in line[line.index("--runtime-env-json") + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    process: subprocess.Popen[str]
+    url: str
+    output: Path
+
+    def marks(self) -> set[str]:
+        """The cluster's mark, read off a child of the launcher."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        found = set()
+        for child in children:
+            entries = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
+            found |= {entry.partition("=")[2] for entry in entries if entry.startswith(f"{MARK}=")}
+        return found
+
+    def wait_for(self, text: str, timeout_s: float = 90) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self.output.read_text():
+            assert self.process.poll() is None and time.monotonic() < deadline_s, self.output.read_text()
+            time.sleep(0.2)
+
+
+def launch(directory: Path, name: str) -> Launched:
+    (directory / "config.json").write_text("{}")  # a model as far as the launcher is concerned
+    http_port, dashboard_port = free_ports(2)
+    toy = {
+        "name": "toy",
+        "import_path": "tests.app.toy_application:build",
+        "args": {"model": str(directory), "served_model_name": name, "state_dir": str(directory / "state")},
+    }
+    document = {"http_options": {"host": "127.0.0.1", "port": http_port}, "applications": [toy]}
+    (directory / "serve.yaml").write_text(yaml.safe_dump(document))
+    arguments = ["--config", str(directory / "serve.yaml"), "--dashboard-port", str(dashboard_port)]
+    output = directory / "output"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app.command.launch", *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=users_environment(PYTHONPATH=str(Path.cwd()), TMPDIR=str(directory)),
+        )
+    return Launched(process=process, url=f"http://127.0.0.1:{http_port}", output=output)
+
+
+@pytest.fixture
+def end_later() -> Iterator[list[Launched]]:
+    launched: list[Launched] = []
+    yield launched
+    for each in launched:
+        if each.process.poll() is None:
+            each.process.terminate()
+            each.process.wait(60)
+
+
+@pytest.mark.serve
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_fleet_leaves_no_process_behind(
+    tmp_path: Path, end_later: list[Launched], number: signal.Signals
+) -> None:
+    fleet = launch(tmp_path, "well")
+    end_later.append(fleet)
+    fleet.wait_for(f"Slipstream is up: {fleet.url}")
+    assert httpx.get(fleet.url, trust_env=False).text == "hello"
+    (mark,) = fleet.marks()
+    assert len(list(marked_processes(mark))) > 3
+    fleet.process.send_signal(number)
+    assert fleet.process.wait(60) == 0
+    assert list(marked_processes(mark)) == []
+    assert fleet.output.read_text().rstrip().endswith("Stopped")
+
+
+@pytest.mark.serve
+def test_a_fleet_that_cannot_start_says_why_and_ends(tmp_path: Path, end_later: list[Launched]) -> None:
+    fleet = launch(tmp_path, "fail")
+    end_later.append(fleet)
+    assert fleet.process.wait(110) == 1
+    text = fleet.output.read_text()
+    assert "the fleet could not be started" in text
+    assert "RuntimeError: no weights here" in text
+    (kept,) = re.findall(r"logs are in (/tmp/slip-\w+)", text)
+    assert (Path(kept) / "session_latest" / "logs").is_dir()
+    shutil.rmtree(kept)
+
+
+def test_a_wrong_setting_ends_the_launcher_before_anything_starts(tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(yaml.safe_dump({"applications": [{"args": {"model": "m", "engin": {}}}]}))
+    done = subprocess.run(
+        [sys.executable, "-m", "app.command.launch", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "slipstream: unknown setting 'engin' (did you mean 'engine'?)\n"

@@ -1,0 +1,75 @@
+from typing import Any
+
+import pytest
+
+from app.settings.config import AppConfig, parse_config
+from app.settings.errors import ConfigError
+from app.settings.gpus import check_gpus, slot_plan, total_gpus
+
+
+def colocated(replicas: int, workers: int) -> AppConfig:
+    return parse_config(
+        {
+            "model": "m",
+            "device": "cuda",
+            "placement": "colocated",
+            "state_dir": "/var/lib/slipstream",
+            "engine": {"num_replicas": replicas, "data_parallel_size": workers, "gpus_per_rank": 0.6},
+            "weights": {"transport": "ipc", "staging": "device"},
+            "trainer": {"strategy": "fsdp2", "world_size": replicas * workers, "gpus_per_rank": 0.4},
+        }
+    )
+
+
+def separate(trainer: dict[str, Any] | None, **engine: Any) -> AppConfig:
+    return parse_config(
+        {
+            "model": "m",
+            "device": "cuda",
+            "engine": engine,
+            "weights": {"transport": "nccl", "staging": "device"},
+            "trainer": trainer,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (colocated(4, 1), 4),
+        (colocated(1, 4), 4),
+        (separate({}, num_replicas=1, tensor_parallel_size=2), 3),
+        (separate(None, num_replicas=2), 2),
+        (separate(None, num_replicas=2, gpus_per_rank=0.4), 1),
+        (parse_config({"model": "m"}), 0),
+    ],
+)
+def test_gpus_are_counted_once_though_two_share_them(config: AppConfig, count: int) -> None:
+    hosts = [float(count)] if count else []
+    check_gpus(config, hosts)
+    if count:
+        assert total_gpus(config) == count
+        with pytest.raises(ConfigError, match=f"needs {count} GPUs .* but the Ray cluster has {count - 1}"):
+            check_gpus(config, [float(count - 1)])
+
+
+def test_gpus_of_several_hosts_do_not_make_a_colocated_fleet() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"needs 4 GPUs on one host \(engine.num_replicas 2 of 2 ranks, shared with the trainer\), but "
+        r"the largest host of the Ray cluster has 3 of its 6",
+    ):
+        check_gpus(colocated(2, 2), [3.0, 3.0])
+    check_gpus(separate({}, num_replicas=2, tensor_parallel_size=2), [3.0, 2.0])
+    with pytest.raises(ConfigError, match="needs 2 GPUs on one host"):
+        check_gpus(separate(None, num_replicas=1, tensor_parallel_size=2), [1.0, 1.0])
+
+
+def test_slots_are_what_replicas_and_ranks_share() -> None:
+    plan = slot_plan(colocated(2, 2))
+    assert plan is not None
+    assert (plan.slots, plan.gpus_per_slot, plan.gpus) == (2, 2, 4)
+    assert (plan.engine_share, plan.trainer_share) == (0.6, 0.4)
+    again = slot_plan(colocated(4, 1))
+    assert again is not None and again.name == plan.name, "one group for each fleet, whatever its size"
+    assert slot_plan(separate({}, num_replicas=2)) is None

@@ -1,0 +1,280 @@
+"""The controller's shell, with replicas that are coroutines polling it in this process."""
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from deployments.controller.controller import Controller
+from deployments.errors import (
+    Conflict,
+    FleetUnavailable,
+    InvalidRequest,
+    ReplicaUnavailable,
+    RoundAborted,
+    StalePublisher,
+)
+from deployments.ledger.limits import LedgerConfig
+from deployments.protocol import InstructionKind, Manifest, Outcome, RoundOptions, TensorSpec
+from tests.deployments.ledger.fake_replica import FakeReplica
+
+CONFIG = LedgerConfig(heartbeat_timeout_s=5, stage_timeout_s=5, commit_timeout_s=5, call_timeout_s=5)
+
+
+class Fleet:
+    """A controller with fake replicas that follow it."""
+
+    def __init__(self, directory: Path, config: LedgerConfig = CONFIG) -> None:
+        self.dead: set[str] = set()
+        self.replicas: dict[str, FakeReplica] = {}
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        self.controller = Controller(
+            config=config,
+            state_dir=str(directory / "state"),
+            store_dir=str(directory / "store"),
+            is_alive=lambda replica_id: replica_id not in self.dead,
+            poll_s=0.05,
+            quiet_s=0.2,
+            tick_s=0.02,
+        )
+
+    def start(self, *replica_ids: str) -> None:
+        for replica_id in replica_ids:
+            replica = FakeReplica(replica_id=replica_id, incarnation=f"{replica_id}-1")
+            self.replicas[replica_id] = replica
+            self._followers[replica_id] = asyncio.create_task(self._follow(replica))
+
+    def kill(self, replica_id: str) -> None:
+        self._followers.pop(replica_id).cancel()
+        self.dead.add(replica_id)
+
+    async def _follow(self, replica: FakeReplica) -> None:
+        while replica.fenced is None:
+            replica.take(await self.controller.poll(replica.report()))
+            await asyncio.sleep(0)
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not ready():
+                await asyncio.sleep(0.01)
+
+    async def admitted(self, *replica_ids: str) -> None:
+        await self.until(lambda: all(self.replicas[each].admitted for each in replica_ids))
+
+    async def aclose(self) -> None:
+        for follower in self._followers.values():
+            follower.cancel()
+        await asyncio.gather(*self._followers.values(), return_exceptions=True)
+        await self.controller.aclose()
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    await fleet.aclose()
+
+
+async def publish(fleet: Fleet, label: str | None = None) -> None:
+    controller = fleet.controller
+    lease = await controller.acquire("trainer")
+    await controller.connect(lease.token, {})
+    round_id = await controller.open_round(lease.token, options=RoundOptions(label=label))
+    await controller.send(lease.token, round_id, {"segment": "a"})
+    await controller.close_round(lease.token, round_id)
+
+
+async def test_a_round_moves_every_replica_and_reports_timings(fleet: Fleet) -> None:
+    fleet.start("a", "b")
+    await fleet.admitted("a", "b")
+    controller = fleet.controller
+    lease = await controller.acquire("trainer")
+    await controller.connect(lease.token, {})
+    manifest = Manifest(tensors={"w": TensorSpec(dtype="float32", shape=(2,), digest="aa")})
+    round_id = await controller.open_round(lease.token, manifest)
+    await controller.send(lease.token, round_id, {"segment": "a"})
+    report = await controller.close_round(lease.token, round_id, label="step-1")
+    assert (report.phase, report.version, report.label) == ("committed", 1, "step-1")
+    assert {each.version for each in fleet.replicas.values()} == {1}
+    assert report.replicas["a"].bytes == 10 and report.replicas["b"].gap_s == 0.02
+    status = await controller.fleet()
+    assert (status["committed_version"], status["label"], status["ready"]) == (1, "step-1", True)
+    assert [each.round_id for each in await controller.rounds()] == [round_id]
+    verify = next(each for each in fleet.replicas["a"].ran if each.kind is InstructionKind.VERIFY)
+    assert verify.args["manifest"]["tensors"]["w"] == {"dtype": "float32", "shape": [2], "digest": "aa"}
+
+
+async def test_a_replica_whose_process_is_gone_is_lost_before_its_heartbeat_runs_out(
+    fleet: Fleet,
+) -> None:
+    fleet.start("a", "b")
+    await fleet.admitted("a", "b")
+    fleet.kill("b")
+    async with asyncio.timeout(2):
+        while len((await fleet.controller.fleet())["members"]) > 1:
+            await asyncio.sleep(0.01)
+    await publish(fleet)
+    assert fleet.replicas["a"].version == 1
+
+
+async def test_a_late_joiner_loads_the_stored_version_and_is_told_to_catch_up(fleet: Fleet) -> None:
+    fleet.start("a")
+    await fleet.admitted("a")
+    assert (await fleet.controller.join("b", "b-1")).version == 0
+    await publish(fleet, "step-1")
+    fleet.start("b")
+    await fleet.until(lambda: fleet.replicas["b"].ran == [] and "b" in fleet.replicas)
+    await asyncio.sleep(0.05)
+    assert not fleet.replicas["b"].admitted
+    await fleet.controller.stored(1, "/store/v00000001", "step-1")
+    await fleet.admitted("b")
+    assert fleet.replicas["b"].version == 1
+    answer = await fleet.controller.join("c", "c-1")
+    assert (answer.version, answer.path, answer.label) == (1, "/store/v00000001", "step-1")
+
+
+async def test_a_payload_that_every_replica_rejects_is_the_publishers_fault(fleet: Fleet) -> None:
+    fleet.start("a", "b")
+    await fleet.admitted("a", "b")
+    for replica in fleet.replicas.values():
+        replica.outcomes[InstructionKind.VERIFY] = Outcome.REJECTED
+    with pytest.raises(InvalidRequest, match="every replica rejected verify: a: rejected here"):
+        await publish(fleet)
+    assert all(each.admitted and each.version == 0 for each in fleet.replicas.values())
+    for replica in fleet.replicas.values():
+        replica.outcomes.clear()
+    await publish(fleet)
+    assert {each.version for each in fleet.replicas.values()} == {1}
+
+
+async def test_calls_out_of_order_and_stale_tokens_are_refused(fleet: Fleet) -> None:
+    fleet.start("a")
+    await fleet.admitted("a")
+    controller = fleet.controller
+    lease = await controller.acquire("trainer")
+    with pytest.raises(Conflict, match="connect before opening a round"):
+        await controller.open_round(lease.token)
+    with pytest.raises(Conflict, match="round 7 is not open"):
+        await controller.send(lease.token, 7, {})
+    with pytest.raises(Conflict, match="'trainer' publishes"):
+        await controller.acquire("other")
+    await controller.acquire("trainer")
+    with pytest.raises(StalePublisher, match="token 1 is stale"):
+        await controller.connect(lease.token, {})
+    with pytest.raises(InvalidRequest, match="version: expected at most"):
+        await controller.stored(3, "/x")
+    with pytest.raises(InvalidRequest, match=r"expected one in the store \[\], got 3"):
+        await controller.rollback_source(3)
+
+
+async def test_an_aborted_round_ends_the_wait_of_its_close(fleet: Fleet) -> None:
+    fleet.start("a")
+    await fleet.admitted("a")
+    fleet.replicas["a"].mute.add(InstructionKind.VERIFY)
+    controller = fleet.controller
+    lease = await controller.acquire("trainer")
+    await controller.connect(lease.token, {})
+    round_id = await controller.open_round(lease.token)
+    closing = asyncio.create_task(controller.close_round(lease.token, round_id))
+    await asyncio.sleep(0.05)
+    await controller.abort_round(lease.token, round_id, "changed my mind")
+    with pytest.raises(RoundAborted, match="changed my mind"):
+        await closing
+    await fleet.until(lambda: "drop" in fleet.replicas["a"].kinds())
+    assert fleet.replicas["a"].admitted
+
+
+async def test_a_call_returns_each_replicas_value_or_names_those_that_failed(fleet: Fleet) -> None:
+    fleet.start("a", "b")
+    await fleet.admitted("a", "b")
+    assert await fleet.controller.call("pause", {"mode": "keep"}) == {"a": "pause on a", "b": "pause on b"}
+    fleet.replicas["b"].outcomes[InstructionKind.CALL] = Outcome.FAILED
+    with pytest.raises(ReplicaUnavailable, match="not done by b: failed here"):
+        await fleet.controller.call("sleep", {})
+    await fleet.until(lambda: fleet.replicas["b"].fenced is not None)
+
+
+async def test_events_are_waited_for_and_have_increasing_ids(fleet: Fleet) -> None:
+    seen = await fleet.controller.events()
+    last = seen[-1]["id"]
+    waiting = asyncio.create_task(fleet.controller.events(last, 5.0))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    fleet.start("a")
+    events = await waiting
+    assert [event["event"] for event in events][:1] == ["register"]
+    assert all(event["id"] > last for event in events)
+
+
+async def test_a_restarted_controller_knows_the_version_and_admits_who_holds_it(tmp_path: Path) -> None:
+    before = Fleet(tmp_path)
+    before.start("a")
+    await before.admitted("a")
+    await publish(before, "step-1")
+    await before.aclose()
+    after = Fleet(tmp_path)
+    try:
+        after.start("a", "b")
+        after.replicas["a"].version = 1
+        await after.admitted("a")
+        status = await after.controller.fleet()
+        assert (status["committed_version"], status["label"]) == (1, "step-1")
+        assert [(each.version, each.phase) for each in await after.controller.rounds()] == [(1, "committed")]
+        assert not after.replicas["b"].admitted
+        assert (await after.controller.acquire("trainer")).token == 2
+    finally:
+        await after.aclose()
+
+
+async def test_after_a_restart_an_operation_waits_for_those_that_still_serve(tmp_path: Path) -> None:
+    before = Fleet(tmp_path)
+    before.start("a", "b")
+    await before.admitted("a", "b")
+    await publish(before, "step-1")
+    await before.aclose()
+    after = Fleet(tmp_path)
+    try:
+        after.start("a")
+        after.replicas["a"].version = 1
+        await after.admitted("a")
+        paused = asyncio.create_task(after.controller.call("is_paused", {}))
+        await asyncio.sleep(0.1)
+        assert not paused.done()
+        after.start("b")
+        after.replicas["b"].version = 1
+        assert set(await asyncio.wait_for(paused, 5)) == {"a", "b"}
+    finally:
+        await after.aclose()
+
+
+async def test_a_controller_that_cannot_write_its_decisions_stops_answering(fleet: Fleet) -> None:
+    fleet.start("a")
+    await fleet.admitted("a")
+    fleet.controller._journal.close()
+    with pytest.raises(FleetUnavailable, match="cannot write its decisions"):
+        await fleet.controller.acquire("trainer")
+    with pytest.raises(FleetUnavailable):
+        await fleet.controller.check_health()
+
+
+async def test_an_older_poll_of_the_same_incarnation_gives_way(fleet: Fleet) -> None:
+    replica = FakeReplica(replica_id="a", incarnation="a-1")
+    replica.take(await fleet.controller.poll(replica.report()))
+    older = asyncio.create_task(fleet.controller.poll(replica.report()))
+    await asyncio.sleep(0.02)
+    await fleet.controller.poll(replica.report())
+    with pytest.raises(FleetUnavailable, match="newer poll"):
+        await older
+
+
+def test_errors_keep_their_class_and_detail_through_ray() -> None:
+    error = StalePublisher("token 1 is stale", {"token": 1})
+    wrapped = RayTaskError("poll", "traceback", error).as_instanceof_cause()
+    crossed = pickle.loads(pickle.dumps(RayTaskError("poll", "traceback", error))).as_instanceof_cause()
+    for each in (wrapped, crossed):
+        assert isinstance(each, StalePublisher)
+        assert (each.status, each.message, each.detail) == (409, "token 1 is stale", {"token": 1})
+        assert each.body()["error"]["type"] == "stale_publisher"

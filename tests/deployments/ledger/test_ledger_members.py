@@ -1,0 +1,146 @@
+"""Connections and joiners."""
+
+import pytest
+
+from deployments.errors import (
+    Conflict,
+    InvalidRequest,
+)
+from deployments.protocol import (
+    InstructionKind,
+    Manifest,
+    Outcome,
+    RoundOptions,
+    TensorSpec,
+)
+from tests.deployments.ledger.fake_replica import FakeReplica
+from tests.deployments.ledger.ledger_scene import Scene, report_of
+
+
+def test_each_replica_gets_its_own_rank_offset() -> None:
+    scene = Scene(replicas=3, world_size=2)
+    task = scene.connect({"rank_offset": 1, "world_size": 7, "port": 1234})
+    assert task.done and task.error is None
+    sent = [each.ran[0].args["init_info"] for each in scene.replicas]
+    assert [info["rank_offset"] for info in sent] == [1, 3, 5]
+    assert all(info["port"] == 1234 and info["world_size"] == 7 for info in sent)
+
+
+def test_a_group_of_the_wrong_size_is_refused_with_the_numbers() -> None:
+    scene = Scene(replicas=2, world_size=2)
+    with pytest.raises(
+        InvalidRequest, match=r"expected 5 \(rank_offset 1 \+ 4 workers of 2 replicas\), got 3"
+    ):
+        scene.connect({"rank_offset": 1, "world_size": 3})
+
+
+def test_a_collective_asks_for_a_new_connection_when_the_membership_changed() -> None:
+    scene = Scene(replicas=1)
+    scene.connect({"rank_offset": 1})
+    scene.start()
+    with pytest.raises(Conflict, match="connect again") as caught:
+        scene.open()
+    assert caught.value.detail["connect_again"] is True
+    scene.connect({"rank_offset": 1})
+    scene.open()
+
+
+def test_a_joiner_is_connected_by_itself_when_the_transport_is_no_collective() -> None:
+    scene = Scene(replicas=1)
+    scene.connect({"segment": "x"})
+    joiner = scene.start()
+    scene.poll()
+    assert joiner.kinds() == ["connect"]
+    assert report_of(scene.publish()).replicas.keys() == {"r0", "r1"}
+
+
+def test_a_connection_that_fails_everywhere_fences_nobody() -> None:
+    scene = Scene(replicas=2)
+    for replica in scene.replicas:
+        replica.outcomes[InstructionKind.CONNECT] = Outcome.FAILED
+    task = scene.connect()
+    assert isinstance(task.error, InvalidRequest)
+    assert all(each.admitted for each in scene.replicas)
+
+
+def test_a_list_payload_is_cut_by_worker() -> None:
+    scene = Scene(replicas=2, world_size=2)
+    scene.connect()
+    round_id = scene.open()
+    scene.send(round_id, ["a", "b", "c", "d"])
+    scene.poll()
+    assert [each.ran[-1].args["payload"] for each in scene.replicas] == [["a", "b"], ["c", "d"]]
+    with pytest.raises(InvalidRequest, match="one entry for each of 4 workers, got 3"):
+        scene.send(round_id, ["a", "b", "c"])
+
+
+def test_tensors_that_differ_from_those_announced_are_named() -> None:
+    scene = Scene(replicas=1)
+    scene.connect()
+    announced = Manifest(tensors={"w": TensorSpec(dtype="float32", shape=(2,))})
+    closed = Manifest(tensors={"w": TensorSpec(dtype="bfloat16", shape=(2,), digest="x")})
+    task = scene.ledger.open_round(scene.token, announced, RoundOptions(), scene.now)
+    with pytest.raises(InvalidRequest, match=r"w: announced float32\[2\], closed with bfloat16\[2\]"):
+        scene.ledger.close_round(scene.token, task.result, closed, None, scene.now)
+
+
+def test_a_joiner_behind_the_fleet_is_not_admitted_until_the_store_has_its_version() -> None:
+    scene = Scene(replicas=1)
+    scene.publish(label="one")
+    joiner = scene.start(version=0)
+    scene.poll()
+    assert not joiner.admitted
+    scene.ledger.set_stored(1, "/store/v1", "one", scene.now)
+    scene.poll()
+    assert joiner.admitted and joiner.version == 1 and joiner.kinds() == ["connect", "catch_up"]
+
+
+def test_a_joiner_never_starves_under_back_to_back_rounds() -> None:
+    scene = Scene(replicas=1)
+    scene.publish()
+    joiner = scene.start(version=0)
+    scene.close(scene.open())
+    scene.poll(6)
+    assert joiner.admitted and joiner.version == 2
+
+
+def test_a_replica_that_registers_during_a_round_waits_for_its_end() -> None:
+    scene = Scene(replicas=1)
+    scene.connect()
+    round_id = scene.open()
+    late = scene.start()
+    scene.poll()
+    assert not late.admitted and "begin" not in late.kinds()
+    scene.close(round_id)
+    scene.poll(6)
+    assert not late.admitted
+    scene.ledger.set_stored(1, "/store/v1", None, scene.now)
+    scene.poll()
+    assert late.admitted and late.version == 1
+
+
+def test_a_catch_up_that_loads_something_else_fences() -> None:
+    scene = Scene(replicas=1)
+    scene.publish()
+    joiner = scene.start(version=0)
+    scene.ledger.set_stored(1, "/store/v1", None, scene.now)
+    scene.poll(1)
+    joiner.version = 0
+    scene.poll(2)
+    assert joiner.fenced == "catch_up: loaded version 1 but holds 0"
+
+
+def test_a_version_that_the_fleet_never_had_is_fenced() -> None:
+    scene = Scene(replicas=1)
+    stranger = scene.start(version=7)
+    assert stranger.fenced == "holds version 7, the fleet never went past 0"
+
+
+def test_a_new_incarnation_takes_the_place_of_the_old_one() -> None:
+    scene = Scene(replicas=1)
+    old = scene.replicas[0]
+    scene.replicas[0] = FakeReplica(replica_id="r0", incarnation="r0-2")
+    scene.poll(1)
+    assert scene.replicas[0].admitted
+    scene.poll(1, only=[old])
+    assert old.fenced is not None and not old.admitted

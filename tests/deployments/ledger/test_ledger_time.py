@@ -1,0 +1,116 @@
+"""Deadlines, heartbeats, leases, and calls out of order."""
+
+import pytest
+
+from deployments.errors import (
+    Conflict,
+    FleetUnavailable,
+    InvalidRequest,
+    RoundAborted,
+    StalePublisher,
+)
+from deployments.protocol import (
+    FleetOperation,
+    InstructionKind,
+    Outcome,
+)
+from tests.deployments.ledger.ledger_scene import Scene, report_of
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit_s"),
+    [
+        (InstructionKind.BEGIN, 20),
+        (InstructionKind.VERIFY, 20),
+        (InstructionKind.COMMIT, 10),
+        (InstructionKind.RELEASE, 10),
+    ],
+)
+def test_a_missed_deadline_fences(kind: InstructionKind, limit_s: int) -> None:
+    scene = Scene(replicas=2, stage_timeout_s=20, commit_timeout_s=10, grace_s=2)
+    scene.replicas[0].mute.add(kind)
+    task = scene.publish()
+    scene.wait(limit_s + 1)
+    assert scene.replicas[0].fenced is None, "the grace period has not passed"
+    scene.wait(3)
+    assert scene.replicas[0].fenced == f"missed the deadline of {kind} ({limit_s} s)"
+    scene.poll(6)
+    assert report_of(task).phase == "committed" and scene.replicas[1].admitted
+
+
+def test_a_silent_member_is_lost_and_fenced_if_it_comes_back() -> None:
+    scene = Scene(replicas=2, heartbeat_timeout_s=10)
+    silent, other = scene.replicas
+    epoch = scene.ledger.status(scene.now)["epoch"]
+    for _ in range(12):
+        scene.now += 1
+        scene.poll(1, only=[other])
+        scene.ledger.tick(scene.now)
+    assert scene.state_of(silent) == "gone"
+    assert scene.ledger.status(scene.now)["epoch"] == epoch + 1
+    scene.poll(1)
+    assert silent.fenced is not None and "silent" in silent.fenced and not silent.admitted
+
+
+def test_an_expired_lease_aborts_its_open_round_and_frees_the_fleet() -> None:
+    scene = Scene(replicas=1, lease_s=30)
+    scene.connect()
+    round_id = scene.open()
+    with pytest.raises(Conflict, match=r"'trainer' publishes; its lease ends in 30\.0 s"):
+        scene.ledger.acquire("other", scene.now)
+    scene.wait(31)
+    with pytest.raises(StalePublisher):
+        scene.ledger.send(scene.token, round_id, {}, scene.now)
+    assert scene.ledger.history()[-1].reason == f"round {round_id} aborted: the lease of 'trainer' expired"
+    assert scene.ledger.acquire("other", scene.now).token > scene.token
+
+
+def test_the_lease_does_not_run_out_while_its_publisher_waits_for_the_close() -> None:
+    scene = Scene(replicas=1, lease_s=5, stage_timeout_s=60)
+    scene.replicas[0].mute.add(InstructionKind.VERIFY)
+    task = scene.publish()
+    scene.wait(30)
+    scene.replicas[0].mute.clear()
+    scene.poll(6)
+    assert report_of(task).phase == "committed"
+
+
+def test_a_publisher_that_comes_again_gets_a_new_token_and_its_old_round_is_gone() -> None:
+    scene = Scene(replicas=1)
+    scene.connect()
+    round_id, old = scene.open(), scene.token
+    new = scene.ledger.acquire("trainer", scene.now).token
+    assert new > old
+    with pytest.raises(StalePublisher):
+        scene.ledger.renew(old, scene.now)
+    with pytest.raises(RoundAborted, match="took a new lease"):
+        scene.ledger.send(new, round_id, {}, scene.now)
+
+
+def test_calls_out_of_order_say_what_is_open() -> None:
+    scene = Scene()
+    scene.token = scene.ledger.acquire("trainer", scene.now).token
+    with pytest.raises(FleetUnavailable):
+        scene.ledger.connect(scene.token, {}, scene.now)
+    scene.start()
+    scene.connect()
+    round_id = scene.open()
+    with pytest.raises(Conflict, match="round 1 is open: close or abort it"):
+        scene.open()
+    with pytest.raises(Conflict, match="cannot connect while round 1 is open"):
+        scene.ledger.connect(scene.token, {}, scene.now)
+    scene.close(round_id)
+    with pytest.raises(Conflict, match="round 1 is verifying, expected open"):
+        scene.send(round_id)
+    scene.poll(6)
+    with pytest.raises(Conflict, match="no round is open; the fleet is at version 1"):
+        scene.ledger.abort_round(scene.token, round_id, "too late", scene.now)
+
+
+def test_a_rejected_call_is_the_callers_fault_and_fences_nobody() -> None:
+    scene = Scene(replicas=2)
+    scene.replicas[0].outcomes[InstructionKind.CALL] = Outcome.REJECTED
+    task = scene.ledger.call(FleetOperation.SLEEP, {"level": 9}, scene.now)
+    scene.poll()
+    assert isinstance(task.error, InvalidRequest) and "r0: rejected here" in task.error.message
+    assert all(each.admitted for each in scene.replicas)

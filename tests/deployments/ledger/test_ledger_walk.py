@@ -1,0 +1,81 @@
+"""Random walks over the ledger: whatever happens, in any order, these things hold.
+
+What the fake replicas *believe* (admitted, not held, in contact) is what users would see, so the
+invariants are checked on that and not on what the ledger thinks.
+"""
+
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import invariant
+
+from deployments.ledger.decisions import Committed, Finished
+from deployments.protocol import CommitMode
+from tests.deployments.ledger.ledger_moves import LedgerMoves
+
+
+class Walk(LedgerMoves):
+    @invariant()
+    def nobody_admitted_computes_with_weights_that_a_sleep_threw_away(self) -> None:
+        assert not [each.replica_id for each in self.replicas if each.admitted and each.memory.computes_noise]
+
+    @invariant()
+    def the_committed_version_never_goes_back(self) -> None:
+        assert self.ledger.committed_version >= self.committed
+        self.committed = self.ledger.committed_version
+
+    @invariant()
+    def together_means_one_version_at_a_time(self) -> None:
+        if self.commit is CommitMode.TOGETHER:
+            versions = {each.version for each in self.serving()}
+            assert len(versions) <= 1, f"served at once: {versions}"
+
+    @invariant()
+    def nobody_admitted_serves_an_uncommitted_version(self) -> None:
+        for replica in self.replicas:
+            if replica.admitted:
+                assert replica.version <= self.ledger.committed_version
+
+    @invariant()
+    def outside_a_commit_all_in_contact_serve_the_committed_version(self) -> None:
+        status = self.ledger.status(self.now)
+        if status["round"] is None or status["round"]["phase"] in ("open", "verifying", "verified"):
+            for member in status["members"]:
+                if member["admitted"]:
+                    assert member["version"] == status["committed_version"]
+
+    def teardown(self) -> None:
+        """Left alone, with replicas that go on polling, every round ends."""
+        if not hasattr(self, "ledger"):
+            return
+        for _ in range(40):
+            self.pass_time(4.0)
+            self.poll_all(1)
+            self.together_means_one_version_at_a_time()
+        assert self.ledger.status(self.now)["round"] is None, "a round never ended"
+        decided = [each.round_id for each in self.journal if isinstance(each, Committed)]
+        finished = [each.round_id for each in self.journal if isinstance(each, Finished)]
+        assert decided[-1:] == finished[-1:]
+        for replica in self.serving():
+            assert replica.version == self.ledger.committed_version
+        status = self.ledger.status(self.now)
+        if not self.restarted:  # else some may have done what the last controller could not note
+            for replica in self.serving():
+                assert [each.operation for each in replica.condition] == status["condition"]
+        if decided and self.to_be_stored():
+            stored = status["stored_version"] == status["committed_version"]
+            assert stored != (status["store_problem"] is not None), "neither stored nor said to be lost"
+
+    def to_be_stored(self) -> bool:
+        return [each.persist for each in self.journal if isinstance(each, Committed)][-1]
+
+
+class RollingWalk(Walk):
+    commit = CommitMode.ROLLING
+
+
+WALK = settings(
+    max_examples=50, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestTogether = Walk.TestCase
+TestTogether.settings = WALK
+TestRolling = RollingWalk.TestCase
+TestRolling.settings = WALK

@@ -1,0 +1,217 @@
+"""Weights that a sleep at level 2 threw away: nothing is computed with them, and a round brings them back."""
+
+import pytest
+
+from deployments.errors import Conflict
+from deployments.ledger.decisions import compact
+from deployments.protocol import CommitMode, InstructionKind, Outcome, RoundOptions
+from tests.deployments.ledger.ledger_scene import Scene, operations, report_of, step
+
+
+def restart(scene: Scene, *, compacted: bool = False) -> None:
+    scene.journal += scene.ledger.take_decisions()
+    if compacted:
+        scene.journal = compact(scene.journal)
+    scene.restart()
+    scene.poll()
+
+
+def assert_refused(scene: Scene) -> None:
+    """Whatever would end in computing is refused, with what to do instead, and nothing changes."""
+    before = [len(each.ran) for each in scene.replicas]
+    was = scene.ledger.status(scene.now)["condition"]
+    for text in ("wake_up", "wake_up weights,kv_cache", "wake_up kv_cache"):
+        with pytest.raises(Conflict, match=r"thrown away.*tags=weights\), update.*tags=kv_cache") as caught:
+            scene.ask(text)
+        assert caught.value.detail == {"tags": step(text).arguments["tags"], "condition": was}
+    scene.poll()
+    assert [len(each.ran) for each in scene.replicas] == before
+    assert scene.ledger.status(scene.now)["condition"] == was
+
+
+def assert_awake(scene: Scene) -> None:
+    for each in scene.replicas:
+        assert each.admitted and not each.memory.asleep and each.memory.sound, each
+    assert scene.ledger.status(scene.now)["condition"] == []
+
+
+def test_weights_that_were_thrown_away_come_back_with_a_round() -> None:
+    scene = Scene(replicas=2)
+    scene.call("sleep 2")
+    assert_refused(scene)
+    scene.call("wake_up weights")
+    assert_refused(scene)
+    assert report_of(scene.publish()).version == 1
+    assert [each.memory.asleep for each in scene.replicas] == [{"kv_cache"}] * 2
+    scene.call("wake_up kv_cache")
+    assert_awake(scene)
+    scene.call("sleep 2")
+    assert_refused(scene)  # the next time as well
+
+
+def test_waking_all_at_once_is_right_after_the_round() -> None:
+    scene = Scene(replicas=1)
+    scene.call("sleep 2")
+    scene.call("wake_up weights")
+    scene.publish()
+    scene.call("wake_up")
+    assert_awake(scene)
+
+
+def test_weights_that_slept_in_host_memory_need_no_round() -> None:
+    scene = Scene(replicas=1)
+    scene.call("sleep 1")
+    scene.call("wake_up")
+    assert_awake(scene)
+
+
+def test_a_round_that_is_aborted_brings_no_weights() -> None:
+    scene = Scene(replicas=1)
+    scene.call("sleep 2")
+    scene.call("wake_up weights")
+    scene.connect()
+    round_id = scene.open()
+    scene.ledger.abort_round(scene.token, round_id, "no", scene.now)
+    scene.poll()
+    assert_refused(scene)
+
+
+@pytest.mark.parametrize("commit", list(CommitMode))
+def test_a_round_that_is_not_finished_brings_no_weights(commit: CommitMode) -> None:
+    scene = Scene(replicas=2, commit=commit, max_unavailable=1)
+    scene.call("sleep 2")
+    scene.call("wake_up weights")
+    scene.connect()
+    round_id = scene.open()
+    scene.replicas[1].mute.add(InstructionKind.COMMIT)
+    closing = scene.close(round_id)
+    scene.poll(6)
+    assert scene.replicas[0].version == 1 and not closing.done
+    with pytest.raises(Conflict, match="thrown away"):
+        scene.ask("wake_up kv_cache")
+    scene.replicas[1].mute.clear()
+    scene.poll(6)
+    assert closing.done
+    scene.call("wake_up kv_cache")
+    assert_awake(scene)
+
+
+def test_a_joiner_before_the_round_takes_part_in_it() -> None:
+    scene = Scene(replicas=1)
+    scene.call("sleep 2")
+    scene.call("wake_up weights")
+    joiner = scene.start()
+    scene.poll()
+    assert joiner.admitted and not joiner.memory.sound
+    assert_refused(scene)
+    scene.publish()
+    scene.call("wake_up kv_cache")
+    assert_awake(scene)
+
+
+def test_a_joiner_after_the_round_keeps_its_weights() -> None:
+    scene = Scene(replicas=1)
+    scene.call("sleep 2")
+    scene.call("wake_up weights")
+    scene.publish()
+    scene.ledger.set_stored(1, "/store/v1", None, scene.now)
+    joiner = scene.start(version=0)
+    scene.poll()
+    assert joiner.kinds() == ["connect", "catch_up", "call", "call"]
+    assert joiner.admitted and joiner.memory.sound and joiner.memory.asleep == {"kv_cache"}
+    scene.call("wake_up kv_cache")
+    assert_awake(scene)
+
+
+def test_a_joiner_that_a_round_brought_up_to_date_keeps_its_weights() -> None:
+    scene = Scene(replicas=1)
+    scene.publish()
+    scene.call("sleep 2")
+    scene.call("wake_up weights")
+    joiner = scene.start(version=0)  # nothing is stored that it could catch up from
+    assert operations(joiner) == []
+    scene.publish()
+    scene.poll()
+    assert (joiner.version, joiner.admitted) == (2, True)
+    scene.call("wake_up kv_cache")
+    assert_awake(scene)
+
+
+def test_a_joiner_does_not_sleep_while_it_takes_part_in_a_round() -> None:
+    scene = Scene(replicas=1)
+    old = scene.replicas[0]
+    scene.call("sleep 2")
+    scene.call("wake_up weights")
+    scene.connect()
+    old.mute.add(InstructionKind.CALL)
+    pausing = scene.ask("pause keep")  # nobody is admitted until it is through
+    joiner = scene.start()
+    joiner.mute.add(InstructionKind.VERIFY)
+    opening = scene.ledger.open_round(scene.token, None, RoundOptions(), scene.now)
+    closing = scene.close(opening.result)
+    scene.poll()
+    old.mute.clear()
+    scene.poll()
+    assert pausing.done and not closing.done and operations(joiner) == []
+    joiner.mute.clear()
+    scene.poll(8)
+    assert closing.done and operations(joiner) == ["sleep", "wake_up", "pause"] and joiner.admitted
+    scene.call("wake_up kv_cache")
+    assert_awake(scene)
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_void_weights_outlive_the_controller(compacted: bool) -> None:
+    scene = Scene(replicas=1)
+    scene.call("sleep 2")
+    restart(scene, compacted=compacted)
+    assert_refused(scene)
+    scene.call("wake_up weights")
+    restart(scene, compacted=compacted)
+    assert_refused(scene)
+    scene.publish()
+    restart(scene, compacted=compacted)
+    scene.ledger.set_stored(1, "/store/v1", None, scene.now)
+    assert scene.start(version=1).memory.sound
+    scene.poll()
+    scene.call("wake_up kv_cache")
+    assert_awake(scene)
+
+
+def test_a_sleep_counts_from_when_it_is_asked_for() -> None:
+    scene = Scene(replicas=2)
+    first, second = scene.replicas
+    second.mute.add(InstructionKind.CALL)
+    sleeping = scene.ask("sleep 2")
+    scene.poll()
+    assert not sleeping.done and not first.memory.sound
+    with pytest.raises(Conflict, match="thrown away"):
+        scene.ask("wake_up")
+    with pytest.raises(Conflict, match="the fleet's weights sleep"):
+        scene.connect()
+        scene.open()
+    restart(scene)  # before the second has answered, and what the first did was noted
+    assert_refused(scene)
+
+
+def test_a_sleep_that_nobody_did_leaves_nothing_to_a_successor() -> None:
+    scene = Scene(replicas=1)
+    scene.replicas[0].outcomes[InstructionKind.CALL] = Outcome.REJECTED
+    assert scene.call("sleep 2").error is not None
+    scene.replicas[0].outcomes.clear()
+    restart(scene)
+    assert scene.call("wake_up").error is None
+    assert_awake(scene)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_nothing_sleeps_while_a_round_is_open(level: int) -> None:
+    scene = Scene(replicas=1)
+    scene.connect()
+    round_id = scene.open()
+    with pytest.raises(Conflict, match=f"cannot sleep while round {round_id} is open"):
+        scene.ask(f"sleep {level}")
+    assert scene.call("sleep 0").error is None  # no memory goes
+    closing = scene.close(round_id)
+    scene.poll(8)
+    assert report_of(closing).version == 1

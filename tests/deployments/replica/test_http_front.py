@@ -1,0 +1,244 @@
+"""The replica's front on its own server, and the router in front of two of them: real connections,
+only Serve's choice of a replica is a fake."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from app.http.ingress import _say
+from deployments.errors import Conflict, ReplicaUnavailable, SlipstreamError
+from deployments.replica.http_front import ReplicaFront, ReplicaServer
+from deployments.replica.spans import RECORDER
+from deployments.request_headers import Demand
+from deployments.router.policy import Candidate, rank
+from deployments.router.router import Router, RouterLimits
+
+SPANS = [{"version": 7, "start": 0, "end": 3}]
+
+
+class Engine:
+    """What stands behind a front: an application with the kinds of answers that vLLM gives."""
+
+    def __init__(self) -> None:
+        self.refusal: str | None = None
+        self.left = 0  # streams that were not read to their end
+        self.app = Starlette(
+            routes=[
+                Route("/whole", self.whole, methods=["POST"]),
+                Route("/stream", self.stream),
+                Route("/die", self.die),
+                Route("/text", self.text),
+            ]
+        )
+
+    async def whole(self, request: Request) -> Response:
+        self._spans()
+        body = (await request.body()).decode()
+        seen = {"body": body, "query": request.url.query, "path": request.scope["path"]}
+        return JSONResponse({"choices": [{"index": 0, "finish_reason": "length"}], "seen": seen})
+
+    async def stream(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[str]:
+            finished = False
+            try:
+                for number in range(int(request.query_params["events"])):
+                    yield f'data: {{"n": {number}, "choices": []}}\n\n'
+                    await asyncio.sleep(0.01)
+                self._spans()
+                yield 'data: {"choices": [{"index": 0, "finish_reason": "stop"}]}\n\n'
+                finished = True
+                if "break" in request.query_params:
+                    raise RuntimeError("broken in the middle")
+            finally:
+                self.left += not finished
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def die(self, request: Request) -> Response:
+        self.refusal = "the engine is dead"
+        return JSONResponse({"error": {"message": "EngineDeadError"}}, status_code=500)
+
+    async def text(self, request: Request) -> Response:
+        return PlainTextResponse("plain", headers={"x-own": "kept"})
+
+    def _spans(self) -> None:
+        recorder = RECORDER.get()
+        assert recorder is not None
+        recorder.record(0, SPANS)
+
+
+class Fleet:
+    """Stands for Serve's handle: real fronts, chosen by the real policy."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.metadata: dict[str, dict[str, Any]] = {}
+
+    async def add(self, name: str) -> ReplicaServer:
+        engine = self.engines[name] = Engine()
+
+        async def gate(demand: Demand) -> None:
+            if engine.refusal is not None:
+                raise ReplicaUnavailable(engine.refusal)
+            if demand.min_version > 7:
+                raise Conflict("x-min-weight-version asks for more", {"waited_s": demand.timeout_s})
+
+        front = ReplicaFront(
+            engine.app, replica_id=name, gate=gate, refusal=lambda: engine.refusal, version=lambda: 6
+        )
+        server = ReplicaServer(front, "127.0.0.1")
+        self.metadata[name] = {"address": server.address, "key": front.key}
+        return server
+
+    @asynccontextmanager
+    async def choose_replica(self, demand: Demand, *, _reserve: bool) -> AsyncIterator[Any]:
+        known = [Candidate(replica_id=name, version=6, admitted=True) for name in self.metadata]
+        ranks = rank(known, demand)
+        if not ranks:
+            await asyncio.sleep(3600)
+        yield SimpleNamespace(replica_id=ranks[0][0], replica_metadata=self.metadata[ranks[0][0]])
+
+
+@asynccontextmanager
+async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Router, httpx.AsyncClient]]:
+    defaults = {
+        "max_in_flight": 8,
+        "max_body_bytes": 100,
+        "retry_after_s": 2.0,
+        "find_replica_timeout_s": 1.0,
+        "weight_timeout_s": 3.5,
+    }
+    fleet = Fleet()
+    router = Router(fleet, RouterLimits(**(defaults | limits)))
+    app = Starlette(routes=[Route("/{path:path}", router)], exception_handlers={SlipstreamError: _say})
+    async with AsyncExitStack() as stack:
+        for name in names:
+            stack.push_async_callback((await fleet.add(name)).close)
+        front = ReplicaServer(app, "127.0.0.1")
+        stack.push_async_callback(front.close)
+        stack.push_async_callback(router.close)
+        client = httpx.AsyncClient(base_url=f"http://{front.address}", timeout=10)
+        yield fleet, router, await stack.enter_async_context(client)
+
+
+async def test_an_answer_passes_through_and_gains_versions() -> None:
+    async with service("a") as (_, router, client):
+        answer = await client.post("/whole?q=%20x", content=b"hello")
+        assert answer.json() == {
+            "choices": [{"index": 0, "finish_reason": "length", "weight_versions": SPANS}],
+            "seen": {"body": "hello", "query": "q=%20x", "path": "/whole"},
+            "weight_version": 7,
+        }
+        assert answer.headers["x-slipstream-replica"] == "a" and answer.headers["x-weight-version"] == "7"
+        text = await client.get("/text")
+        assert (text.text, text.headers["x-own"], text.headers["x-weight-version"]) == ("plain", "kept", "6")
+        assert (await client.get("/nothing")).status_code == 404
+        assert router.in_flight == 0
+
+
+async def test_a_stream_arrives_as_it_is_made_and_its_last_event_has_the_versions() -> None:
+    async with service("a") as (_, router, client):
+        pieces = []
+        async with client.stream("GET", "/stream?events=5") as answer:
+            assert answer.headers["x-weight-version"] == "6"
+            async for piece in answer.aiter_raw():
+                pieces.append(piece)
+        assert len(pieces) > 2, "the events must not wait for the last one"
+        last = b"".join(pieces).split(b"\n\n")[-2]
+        assert b'"weight_version":7' in last and b'"weight_versions":[{"version":7' in last
+        assert router.in_flight == 0
+
+
+async def test_a_client_that_goes_away_ends_the_request_and_gives_its_place_back() -> None:
+    async with service("a") as (fleet, router, client):
+        async with client.stream("GET", "/stream?events=1000") as answer:
+            await anext(answer.aiter_raw())
+            assert router.in_flight == 1
+        for _ in range(100):
+            if fleet.engines["a"].left and router.in_flight == 0:
+                return
+            await asyncio.sleep(0.05)
+        pytest.fail(f"left {fleet.engines['a'].left}, in flight {router.in_flight}")
+
+
+async def test_a_replica_that_dies_before_it_answers_is_nobodys_business() -> None:
+    async with service("a", "b") as (fleet, _, client):
+        with closing(socket.create_server(("127.0.0.1", 0))) as gone:
+            port = gone.getsockname()[1]
+        fleet.metadata["lost"] = {"address": f"127.0.0.1:{port}", "key": "k"}  # nobody listens there
+        for _ in range(6):
+            assert (await client.get("/text")).headers["x-slipstream-replica"] in ("a", "b")
+        # The engine of whoever is asked first dies of it, and says 500; the other one's dies as well.
+        assert (await client.get("/die")).json()["error"]["type"] == "fleet_unavailable"
+        assert all(engine.refusal for engine in fleet.engines.values())
+
+
+async def test_a_refusal_moves_the_request_to_another_replica() -> None:
+    async with service("a", "b") as (fleet, _, client):
+        fleet.engines["a"].refusal = "being stopped"
+        for _ in range(8):
+            answer = await client.post("/whole", content=b"x")
+            assert answer.headers["x-slipstream-replica"] == "b"
+        fleet.engines["b"].refusal = "fenced: for a test"
+        answer = await client.post("/whole", content=b"x")
+        assert answer.status_code == 503
+        fleet.engines["a"].refusal = None
+        assert (await client.post("/whole", content=b"x")).headers["x-slipstream-replica"] == "a"
+
+
+async def test_a_replica_lost_in_the_middle_of_a_stream_ends_it_with_an_error_event() -> None:
+    async with service("a") as (_, router, client):
+        text = (await client.get("/stream?events=2&break=1")).text
+        assert text.rstrip().split("\n\n")[-1].startswith('data: {"error": {"type": "replica_unavailable"')
+        assert router.in_flight == 0
+
+
+async def test_a_demand_that_is_not_met_is_a_conflict() -> None:
+    async with service("a") as (_, _, client):
+        answer = await client.get("/text", headers={"x-min-weight-version": "8"})
+        assert answer.status_code == 409
+        assert answer.json()["error"]["detail"] == {"waited_s": 3.5}, "the router's own limit"
+        answer = await client.get("/text", headers={"x-min-weight-version": "8", "x-weight-timeout": "0.5"})
+        assert answer.json()["error"]["detail"]["waited_s"] == 0.5
+        answer = await client.get("/text", headers={"x-min-weight-version": "new"})
+        assert answer.status_code == 400 and "'new'" in answer.json()["error"]["message"]
+
+
+async def test_without_a_replica_the_answer_is_503() -> None:
+    async with service(find_replica_timeout_s=0.3) as (_, _, client):
+        answer = await client.get("/text")
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "2"
+        assert "no replica is ready" in answer.json()["error"]["message"]
+
+
+async def test_bodies_and_requests_are_bounded() -> None:
+    async with service("a", max_in_flight=1) as (_, _, client):
+        answer = await client.post("/whole", content=b"x" * 101)
+        assert answer.status_code == 413 and "100 bytes" in answer.json()["error"]["message"]
+        async with client.stream("GET", "/stream?events=1000") as answer:
+            await anext(answer.aiter_raw())
+            assert (await client.get("/text")).status_code == 503
+        await asyncio.sleep(0.3)
+        assert (await client.get("/text")).status_code == 200
+
+
+async def test_a_replicas_port_is_for_routers_only() -> None:
+    async with service("a") as (fleet, _, client):
+        meta = fleet.metadata["a"]
+        async with httpx.AsyncClient(base_url=f"http://{meta['address']}") as stranger:
+            for headers in ({}, {"x-slipstream-key": "guess"}):
+                answer = await stranger.get("/text", headers=headers)
+                assert answer.status_code == 400 and "routers" in answer.json()["error"]["message"]
+            assert (await stranger.get("/text", headers={"x-slipstream-key": meta["key"]})).text == "plain"
+        # A client's own header of that name does not reach the replica.
+        assert (await client.get("/text", headers={"x-slipstream-key": "guess"})).text == "plain"

@@ -1,0 +1,155 @@
+"""The trainer deployment with real worker processes (Ray), a fake controller and a tiny model."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from deployments.errors import FleetUnavailable, InvalidRequest, RoundAborted, SendAgain
+from deployments.trainer.spec import Strategy, TrainerSpec
+from deployments.trainer.trainer import Trainer
+from deployments.trainer.worker_group import WorkerGroup
+from tests.deployments.fake_controller import FakeController
+from tests.tiny_models import save_tiny_llama
+
+pytestmark = [pytest.mark.serve, pytest.mark.asyncio]
+
+BATCH: dict[str, Any] = {
+    "trajectories": [
+        {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-1.0, -1.0], "advantage": 1.0},
+    ]
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    root = str(Path(__file__).parents[2])
+    environment = {"env_vars": {"PYTHONPATH": root}}
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, runtime_env=environment, log_to_driver=False
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    model = str(save_tiny_llama(tmp_path / "model", seed=0))
+    return TrainerSpec(model=model, store_dir=str(tmp_path / "store"), transport="shm", cpu_threads=1)
+
+
+@contextlib.asynccontextmanager
+async def running(spec: TrainerSpec, controller: FakeController | None = None) -> Any:
+    trainer = Trainer.__new__(Trainer)
+    await trainer.__init__(  # type: ignore[misc]  # as Serve does it
+        spec, FakeController() if controller is None else controller
+    )
+    try:
+        yield trainer
+    finally:
+        await trainer.__del__()
+        del trainer._group  # Python calls __del__ once more, without awaiting it
+
+
+def exists(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    return False
+
+
+async def gone(pids: list[int], timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(exists(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.1)
+    return True
+
+
+async def test_calls_take_turns_and_status_is_answered_meanwhile(spec: TrainerSpec) -> None:
+    async with running(spec) as trainer:
+        calls = [asyncio.ensure_future(trainer.step(BATCH)) for _ in range(3)]
+        calls.append(asyncio.ensure_future(trainer.publish("after three")))
+        await asyncio.sleep(0.01)
+        assert (await trainer.status())["world_size"] == 1
+        *steps, report = await asyncio.gather(*calls)
+        assert [step["step"] for step in steps] == [1, 2, 3]
+        assert report["version"] == 1 and report["label"] == "after three"
+        status = await trainer.status()
+        assert status["step"] == 3 and status["version"] == 1 and status["doing"] is None
+        assert os.getpid() not in await trainer.process_ids()
+        with pytest.raises(InvalidRequest, match="non-empty list"):
+            await trainer.step({"trajectories": []})
+        await trainer.check_health()
+
+
+async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes(spec: TrainerSpec) -> None:
+    async with running(spec) as trainer:
+        await trainer.step(BATCH)
+        await trainer.publish(None)
+        for _ in range(100):
+            if (await trainer.status())["stored_version"] == 1:
+                break
+            await asyncio.sleep(0.1)
+        (pid,) = await trainer.process_ids()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(FleetUnavailable, match="rank 0 of the trainer died during 'step'"):
+            await trainer.step(BATCH)
+        with pytest.raises(RuntimeError, match="worker group is broken"):
+            await trainer.check_health()
+    async with running(spec) as trainer:
+        status = await trainer.status()
+        assert status["version"] == 1 and status["step"] == 1
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(Strategy.SINGLE, 1), (Strategy.FSDP2, 2)])
+async def test_a_round_whose_transfer_broke_is_sent_again_by_all_ranks(
+    spec: TrainerSpec, strategy: Strategy, ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = FakeController()
+    controller.abort_next = SendAgain("r0 is gone", {"send_again": True})
+    async with running(replace(spec, strategy=strategy, world_size=ranks), controller) as trainer:
+        with caplog.at_level("WARNING", "ray.serve"):
+            report = await trainer.publish("second try")
+        assert (report["version"], report["label"]) == (1, "second try")
+        assert [each.getMessage() for each in caplog.records].count(
+            "the round is sent again, to those who are there now: r0 is gone"
+        ) == 1
+        assert (await trainer.publish(None))["version"] == 2
+
+
+async def test_a_round_that_was_aborted_for_another_reason_is_not_sent_again(spec: TrainerSpec) -> None:
+    controller = FakeController()
+    controller.abort_next = RoundAborted("replicas disagree")
+    async with running(spec, controller) as trainer:
+        with pytest.raises(RoundAborted, match="replicas disagree"):
+            await trainer.publish(None)
+
+
+async def test_an_orderly_end_leaves_no_process(spec: TrainerSpec) -> None:
+    async with running(spec) as trainer:
+        pids = await trainer.process_ids()
+        assert all(exists(pid) for pid in pids)
+    assert await gone(pids)
+
+
+async def test_workers_end_with_the_process_that_owns_them(spec: TrainerSpec) -> None:
+    @ray.remote(num_cpus=0)
+    class Owner:
+        async def start(self, spec: TrainerSpec) -> list[int]:
+            self.group, _ = await WorkerGroup.start(spec, FakeController())  # type: ignore[arg-type]
+            return [os.getpid(), *await self.group.process_ids()]
+
+    owner = Owner.remote()
+    own, *workers = await owner.start.remote(spec)
+    assert workers and all(exists(pid) for pid in workers)
+    os.kill(own, signal.SIGKILL)
+    assert await gone(workers)

@@ -1,0 +1,189 @@
+"""One rank without Ray and without a fleet: what goes out, what is kept, and what a restart finds."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deployments.errors import InvalidRequest, RoundAborted
+from deployments.trainer.spec import Strategy, TrainerSpec
+from deployments.trainer.worker import TrainerWorker
+from tests.deployments.fake_controller import FakeController
+from tests.tiny_models import save_tiny_llama
+from trainers.learner import LearnerConfig
+from trainers.optimizer import OptimizerConfig
+
+BATCH: dict[str, Any] = {
+    "trajectories": [
+        {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-1.0, -1.0], "advantage": 1.0},
+        {"prompt_token_ids": [5, 6], "token_ids": [9], "logprobs": [-2.0], "advantage": -1.0},
+    ]
+}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    return TrainerSpec(
+        model=str(save_tiny_llama(tmp_path / "model", seed=0, tied=True)),
+        store_dir=str(tmp_path / "state" / "store"),
+        transport="shm",
+        chunk_bytes=1 << 18,
+        learner=LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4)),
+        optimizer_state_every=1,
+    )
+
+
+def started(spec: TrainerSpec, controller: FakeController) -> TrainerWorker:
+    worker = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
+    worker.load(("127.0.0.1", 0))
+    return worker
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_what_is_published_is_what_save_writes_and_what_the_store_keeps(
+    spec: TrainerSpec, tmp_path: Path
+) -> None:
+    controller = FakeController()
+    worker = started(spec, controller)
+    assert worker.step(BATCH)["step"] == 1
+    report = worker.publish("first")
+    assert report["version"] == 1 and report["label"] == "first" and report["phase"] == "committed"
+    saved = load_file(Path(worker.save(str(tmp_path / "saved"))["path"]) / "model.safetensors")
+    assert equal(controller.received, saved)
+    assert not equal(saved, load_file(Path(spec.model) / "model.safetensors"))
+    assert worker.flush(30.0)
+    stored = Path(controller.stored_versions[1])
+    assert equal(load_file(stored / "model.safetensors"), saved)
+    assert (stored / "tokenizer.json").is_file()
+    assert json.loads((stored / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_the_store_keeps_what_was_published_though_a_step_follows_at_once(spec: TrainerSpec) -> None:
+    controller = FakeController()
+    worker = started(spec, controller)
+    worker.step(BATCH)
+    worker.publish(None)
+    sent = {name: tensor.clone() for name, tensor in controller.received.items()}
+    worker.step(BATCH)
+    assert worker.flush(30.0)
+    assert equal(load_file(Path(controller.stored_versions[1]) / "model.safetensors"), sent)
+
+
+def test_a_restarted_trainer_goes_on_from_the_newest_version(spec: TrainerSpec) -> None:
+    controller = FakeController()
+    straight = started(spec, controller)
+    for _ in range(2):
+        straight.step(BATCH)
+        straight.publish(None)
+        straight.keep_optimizer_state()
+        assert straight.flush(30.0)
+    resumed = started(spec, FakeController())
+    assert resumed.load(("", 0)) | {"parameters": 0} == {"version": 2, "step": 2, "parameters": 0}
+    assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
+    assert controller.version == 2
+
+
+def test_a_restart_without_optimizer_state_keeps_its_place(spec: TrainerSpec) -> None:
+    worker = started(replace(spec, optimizer_state_every=0), FakeController())
+    worker.step(BATCH)
+    worker.publish(None)
+    worker.keep_optimizer_state()
+    assert worker.flush(30.0)
+    metrics = started(spec, FakeController()).step(BATCH)
+    assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(1e-3 * 2 / 5)
+
+
+def test_rolling_back_publishes_the_old_weights_as_a_newer_version(spec: TrainerSpec) -> None:
+    controller = FakeController()
+    worker = started(spec, controller)
+    worker.step(BATCH)
+    worker.publish(None)
+    first = dict(controller.received)
+    worker.step(BATCH)
+    worker.publish(None)
+    assert worker.flush(30.0) and not equal(controller.received, first)
+    worker.load_version(1)
+    assert worker.publish("rollback to 1")["version"] == 3
+    assert equal(controller.received, first)
+    with pytest.raises(InvalidRequest, match="version 9 is not in"):
+        worker.load_version(9)
+
+
+def test_an_aborted_round_is_told_and_the_next_one_connects_anew(spec: TrainerSpec) -> None:
+    controller = FakeController()
+    worker = started(spec, controller)
+    controller.abort_next = RoundAborted("no replica is left")
+    with pytest.raises(RoundAborted, match="no replica is left"):
+        worker.publish(None)
+    assert controller.calls[-1] == "release"
+    assert worker.publish(None)["version"] == 1
+    assert controller.calls.count("connect") == 2
+
+
+def test_a_connection_lasts_as_long_as_the_membership(spec: TrainerSpec) -> None:
+    controller = FakeController()
+    worker = started(spec, controller)
+    worker.publish(None)
+    worker.publish(None)
+    assert controller.calls.count("connect") == 1
+    controller.epoch = 2
+    worker.publish(None)
+    assert controller.calls.count("connect") == 2
+    controller.connected_to = "somebody else"
+    worker.publish(None)
+    assert controller.calls.count("connect") == 3
+
+
+def test_weights_are_cast_for_the_wire_and_the_store(spec: TrainerSpec) -> None:
+    controller = FakeController()
+    worker = started(replace(spec, wire_dtype="bfloat16"), controller)
+    worker.publish(None)
+    assert {tensor.dtype for tensor in controller.received.values()} == {torch.bfloat16}
+    assert worker.flush(30.0)
+    config = json.loads((Path(controller.stored_versions[1]) / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({}, "non-empty list"),
+        ({"trajectories": [{"token_ids": [1]}]}, "needs the field"),
+        (BATCH | {"lr": 1}, r"nothing else, got \['lr'\]"),
+        ({"trajectories": [BATCH["trajectories"][0] | {"token_ids": [7, 999]}]}, r"\[0, 258\), got 999"),
+    ],
+)
+def test_a_bad_batch_is_refused_and_changes_nothing(
+    spec: TrainerSpec, body: dict[str, Any], sentence: str
+) -> None:
+    worker = started(spec, FakeController())
+    with pytest.raises(InvalidRequest, match=sentence):
+        worker.step(body)
+    assert worker.step(BATCH)["step"] == 1
+
+
+def test_a_disk_that_fails_does_not_end_training(spec: TrainerSpec) -> None:
+    controller = FakeController()
+    worker = started(spec, controller)
+    Path(spec.store_dir).parent.mkdir(parents=True, exist_ok=True)
+    Path(spec.store_dir).write_text("a file where a directory should be")
+    worker.publish(None)
+    assert worker.flush(30.0)
+    assert "version 1 is not in the store" in worker.store_status()["store_problem"]
+    Path(spec.store_dir).unlink()
+    worker.publish(None)
+    assert worker.flush(30.0)
+    assert worker.store_status() == {"stored_version": 2, "store_problem": None}
+
+
+def test_a_group_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="'single' needs world_size 1, got 2"):
+        TrainerSpec(model="m", store_dir="s", transport="shm", world_size=2)
+    assert TrainerSpec(model="m", store_dir="s", transport="shm", strategy=Strategy.FSDP2, world_size=2)

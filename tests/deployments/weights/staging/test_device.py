@@ -1,0 +1,100 @@
+"""The staged swap on a real engine: after a round the engine is what a fresh one would be."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.models import random_model, write_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.serve, pytest.mark.timeout(400)]
+
+PROMPTS = [[7 + i, 11, 13 + i, 17] * (3 + i) for i in range(4)]
+TOKENS = 32
+
+SCENES = {
+    "dense": ("0.6b", False, {}),
+    "tied": ("0.6b", True, {}),
+    "graphs": ("0.6b", False, {"enforce_eager": False}),
+    "experts": ("moe", False, {}),
+    "fp8": ("0.6b", False, {"quantization": "fp8"}),
+    "fp8-experts": ("moe", False, {"quantization": "fp8"}),
+}
+
+
+def checkpoint(directory: Path, size: str, seed: int, tied: bool) -> Path:
+    import torch
+
+    target = directory / f"{size}-{seed}-{tied}"
+    random_model(size, seed, "cuda", tied=tied).save_pretrained(target)
+    write_config(size, target, tied=tied)
+    torch.cuda.empty_cache()
+    return target
+
+
+async def greedy(engine: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    answers = []
+    for index, prompt in enumerate(PROMPTS):  # one at a time: the same batch shapes on both engines
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        tokens: list[int] = []
+        async for output in engine.llm.generate({"prompt_token_ids": prompt}, params, request_id=f"g{index}"):
+            tokens = list(output.outputs[0].token_ids)
+        answers.append(tokens)
+    return answers
+
+
+async def three_rounds(tmp_path: Path, size: str, tied: bool, arguments: dict[str, Any]) -> None:
+    from benchmarks.weight_sync import Ours, TrainerProcess, start_engine
+
+    chosen = {"enforce_eager": True, "gpu_memory_utilization": 0.15, **arguments}
+    # A fixed size: other processes on this GPU would disturb vLLM's profile of free memory.
+    chosen |= {"kv_cache_memory_bytes": 2 << 30}
+    engine = await start_engine(
+        str(checkpoint(tmp_path, size, 1, tied)), "slipstream_ipc", "device", **chosen
+    )
+    trainer = TrainerProcess(size, 1, gpu=0, tied=tied)
+    link = Ours(engine)
+    await trainer.connect(link, "slipstream_ipc", 1, chunk_bytes=64 << 20)
+    answers = [await greedy(engine)]
+    for seed in (2, 4, 3):
+        await trainer.send(link, seed)
+        answers.append(await greedy(engine))
+    assert engine.version == 3
+    (plans,) = await engine.workers("staging_plans")
+    if "quantization" not in arguments and size != "moe":  # else loading ends with a computation
+        assert plans["chunks"] > 0 and not plans["refused"], plans
+    await engine.stop()
+    trainer.stop()
+    fresh = await start_engine(str(checkpoint(tmp_path, size, 3, tied)), "slipstream_ipc", "device", **chosen)
+    expected = await greedy(fresh)
+    await fresh.stop()
+    assert answers[-1] == expected
+    assert len({str(answer) for answer in answers}) == 4, "a round changed nothing"
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_three_rounds_leave_what_a_fresh_engine_would_compute(
+    scene: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, tied, arguments = SCENES[scene]
+    if size != "moe" and "quantization" not in arguments:
+        monkeypatch.setitem(os.environ, "VLLM_BATCH_INVARIANT", "1")
+    asyncio.run(three_rounds(tmp_path, size, tied, dict(arguments)))
+
+
+def test_a_shadow_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    import torch
+
+    from deployments.weights.staging.device import refuse_if_it_does_not_fit
+
+    class Config:
+        class cache_config:
+            gpu_memory_utilization = 0.00001
+
+    model = torch.nn.Linear(1024, 1024, device="cuda")
+    with pytest.raises(ValueError, match=r"needs a second copy of the weights, .* GiB .* raise gpu_memory"):
+        refuse_if_it_does_not_fit(Config(), torch.device("cuda", 0), model)  # type: ignore[arg-type]

@@ -1,0 +1,140 @@
+"""A loader is watched once; what it did is then done without it, or not at all."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from deployments.weights.staging.load_plan import LoadPlans, Tensors
+from deployments.weights.wire.chunk_layout import Chunk, pack, plan_chunks
+from deployments.weights.wire.digest import digests
+from deployments.weights.wire.digest_definition import unsigned
+from deployments.weights.wire.received_chunk import packed
+
+HEADS, WIDTH = 6, 8
+
+
+class Model:
+    """Parameters like vLLM's: two tensors stacked into one, a shard of columns, and padding."""
+
+    def __init__(self) -> None:
+        self.stacked = torch.zeros(2 * HEADS, WIDTH)
+        self.shard = torch.zeros(HEADS, WIDTH // 2)
+        self.padded = torch.full((HEADS + 2, WIDTH), 7.0)
+
+    def load(self, tensors: Tensors) -> None:
+        for name, tensor in tensors:
+            if name == "q":
+                self.stacked.narrow(0, 0, HEADS).copy_(tensor)
+            elif name == "k":
+                self.stacked.narrow(0, HEADS, HEADS).copy_(tensor.t())
+            elif name == "down":
+                self.shard.copy_(tensor.narrow(1, WIDTH // 2, WIDTH // 2))
+            else:
+                self.padded[:HEADS].copy_(tensor)
+                self.padded[HEADS:].fill_(0)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.stacked, self.shard, self.padded]
+
+
+def version(seed: int) -> Tensors:
+    torch.manual_seed(seed)
+    shapes = {"q": (HEADS, WIDTH), "k": (WIDTH, HEADS), "down": (HEADS, WIDTH), "embed": (HEADS, WIDTH)}
+    return [(name, torch.randn(shape).bfloat16()) for name, shape in shapes.items()]
+
+
+def block_of(chunk: Chunk, tensors: Tensors) -> torch.Tensor:
+    block = torch.zeros(chunk.size_bytes, dtype=torch.uint8)
+    pack(chunk, iter(tensors), block)
+    return block
+
+
+@pytest.fixture
+def chunk() -> Chunk:
+    (made,) = plan_chunks([(name, tensor.dtype, tensor.shape) for name, tensor in version(0)], 1 << 20)
+    return made
+
+
+def one_round(plans: LoadPlans, chunk: Chunk, seed: int, load: Callable[[Tensors], None]) -> bool:
+    """Whether the chunk was loaded by a plan."""
+    arrival = packed(chunk, block_of(chunk, version(seed)))
+    found = plans.replay(arrival)
+    if found is None:
+        with plans.watch(chunk, arrival.named()):
+            load(arrival.named())
+    else:
+        assert unsigned(found.digests) == digests([tensor for _, tensor in version(seed)])
+    plans.settle()
+    return found is not None
+
+
+def test_from_the_second_round_on_the_plan_does_what_the_loader_did(chunk: Chunk) -> None:
+    plans, planned, loaded = LoadPlans(), Model(), Model()
+    replayed = [one_round(plans, chunk, seed, planned.load) for seed in (1, 2, 3)]
+    loaded.load(version(3))
+    assert replayed == [False, True, True]
+    assert all(map(torch.equal, planned.parameters(), loaded.parameters()))
+
+
+def computes(model: Model, tensors: Tensors) -> None:
+    model.load([(name, tensor * 2) for name, tensor in tensors])
+
+
+def reads_a_number(model: Model, tensors: Tensors) -> None:
+    model.load(tensors)
+    model.padded[0, 0] = tensors[0][1][0, 0].item()
+
+
+def adds(model: Model, tensors: Tensors) -> None:
+    model.load(tensors)
+    model.stacked.add_(1)
+
+
+def copies_from_elsewhere(model: Model, tensors: Tensors) -> None:
+    model.load(tensors)
+    model.shard.copy_(torch.ones(HEADS, WIDTH // 2))
+
+
+@pytest.mark.parametrize("load", [computes, reads_a_number, adds, copies_from_elsewhere])
+def test_a_loader_that_does_more_than_copy_is_run_in_every_round(
+    chunk: Chunk, load: Callable[[Model, Tensors], None]
+) -> None:
+    plans, model, expected = LoadPlans(), Model(), Model()
+    replayed = [one_round(plans, chunk, seed, lambda tensors: load(model, tensors)) for seed in (1, 2)]
+    load(expected, version(1))
+    load(expected, version(2))
+    assert replayed == [False, False]
+    assert plans.refused[chunk]
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
+def test_a_change_that_nobody_saw_is_found_by_the_bytes(chunk: Chunk) -> None:
+    plans, model = LoadPlans(), Model()
+    arrival = packed(chunk, block_of(chunk, version(1)))
+    with plans.watch(chunk, arrival.named()):
+        model.load(arrival.named())
+    model.shard.numpy()[0, 0] += 1.0  # past torch, as a kernel of its own would do it
+    plans.settle()
+    assert plans.replay(arrival) is None
+    assert plans.refused[chunk] == "a loaded tensor was changed after it had been copied"
+
+
+def test_a_round_that_was_dropped_leaves_no_plan(chunk: Chunk) -> None:
+    plans, model = LoadPlans(), Model()
+    arrival = packed(chunk, block_of(chunk, version(1)))
+    with plans.watch(chunk, arrival.named()):
+        model.load(arrival.named())
+    plans.discard()
+    plans.settle()
+    assert len(plans) == 0
+
+
+def test_a_plan_that_left_parameters_unfilled_is_not_used_again(chunk: Chunk) -> None:
+    plans, model = LoadPlans(), Model()
+    one_round(plans, chunk, 1, model.load)
+    plans.distrust(set())
+    assert len(plans) == 1
+    plans.distrust({chunk})
+    assert not one_round(plans, chunk, 2, model.load)
+    assert not one_round(plans, chunk, 3, model.load)

@@ -1,0 +1,250 @@
+"""Receivers without a vLLM engine, and the client that drives them as the fleet would.
+
+A receiver is the real transfer engine of a transport with host staging. On a CPU it lives in this
+process; CUDA IPC and NCCL need one process each.
+"""
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+from deployments.protocol import Outcome
+from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.wire.digest import digests
+from deployments.weights.wire.digest_definition import combined
+from deployments.weights.wire.received_chunk import Arrival
+
+DEADLINE_S = 90.0
+POLL_S = 0.002
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+class ListSource(WeightSource):
+    """A source that yields `tensors` and declares `declared` (by default the same).
+
+    Args:
+        before: called before each tensor, with its index; may block or raise.
+    """
+
+    def __init__(
+        self, tensors: Tensors, declared: Tensors | None = None, before: Callable[[int], None] | None = None
+    ) -> None:
+        self.tensors = tensors
+        self._declared = tensors if declared is None else declared
+        self.before = before
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._declared]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(self.tensors):
+            if self.before is not None:
+                self.before(index)
+            yield pair
+
+
+class Resident(ListSource):
+    """A source whose tensors stay where they are: no pass is needed.
+
+    Args:
+        declared: in the dtypes that are to be sent.
+    """
+
+    def resident(self) -> list[torch.Tensor]:
+        return self._resident
+
+    def __init__(self, tensors: Tensors, declared: Tensors | None = None) -> None:
+        super().__init__(tensors, declared)
+        self._resident = [tensor for _, tensor in tensors]
+
+    def move(self) -> None:
+        """To other memory, with the same content."""
+        self.tensors = [(name, tensor.clone()) for name, tensor in self.tensors]
+        self._resident = [tensor for _, tensor in self.tensors]
+
+
+class Receiver:
+    """One worker's transfer engine; what a test asks of it."""
+
+    def __init__(self, transport: str, directory: str, device: str, tear: bool = False) -> None:
+        self._made_of = (transport, directory, torch.device(device), tear)
+        self.engine = _engine(*self._made_of)
+
+    def reset(self) -> None:
+        self.engine.shutdown()
+        self.engine = _engine(*self._made_of)
+
+    def connect(self, info: dict[str, Any]) -> None:
+        self.engine.init_transfer_engine(self.engine.parse_init_info(info))
+
+    def connected(self) -> dict[str, Any]:
+        return self.engine.connected()
+
+    def start(self) -> None:
+        self.engine.start_weight_update()
+
+    def update(self, info: dict[str, Any]) -> None:
+        self.engine.update_weights(info)
+
+    def progress(self) -> dict[str, Any]:
+        return self.engine.progress()
+
+    def verify(self) -> dict[str, Any]:
+        return self.engine.verify()
+
+    def drop(self) -> float:
+        start = time.perf_counter()
+        self.engine.drop()
+        return time.perf_counter() - start
+
+    def staged(self) -> str:
+        """The digest of what waits in the staging, computed anew."""
+        tensors = self.engine.staging._tensors
+        return combined(list(tensors), digests(list(tensors.values())))
+
+    def stop(self) -> None:
+        self.engine.shutdown()
+
+
+class ProcessReceiver:
+    """The same, in a process of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._asking = threading.Lock()  # a call of a round that failed may still be out
+        self.process = context.Process(target=_serve, args=(theirs, *args), daemon=True)
+        self.process.start()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: self._ask(name, args)
+
+    def _ask(self, name: str, args: tuple[Any, ...]) -> Any:
+        with self._asking:
+            self._pipe.send((name, args))
+            if not self._pipe.poll(DEADLINE_S):
+                raise TimeoutError(f"receiver did not answer {name} in {DEADLINE_S:g} s")
+            worked, value = self._pipe.recv()
+        if not worked:
+            raise RuntimeError(value)
+        return value
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _serve(pipe: Connection, *args: Any) -> None:
+    receiver = Receiver(*args)
+    while True:
+        name, arguments = pipe.recv()
+        try:
+            pipe.send((True, getattr(receiver, name)(*arguments)))
+        except Exception as error:  # the test's process judges it
+            pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+class Rejected(Exception):
+    """A receiver has said that it has no use for what came."""
+
+
+@dataclass
+class Fleet:
+    """vLLM's weight-sync client over a few receivers, each with ranks of its own."""
+
+    receivers: list[Any]
+    payloads: int = 0
+    offset: int = 1
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        for index, receiver in enumerate(self.receivers):
+            own = {"rank_offset": self.offset + index} if "rank_offset" in info else {}
+            receiver.connect({**info, **own})
+        _until(lambda: [r.connected() for r in self.receivers], lambda state: state["done"])
+
+    def start_weight_update(self) -> None:
+        self.payloads = 0
+        for receiver in self.receivers:
+            receiver.start()
+
+    def update_weights(self, info: Any) -> None:
+        self.payloads += 1
+        for receiver in self.receivers:
+            receiver.update(info)
+        _until(lambda: [r.progress() for r in self.receivers], lambda s: s["payloads_done"] >= self.payloads)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass  # nothing is swapped here: there is no model
+
+    def verify(self) -> list[dict[str, Any]]:
+        return [receiver.verify() for receiver in self.receivers]
+
+    def drop(self) -> None:
+        for receiver in self.receivers:
+            receiver.drop()
+
+
+def _until(states: Callable[[], list[dict[str, Any]]], reached: Callable[[dict[str, Any]], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        now = states()
+        for state in now:
+            if state["outcome"] != Outcome.DONE:
+                raise Rejected(state["message"])
+        if all(reached(state) for state in now):
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"receivers did not get there in {DEADLINE_S:g} s: {now}")
+        time.sleep(POLL_S)
+
+
+def _engine(
+    transport: str, directory: str, device: torch.device, tear: bool
+) -> StagedWeightTransferEngine[Any, Any]:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
+        model_config=SimpleNamespace(model=directory),
+        additional_config={},
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    kind = _engine_class(transport)
+    return (_tearing(kind) if tear else kind)(SimpleNamespace(), config, device, torch.nn.Module())
+
+
+def _engine_class(transport: str) -> type[StagedWeightTransferEngine[Any, Any]]:
+    from importlib import import_module
+
+    from deployments.vllm_plugin import TRANSPORTS
+
+    module, prefix = TRANSPORTS[transport]
+    return getattr(import_module(module), f"{prefix}WeightTransferEngine")
+
+
+def _tearing(kind: type[StagedWeightTransferEngine[Any, Any]]) -> type[StagedWeightTransferEngine[Any, Any]]:
+    class Tearing(kind):  # type: ignore[misc, valid-type]
+        def receive(self, update_info: Any) -> Iterator[Arrival]:
+            for arrival in super().receive(update_info):
+                torn = [tensor.clone() for tensor in arrival.read()]
+                torn[-1].view(-1).view(torch.uint8)[0] ^= 1
+                yield replace(arrival, read=partial(list, torn))
+
+    return Tearing
+
+
+def write_checkpoint(directory: Path, tensors: Tensors) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors}, directory / "model.safetensors")
