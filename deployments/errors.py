@@ -1,21 +1,34 @@
 """One exception per decision that a caller can make.
 
-SlipstreamError
+SlipstreamError               an answer to a caller, with an HTTP status
 ├── InvalidRequest            fix the call: what was expected and what came        400
 │   └── PayloadTooLarge       send less                                            413
-├── Conflict                  somebody else's turn, or a call out of order         409
-│   └── StalePublisher        take a new lease
-├── RoundAborted              the fleet still serves the old version; try again    409 / 422
-│   └── SendAgain             the transfer broke, the replicas are sound: once more  503
+├── Conflict                  another caller's turn, or a call out of order        409
+│   └── StalePublisher        take a new lease                                     409
+├── RoundAborted              the fleet still serves the old version; try again    409
+│   └── TransferAborted       the transfer failed, the replicas are intact: connect and send again   503
 ├── ReplicaUnavailable        send the request to another replica                  503
 └── FleetUnavailable          wait (Retry-After), then try again                   503
+
+Inside a replica and a publisher, never answered over HTTP:
+
+PayloadRejected               the publisher's payload is wrong, the replica is intact
+TransferFailed                a peer of the transfer is gone, the replica is intact: send again
 """
 
 from typing import Any
 
 
+class PayloadRejected(Exception):
+    """The publisher's payload is wrong; this replica is intact."""
+
+
+class TransferFailed(Exception):
+    """A peer of the transfer is gone or too late; this side is intact, and the round can be sent again."""
+
+
 class SlipstreamError(Exception):
-    """Base of every error that Slipstream raises on purpose.
+    """Base of every error that Slipstream answers a caller with.
 
     Args:
         message: a sentence for a person.
@@ -62,7 +75,7 @@ class RoundAborted(SlipstreamError):
     type = "round_aborted"
 
 
-class SendAgain(RoundAborted):
+class TransferAborted(RoundAborted):
     """`detail` has {"send_again": true}."""
 
     status = 503

@@ -11,7 +11,7 @@ from deployments.errors import (
     FleetUnavailable,
     InvalidRequest,
     RoundAborted,
-    SendAgain,
+    TransferAborted,
     SlipstreamError,
 )
 from deployments.ledger.commit_phase import CommitPhase
@@ -238,8 +238,8 @@ def publisher_error(current: Round, task: Task, rejected: dict[str, str]) -> Inv
     )
 
 
-def transfer_broke(current: Round, replicas: dict[str, str]) -> SendAgain:
-    return SendAgain(
+def transfer_broke(current: Round, replicas: dict[str, str]) -> TransferAborted:
+    return TransferAborted(
         f"round {current.round_id} aborted: the transfer broke; connect again, and send the round again: "
         f"{sentence(replicas)}",
         {"round_id": current.round_id, "send_again": True, "replicas": replicas},

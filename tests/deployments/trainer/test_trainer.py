@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from deployments.errors import FleetUnavailable, InvalidRequest, RoundAborted, SendAgain
+from deployments.errors import FleetUnavailable, InvalidRequest, RoundAborted, TransferAborted
 from deployments.trainer.spec import Strategy, TrainerSpec
 from deployments.trainer.trainer import Trainer
 from deployments.trainer.worker_group import WorkerGroup
@@ -115,7 +115,7 @@ async def test_a_round_whose_transfer_broke_is_sent_again_by_all_ranks(
     spec: TrainerSpec, strategy: Strategy, ranks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     controller = FakeController()
-    controller.abort_next = SendAgain("r0 is gone", {"send_again": True})
+    controller.abort_next = TransferAborted("r0 is gone", {"send_again": True})
     async with running(replace(spec, strategy=strategy, world_size=ranks), controller) as trainer:
         with caplog.at_level("WARNING", "ray.serve"):
             report = await trainer.publish("second try")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, SendAgain, SlipstreamError
+from deployments.errors import Conflict, InvalidRequest, RoundAborted, TransferAborted, SlipstreamError
 from deployments.ledger.members import Task
 from deployments.protocol import InstructionKind, Outcome
 from tests.deployments.ledger.ledger_scene import Scene, report_of
@@ -34,11 +34,11 @@ def fenced(scene: Scene) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("outcomes", "error", "who"),
     [
-        ((BROKEN, BROKEN), SendAgain, ()),
-        ((BROKEN, DONE), SendAgain, ()),
-        ((BROKEN, FAILED), SendAgain, (1,)),
+        ((BROKEN, BROKEN), TransferAborted, ()),
+        ((BROKEN, DONE), TransferAborted, ()),
+        ((BROKEN, FAILED), TransferAborted, (1,)),
         ((BROKEN, REJECTED), InvalidRequest, ()),  # what one has seen and refused, all would
-        ((BROKEN, REJECTED, DONE), SendAgain, (1,)),
+        ((BROKEN, REJECTED, DONE), TransferAborted, (1,)),
     ],
 )
 def test_a_receiver_that_lost_its_peers_is_sound(
@@ -84,7 +84,7 @@ def test_the_others_do_not_wait_for_a_member_of_the_group_that_was_lost() -> Non
     task = sent(scene)
     assert not task.done
     scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
-    assert isinstance(task.error, SendAgain) and "r1: its process is gone" in task.error.message
+    assert isinstance(task.error, TransferAborted) and "r1: its process is gone" in task.error.message
     others = [scene.replicas[0], scene.replicas[2]]
     scene.poll(only=others)
     assert all("drop" in each.kinds() and each.admitted for each in others)
@@ -93,8 +93,8 @@ def test_the_others_do_not_wait_for_a_member_of_the_group_that_was_lost() -> Non
 @pytest.mark.parametrize(
     ("outcomes", "error", "who"),
     [
-        ((FAILED, None), SendAgain, (0,)),
-        ((DONE, FAILED, None), SendAgain, (1,)),
+        ((FAILED, None), TransferAborted, (0,)),
+        ((DONE, FAILED, None), TransferAborted, (1,)),
         ((BROKEN, None), None, ()),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_member_that_was_lost_before_the_first_byte_ends_the_sending_at_once()
     scene.connect(GROUP)
     round_id = scene.open()
     scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
-    assert isinstance(scene.send(round_id).error, SendAgain)
+    assert isinstance(scene.send(round_id).error, TransferAborted)
 
 
 def test_who_has_everything_needs_the_lost_member_no_more() -> None:
