@@ -1,0 +1,29 @@
+"""What a trainer worker reports to the trainer deployment."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTrainer:
+    """What a worker has loaded when it is ready for its first step."""
+
+    version: int  # of the weights; 0 for the model that the trainer was configured with
+    step: int  # optimizer steps done
+    parameters: int  # numbers in the model, over all ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint directory that `save` wrote on the trainer's host."""
+
+    path: str
+    step: int  # optimizer steps done
+    save_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStatus:
+    """What became of the versions that this trainer wrote to the store."""
+
+    stored_version: int | None  # the newest that is complete
+    store_problem: str | None  # why the version written last is not in the store
