@@ -25,7 +25,7 @@ from deployments.replica.replica import Rollout
 from deployments.router.request_router import FleetRequestRouter
 from deployments.router.router import RouterLimits
 from deployments.trainer.trainer import Trainer
-from deployments.vllm_plugin import backend
+from deployments.weights.transports.registry import backend
 
 # A replica reserves one CPU unless told otherwise, and requests to one that cannot be placed
 # hang in silence.

@@ -13,8 +13,8 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
+from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
 from deployments.weights.transports.rendezvous import (
-    DEFAULT_TIMEOUT_S,
     BroadcastInfo,
     BroadcastReceiver,
     BroadcastSender,
@@ -23,7 +23,7 @@ from deployments.weights.transports.rendezvous import (
 )
 from deployments.weights.wire.received_chunk import Arrival, BrokenGroup, packed
 
-DEFAULT_CHUNK_BYTES = 64 << 20
+DEFAULT_CHUNK_BYTES = TRANSPORTS["gloo"].chunk_bytes
 ABORTED = "the transfer group was aborted"
 _SLICE_S = 0.02  # of a wait that an abort from another thread must be able to end
 
@@ -39,6 +39,18 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     world_size: int
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S
+
+
+def trainer_init_info(facts: TrainerFacts) -> GlooTrainerInitInfo:
+    """The connection of a trainer rank."""
+    return GlooTrainerInitInfo(
+        rank=facts.rank,
+        master_address=facts.address,
+        master_port=facts.port,
+        world_size=facts.world_size,
+        chunk_bytes=DEFAULT_CHUNK_BYTES if facts.chunk_bytes is None else facts.chunk_bytes,
+        timeout_s=facts.timeout_s,
+    )
 
 
 class GlooGroup:

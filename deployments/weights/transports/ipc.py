@@ -41,14 +41,13 @@ from deployments.weights.transports.ipc_channel import (
     share_buffer,
 )
 from deployments.weights.transports.ipc_tensors import OpenedTensors, SharedTensors
-from deployments.weights.transports.rendezvous import DEFAULT_TIMEOUT_S
+from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
 from deployments.weights.transports.sender import OnePayloadEngine
 from deployments.weights.wire.chunk_layout import Chunk, Described, describe
 from deployments.weights.wire.received_chunk import Arrival, BrokenGroup, packed
 from deployments.weights.wire.shared_memory import remove_orphans, remove_segment
 
-# Trainer and replica share the GPU in turns: each chunk costs a turn, and larger ones are fewer.
-DEFAULT_CHUNK_BYTES = 1 << 30
+DEFAULT_CHUNK_BYTES = TRANSPORTS["ipc"].chunk_bytes
 
 
 @dataclass(kw_only=True)
@@ -80,6 +79,16 @@ class IpcTrainerInitInfo(TrainerInitInfo):
     world_size: int
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S
+
+
+def trainer_init_info(facts: TrainerFacts) -> IpcTrainerInitInfo:
+    """The connection of a trainer rank."""
+    return IpcTrainerInitInfo(
+        rank=facts.rank,
+        world_size=facts.world_size,
+        chunk_bytes=DEFAULT_CHUNK_BYTES if facts.chunk_bytes is None else facts.chunk_bytes,
+        timeout_s=facts.timeout_s,
+    )
 
 
 class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateInfo]):

@@ -16,8 +16,8 @@ import torch
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from deployments.weights.transports.nccl_communicator import BUFFERS, TransferGroup
+from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
 from deployments.weights.transports.rendezvous import (
-    DEFAULT_TIMEOUT_S,
     BroadcastInfo,
     BroadcastReceiver,
     BroadcastSender,
@@ -25,7 +25,7 @@ from deployments.weights.transports.rendezvous import (
 )
 from deployments.weights.wire.received_chunk import Arrival, packed
 
-DEFAULT_CHUNK_BYTES = 512 << 20
+DEFAULT_CHUNK_BYTES = TRANSPORTS["nccl"].chunk_bytes
 
 
 @dataclass
@@ -39,6 +39,18 @@ class NcclTrainerInitInfo(TrainerInitInfo):
     world_size: int
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S
+
+
+def trainer_init_info(facts: TrainerFacts) -> NcclTrainerInitInfo:
+    """The connection of a trainer rank."""
+    return NcclTrainerInitInfo(
+        rank=facts.rank,
+        master_address=facts.address,
+        master_port=facts.port,
+        world_size=facts.world_size,
+        chunk_bytes=DEFAULT_CHUNK_BYTES if facts.chunk_bytes is None else facts.chunk_bytes,
+        timeout_s=facts.timeout_s,
+    )
 
 
 class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):

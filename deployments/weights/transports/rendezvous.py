@@ -26,7 +26,6 @@ from deployments.weights.transports.sender import OnePayloadEngine
 from deployments.weights.wire.chunk_layout import Chunk, Described, describe
 from deployments.weights.wire.received_chunk import BrokenGroup
 
-DEFAULT_TIMEOUT_S = 60.0
 _LOOK_S = 0.01
 _KNOCK_S = 1.0
 

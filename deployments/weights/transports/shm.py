@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
 from deployments.weights.transports.sender import SendingEngine
 from deployments.weights.wire.chunk_layout import Chunk, describe, layout
 from deployments.weights.wire.received_chunk import Arrival, packed
@@ -30,7 +31,7 @@ from deployments.weights.wire.shared_memory import (
     remove_segment,
 )
 
-DEFAULT_CHUNK_BYTES = 128 << 20
+DEFAULT_CHUNK_BYTES = TRANSPORTS["shm"].chunk_bytes
 _UNBOUNDED = 1 << 62  # a payload is one chunk, whatever its size
 
 
@@ -54,6 +55,14 @@ class ShmTrainerInitInfo(TrainerInitInfo):
     backend: ClassVar[str] = "shm"
 
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
+
+
+def trainer_init_info(facts: TrainerFacts) -> ShmTrainerInitInfo:
+    """The connection of a trainer rank."""
+    return ShmTrainerInitInfo(
+        rank=facts.rank,
+        chunk_bytes=DEFAULT_CHUNK_BYTES if facts.chunk_bytes is None else facts.chunk_bytes,
+    )
 
 
 class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):

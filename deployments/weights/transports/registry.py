@@ -1,0 +1,186 @@
+"""The transports: one record each, read by everything that must know all of them.
+
+Only the standard library is imported here: settings read these records before anything heavy starts.
+
+A new transport is one module beside this file and one record in `TRANSPORTS`. The module defines, with the
+record's prefix, `<Prefix>WeightTransferEngine` (the replica's half), `<Prefix>TrainerWeightTransferEngine`
+(the trainer's half), `<Prefix>TrainerInitInfo`, and the function `trainer_init_info(facts)` that makes the
+latter.
+
+To connect a trainer, over any transport and over vLLM's own engines:
+
+    register()  # deployments.vllm_plugin
+    facts = TrainerFacts(rank=rank, workers=workers, address=own_address(), port=free_port(), ...)
+    info = trainer_init_info(backend(transport, staging), facts)
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+`address` and `port` are used by transports with `collective`; others ignore them. `largest_tensor_bytes` is
+used by vLLM's own `ipc` engine alone. vLLM's own engines are built in `native.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo
+
+DEFAULT_TIMEOUT_S = 60.0  # of every wait for a peer
+_PACKAGE = "deployments.weights.transports"
+
+
+class SameGpu(StrEnum):
+    """Whether a trainer rank and a worker that it sends to are on the same GPU."""
+
+    NO_GPU = "no_gpu"  # both are on CPUs
+    REQUIRED = "required"
+    IMPOSSIBLE = "impossible"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """A way to move weights from the trainer to the replicas."""
+
+    name: str  # in the configuration
+    backend: str  # in vLLM's registry; vLLM's own "ipc" and "nccl" keep their names
+    device: Literal["cpu", "cuda"]
+    native: bool  # vLLM has an engine of this `name`, chosen with `staging: none`
+    same_gpu: SameGpu
+    collective: bool  # all members form one group of ranks at an address, and a lost member breaks it
+    chunk_bytes: int  # default
+    staging_share: float  # default share of the GPU's time that staging may take while requests run
+    module: str
+    prefix: str  # of the classes in `module`
+
+    @property
+    def receiver_class(self) -> str:
+        return f"{self.prefix}WeightTransferEngine"
+
+    @property
+    def sender_class(self) -> str:
+        return f"{self.prefix}TrainerWeightTransferEngine"
+
+
+# Chunks: on a GPU each chunk costs the trainer a turn on the device that decodes, so chunks are large.
+# Shares: staging that pauses between chunks costs fewer tokens in all than staging at full speed, and slows
+# decoding by less than a tenth (benchmarks/RESULTS.md). On CPUs nothing competes for the device.
+_ALL = (
+    Transport(
+        name="shm",
+        backend="shm",
+        device="cpu",
+        native=False,
+        same_gpu=SameGpu.NO_GPU,
+        collective=False,
+        chunk_bytes=64 << 20,
+        staging_share=1.0,
+        module=f"{_PACKAGE}.shm",
+        prefix="Shm",
+    ),
+    Transport(
+        name="gloo",
+        backend="gloo",
+        device="cpu",
+        native=False,
+        same_gpu=SameGpu.NO_GPU,
+        collective=True,
+        chunk_bytes=64 << 20,
+        staging_share=1.0,
+        module=f"{_PACKAGE}.gloo",
+        prefix="Gloo",
+    ),
+    Transport(
+        name="ipc",
+        backend="slipstream_ipc",
+        device="cuda",
+        native=True,
+        same_gpu=SameGpu.REQUIRED,
+        collective=False,
+        chunk_bytes=1 << 30,
+        staging_share=0.1,
+        module=f"{_PACKAGE}.ipc",
+        prefix="Ipc",
+    ),
+    Transport(
+        name="nccl",
+        backend="slipstream_nccl",
+        device="cuda",
+        native=True,
+        same_gpu=SameGpu.IMPOSSIBLE,
+        collective=True,
+        chunk_bytes=512 << 20,
+        staging_share=0.25,
+        module=f"{_PACKAGE}.nccl",
+        prefix="Nccl",
+    ),
+)
+
+TRANSPORTS: Mapping[str, Transport] = MappingProxyType({transport.name: transport for transport in _ALL})
+_BY_BACKEND = {transport.backend: transport for transport in _ALL}
+_NATIVE = tuple(transport.name for transport in _ALL if transport.native)
+BACKENDS = (*_BY_BACKEND, *_NATIVE)  # every name that `trainer_init_info` takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerFacts:
+    """What a trainer rank knows when it connects; each transport takes what it needs."""
+
+    rank: int  # among the trainer's ranks; 0 sends
+    workers: int  # of all replicas together, those that receive
+    address: str  # of rank 0's host, as every replica reaches it
+    port: int  # free on that host
+    chunk_bytes: int | None = None  # None: the transport's default, or vLLM's own for its own engines
+    timeout_s: float = DEFAULT_TIMEOUT_S  # not used by vLLM's own engines, which have no deadlines
+    largest_tensor_bytes: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """The publisher (rank 0) and every worker of every replica."""
+        return 1 + self.workers
+
+
+def backend(transport: str, staging: str) -> str:
+    """The name in vLLM's registry of a configured transport; with staging "none" of vLLM's own engine.
+
+    Raises:
+        ValueError: no such transport, or vLLM has no engine of that name.
+    """
+    found = TRANSPORTS.get(transport)
+    if found is None:
+        raise ValueError(f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}")
+    if staging != "none":
+        return found.backend
+    if not found.native:
+        raise ValueError(f"staging 'none' needs a transport of {sorted(_NATIVE)}, got {transport!r}")
+    return found.name
+
+
+def trainer_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
+    """What vLLM's `WeightTransferTrainerFactory.trainer_init` needs for a backend.
+
+    Raises:
+        ValueError: no such backend.
+    """
+    transport = _BY_BACKEND.get(backend)
+    if transport is not None:
+        return import_module(transport.module).trainer_init_info(facts)
+    if backend in _NATIVE:
+        return import_module(f"{_PACKAGE}.native").trainer_init_info(backend, facts)
+    raise ValueError(f"backend must be one of {sorted(BACKENDS)}, got {backend!r}")
+
+
+def by_backend(backend: str) -> Transport:
+    """The transport of a name in vLLM's registry.
+
+    Raises:
+        ValueError: none of ours.
+    """
+    transport = _BY_BACKEND.get(backend)
+    if transport is None:
+        raise ValueError(f"backend must be one of {sorted(_BY_BACKEND)}, got {backend!r}")
+    return transport
