@@ -21,7 +21,7 @@ def seconds(work: Callable[[], object], rounds: int = 10) -> float:
 
 
 def main() -> None:
-    from deployments.weights.wire.digest import Copy, digest_tensor, digests, survey
+    from deployments.weights.wire.digest import Copy, digest_tensor, digests, prepare_inspection
 
     gigabyte = 1 << 30
     whole = torch.randn(8 * gigabyte // 2, dtype=torch.bfloat16, device="cuda")
@@ -31,12 +31,12 @@ def main() -> None:
     host = whole[: gigabyte // 8].cpu()
     small_host = host.view(torch.uint8).numpy().tobytes()
     halves = list(zip(layers, other.split(25 << 20), strict=True))
-    copies = [Copy(place=place, source=source, target=to) for place, (source, to) in enumerate(halves)]
+    copies = [Copy(index=place, source=source, target=to) for index, (source, to) in enumerate(halves)]
     rows = [
         ("device copy (read and write)", 2 * 8 * gigabyte, seconds(lambda: other.copy_(whole))),
         ("ours, one tensor", 8 * gigabyte, seconds(lambda: digest_tensor([whole]))),
         (f"ours, {len(layers)} tensors", 8 * gigabyte, seconds(lambda: digest_tensor(layers))),
-        ("ours with a copy made along", 2 * 8 * gigabyte, seconds(survey(layers, copies))),
+        ("ours with a copy made along", 2 * 8 * gigabyte, seconds(prepare_inspection(layers, copies))),
         (f"ours, {len(small)} tensors of 192 KiB", gigabyte, seconds(lambda: digest_tensor(small))),
         ("torch's sum (float32), one tensor", 8 * gigabyte, seconds(lambda: whole.sum(dtype=torch.float32))),
         ("ours on the host, one core", len(small_host), seconds(lambda: digests([host]), 1)),

@@ -11,7 +11,7 @@ import pickle
 from typing import Any
 
 from deployments.errors import InvalidRequest
-from deployments.weights.wire.cuda_ipc_handles import plain_handles
+from deployments.weights.wire.cuda_ipc_handles import encode_handles
 
 FIELD = "ipc_handles_pickled"
 DTYPES = (
@@ -65,7 +65,7 @@ def read_handles(text: Any) -> Any:
     """Unpickle base64 text that holds CUDA IPC handles and nothing else; they come out in JSON types."""
     try:
         data = base64.b64decode(text, validate=True)
-        return plain_handles(_Restricted(io.BytesIO(data)).load())
+        return encode_handles(_Restricted(io.BytesIO(data)).load())
     except InvalidRequest:
         raise
     except Exception as error:  # a pickle can fail in any way its bytes please

@@ -20,7 +20,7 @@ from deployments.protocol import KvCache
 from deployments.replica.engine import Engine, EngineSpec
 from deployments.replica.follower import Rejected
 from deployments.replica.staged_member import EngineMember
-from deployments.weights.wire.checkpoint_schema import checkpoint_manifest, mismatches, sentence
+from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, read_schema
 from deployments.weights.wire.chunk_layout import parse
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -34,7 +34,7 @@ class NativeMember(EngineMember):
 
     def __init__(self, engine: Engine, model: str, *, one_payload: bool) -> None:
         super().__init__(engine)
-        self._expected = checkpoint_manifest(Path(model))
+        self._expected = read_schema(Path(model))
         self._one_payload = one_payload
         self._offered: Offered = {}
         self._options: dict[str, Any] = {}
@@ -107,9 +107,9 @@ class NativeMember(EngineMember):
         """Raises Rejected before the first byte, RuntimeError after it."""
         if self._expected is None:
             return
-        problems = mismatches(self._expected.tensors, offered, complete=complete)
+        problems = mismatches(self._expected, offered, complete=complete)
         if problems:
-            raise RuntimeError(sentence(problems)) if self.torn else Rejected(sentence(problems))
+            raise RuntimeError(join_reasons(problems)) if self.torn else Rejected(join_reasons(problems))
 
 
 def member_of(engine: Engine, spec: EngineSpec) -> EngineMember:

@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from deployments.protocol import Lease, RoundOptions, RoundReport
-from deployments.weights.wire.cuda_ipc_handles import plain_payload
+from deployments.weights.wire.cuda_ipc_handles import encode_payload
 
 CALL_TIMEOUT_S = 600.0  # the controller has deadlines of its own; this one ends a call to a dead one
 
@@ -40,7 +40,7 @@ class FleetWeightSyncClient:
         self._round_id = self._call("open_round", self._token(), None, self.options)
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        self._call("send", self._token(), self._round_id, plain_payload(update_info))
+        self._call("send", self._token(), self._round_id, encode_payload(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         label = weight_version if weight_version is not None else self.options.label

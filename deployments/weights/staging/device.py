@@ -36,7 +36,7 @@ from deployments.weights.staging.shadow_model import (
 )
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest_definition import Findings
-from deployments.weights.wire.received_chunk import Arrival
+from deployments.weights.wire.received_chunk import ReceivedChunk
 
 
 class DeviceStaging:
@@ -68,7 +68,7 @@ class DeviceStaging:
         self._open = False
         self._came = set()
 
-    def replay(self, arrival: Arrival) -> Findings | None:
+    def replay(self, arrival: ReceivedChunk) -> Findings | None:
         if not self._open:
             self._start()
         found = self._plans.replay(arrival)

@@ -28,16 +28,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from deployments.errors import TransferFailed
 from deployments.protocol import Outcome
 from deployments.weights.staging.progress_page import StatePage
 from deployments.weights.staging.staged_update import Evidence, Session
 from deployments.weights.staging.throttle import Pace
 from deployments.weights.store.retained import Keeper
-from deployments.weights.wire.checkpoint_schema import checkpoint_manifest, mismatches, missing, sentence
+from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, missing, read_schema
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest import inspect
 from deployments.weights.wire.digest_definition import Findings
-from deployments.weights.wire.received_chunk import Arrival, BrokenGroup
+from deployments.weights.wire.received_chunk import ReceivedChunk
 
 _POLL_S = 0.0001
 Tensors = list[tuple[str, torch.Tensor]]
@@ -50,7 +51,7 @@ class Staging(Protocol):
 
     def begin(self) -> None: ...
 
-    def replay(self, arrival: Arrival) -> Findings | None:
+    def replay(self, arrival: ReceivedChunk) -> Findings | None:
         """Take a chunk that is known from a former round, and look into it on the way; else None.
 
         Called on the staging thread, while the engine decodes. On a GPU the copies are only queued, on
@@ -101,7 +102,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         super().__init__(config, vllm_config, device, model)
         self.staging = self._make_staging(vllm_config, model)
         self.keeper = Keeper(vllm_config.model_config.model)
-        self._expected = checkpoint_manifest(Path(vllm_config.model_config.model))
+        self._expected = read_schema(Path(vllm_config.model_config.model))
         self._fitting: WeakSet[Chunk] = WeakSet()  # to the model
         self._session: Session | None = None
         self._states: StatePage | None = None
@@ -124,7 +125,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         """Join the transfer group. Runs on the staging thread and may wait for peers."""
 
     @abstractmethod
-    def receive(self, update_info: Update) -> Iterator[Arrival]:
+    def receive(self, update_info: Update) -> Iterator[ReceivedChunk]:
         """The chunks of one payload, in their order."""
 
     def init_transfer_engine(self, init_info: Init) -> None:
@@ -139,7 +140,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     def connected(self) -> dict[str, Any]:
         """Whether the last `init_transfer_engine` is through, and how it ended."""
         error = self._connecting.exception() if self._connecting.done() else None
-        broken = Outcome.BROKEN if isinstance(error, BrokenGroup) else Outcome.FAILED
+        broken = Outcome.BROKEN if isinstance(error, TransferFailed) else Outcome.FAILED
         outcome = Outcome.DONE if error is None else broken
         return {"done": self._connecting.done(), "outcome": outcome.value, "message": str(error or "")}
 
@@ -237,7 +238,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         try:
             with self._beside_the_engine():
                 work(session)
-        except BrokenGroup as error:
+        except TransferFailed as error:
             session.outcome, session.message = Outcome.BROKEN, str(error)
         except ValueError as error:  # what a transport or the manifest says of a wrong payload
             session.outcome, session.message = Outcome.REJECTED, str(error)
@@ -254,16 +255,16 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
                 pace.go_on()
         session.settle()
         expected = self._expected
-        if self.one_payload if expected is None else expected.tensors.keys() <= session.offered.keys():
+        if self.one_payload if expected is None else expected.keys() <= session.offered.keys():
             # Here and not in `verify`, for which the engine waits.
             self._seal(session)
 
-    def _accept(self, session: Session, arrival: Arrival) -> None:
+    def _accept(self, session: Session, arrival: ReceivedChunk) -> None:
         chunk = arrival.chunk
         if self._expected is not None and chunk not in self._fitting:
-            problems = mismatches(self._expected.tensors, chunk.offered, complete=False)
+            problems = mismatches(self._expected, chunk.offered, complete=False)
             if problems:
-                raise ValueError(sentence(problems))
+                raise ValueError(join_reasons(problems))
             self._fitting.add(chunk)
         start = time.perf_counter()
         found = self.staging.replay(arrival)
@@ -280,13 +281,13 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def _seal(self, session: Session) -> None:
         if self._expected is not None:
-            absent = missing(self._expected.tensors, session.offered)
+            absent = missing(self._expected, session.offered)
             if absent:
-                raise ValueError(sentence(absent))
+                raise ValueError(join_reasons(absent))
         unfilled = self.staging.seal(complete=self._expected is not None)
         if unfilled:
             raise ValueError(
-                sentence([f"parameter {name!r} received no or not all weights" for name in unfilled])
+                join_reasons([f"parameter {name!r} received no or not all weights" for name in unfilled])
             )
         session.seal()
         if self.keeper.expecting:

@@ -6,7 +6,7 @@ import torch
 
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest_definition import Findings
-from deployments.weights.wire.received_chunk import Arrival
+from deployments.weights.wire.received_chunk import ReceivedChunk
 
 
 class HostStaging:
@@ -18,7 +18,7 @@ class HostStaging:
     def begin(self) -> None:
         self._tensors = {}
 
-    def replay(self, arrival: Arrival) -> Findings | None:
+    def replay(self, arrival: ReceivedChunk) -> Findings | None:
         return None  # keeping the tensors is all that there is to do
 
     def add(self, chunk: Chunk, tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deployments.weights.wire.chunk_layout import Chunk
-from deployments.weights.wire.digest import digest_tensor, survey
+from deployments.weights.wire.digest import digest_tensor, prepare_inspection
 from deployments.weights.wire.digest_definition import Copy, Findings
-from deployments.weights.wire.received_chunk import Arrival
+from deployments.weights.wire.received_chunk import ReceivedChunk
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -69,16 +69,16 @@ class LoadPlans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def replay(self, arrival: Arrival) -> Findings | None:
+    def replay(self, arrival: ReceivedChunk) -> Findings | None:
         """Load the chunk and look into its tensors; None if it has no plan, and nothing was done."""
         plan = self._plans.get(arrival.chunk)
         if plan is None:
             return None
-        find = plan.ready.get(arrival.place)
+        find = plan.ready.get(arrival.memory_key)
         if find is None:
             tensors = arrival.read()
-            copies = [Copy(place=s.place, source=s.source(tensors), target=s.target) for s in plan.steps]
-            find = plan.ready[arrival.place] = survey(tensors, copies)
+            copies = [Copy(index=s.place, source=s.source(tensors), target=s.target) for s in plan.steps]
+            find = plan.ready[arrival.memory_key] = prepare_inspection(tensors, copies)
         return find()
 
     def release(self) -> None:

@@ -6,9 +6,9 @@ its worker together with `StagingWorkerExtension`.
 
 from typing import Any
 
-from deployments.weights.wire.cuda_ipc_handles import with_handles
+from deployments.weights.wire.cuda_ipc_handles import decode_payload
 from deployments.weights.wire.digest import digests
-from deployments.weights.wire.digest_definition import combined
+from deployments.weights.wire.digest_definition import version_digest
 
 
 class NativeWorkerExtension:
@@ -28,12 +28,12 @@ class NativeWorkerExtension:
 
     def native_update(self, payload: dict[str, Any] | list[dict[str, Any]]) -> None:
         if isinstance(payload, list):
-            self.update_weights([with_handles(part) for part in payload])
+            self.update_weights([decode_payload(part) for part in payload])
         else:
-            self.update_weights(with_handles(payload))
+            self.update_weights(decode_payload(payload))
 
     def native_digest(self) -> str:
         """The digest of the live parameters: equal on replicas that loaded the same weights."""
         parameters = self.model_runner.get_model().named_parameters()
         tensors = {name: parameter.data.contiguous() for name, parameter in parameters if parameter.numel()}
-        return combined(list(tensors), digests(list(tensors.values())))
+        return version_digest(list(tensors), digests(list(tensors.values())))

@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_processin
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from deployments.weights.wire.checkpoint_schema import sentence
+from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest import digest_tensor
 
 GIB = 1 << 30
@@ -68,7 +68,7 @@ def refuse_what_cannot_be_staged(
         reasons.append("expert load balancing moves experts between ranks")
     elsewhere = [name for name, p in model.named_parameters() if p.device.type != device.type]
     if elsewhere:
-        reasons.append(f"weights are offloaded from the device: {sentence(elsewhere)}")
+        reasons.append(f"weights are offloaded from the device: {join_reasons(elsewhere)}")
     if reasons:
         raise ValueError(f"staging 'device' is not possible: {'; '.join(reasons)}; use 'host' or 'none'")
 
@@ -160,7 +160,7 @@ def pair(model: torch.nn.Module, shadow: torch.nn.Module) -> Pairs:
     if problems:
         raise ValueError(
             "staging 'device' is not possible: a second instance of this model differs from the one that "
-            f"serves: {sentence(problems)}; use 'host' or 'none'"
+            f"serves: {join_reasons(problems)}; use 'host' or 'none'"
         )
     return pairs
 

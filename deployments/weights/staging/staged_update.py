@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from deployments.protocol import Outcome
-from deployments.weights.wire.checkpoint_schema import sentence
-from deployments.weights.wire.digest_definition import Digests, Findings, combined
+from deployments.weights.wire.checkpoint_schema import join_reasons
+from deployments.weights.wire.digest_definition import Digests, Findings, version_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Session:
             torch.cat([part.sent for part in evidence]),
             torch.cat([part.found.sums for part in evidence])
             ^ torch.cat([part.found.sizes for part in evidence]),
-            torch.cat([part.found.bad for part in evidence]),
+            torch.cat([part.found.nonfinite for part in evidence]),
         )
         sent, found, bad = torch.stack(columns).cpu().numpy().view(np.uint64)
         check(names, sent, found, bad)
@@ -72,7 +72,7 @@ class Session:
 
     def seal(self) -> None:
         """All of the version has come."""
-        self.digest = combined(self.names, self._digests())
+        self.digest = version_digest(self.names, self._digests())
         self.sealed = True
 
     def digests(self) -> dict[str, int]:
@@ -97,7 +97,7 @@ def check(names: Sequence[str], sent: Digests, found: Digests, bad: Digests) -> 
         for i in np.flatnonzero(sent != found)
     ]
     if torn:
-        raise ValueError(sentence(torn))
+        raise ValueError(join_reasons(torn))
     wrong = [f"{names[i]!r} holds NaN or infinity" for i in np.flatnonzero(bad)]
     if wrong:
-        raise ValueError(sentence(wrong))
+        raise ValueError(join_reasons(wrong))

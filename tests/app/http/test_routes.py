@@ -15,7 +15,7 @@ from app.http.ipc_handles import refuse_or_restrict
 from app.http.metrics import exposition
 from deployments.errors import InvalidRequest, PayloadTooLarge
 from deployments.request_headers import demand_of
-from deployments.weights.wire.cuda_ipc_handles import with_handles
+from deployments.weights.wire.cuda_ipc_handles import decode_payload
 
 
 def request(path: str = "/pause", body: bytes = b"", **headers: str) -> Request:
@@ -76,7 +76,7 @@ def test_pickled_handles_need_the_switch() -> None:
 
 def test_handles_are_read_and_nothing_else_is() -> None:
     read = refuse_or_restrict(handles([{"GPU-1": ipc_handle()}]), allowed=True)
-    assert with_handles(json.loads(json.dumps(read)))["ipc_handles"] == [{"GPU-1": ipc_handle()}]
+    assert decode_payload(json.loads(json.dumps(read)))["ipc_handles"] == [{"GPU-1": ipc_handle()}]
 
     class Evil:
         def __reduce__(self) -> Any:

@@ -9,7 +9,7 @@ from deployments.weights.staging.load_plan import LoadPlans, Tensors
 from deployments.weights.wire.chunk_layout import Chunk, pack, plan_chunks
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import unsigned
-from deployments.weights.wire.received_chunk import packed
+from deployments.weights.wire.received_chunk import packed_chunk
 
 HEADS, WIDTH = 6, 8
 
@@ -58,7 +58,7 @@ def chunk() -> Chunk:
 
 def one_round(plans: LoadPlans, chunk: Chunk, seed: int, load: Callable[[Tensors], None]) -> bool:
     """Whether the chunk was loaded by a plan."""
-    arrival = packed(chunk, block_of(chunk, version(seed)))
+    arrival = packed_chunk(chunk, block_of(chunk, version(seed)))
     found = plans.replay(arrival)
     if found is None:
         with plans.watch(chunk, arrival.named()):
@@ -111,7 +111,7 @@ def test_a_loader_that_does_more_than_copy_is_run_in_every_round(
 
 def test_a_change_that_nobody_saw_is_found_by_the_bytes(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
-    arrival = packed(chunk, block_of(chunk, version(1)))
+    arrival = packed_chunk(chunk, block_of(chunk, version(1)))
     with plans.watch(chunk, arrival.named()):
         model.load(arrival.named())
     model.shard.numpy()[0, 0] += 1.0  # past torch, as a kernel of its own would do it
@@ -122,7 +122,7 @@ def test_a_change_that_nobody_saw_is_found_by_the_bytes(chunk: Chunk) -> None:
 
 def test_a_round_that_was_dropped_leaves_no_plan(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
-    arrival = packed(chunk, block_of(chunk, version(1)))
+    arrival = packed_chunk(chunk, block_of(chunk, version(1)))
     with plans.watch(chunk, arrival.named()):
         model.load(arrival.named())
     plans.discard()
