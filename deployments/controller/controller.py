@@ -33,7 +33,7 @@ from deployments.protocol import (
     RoundOptions,
     RoundReport,
 )
-from deployments.weights.store.versions import KEEP, Store
+from deployments.weights.store.versions import DEFAULT_MAX_VERSIONS, Store
 
 logger = serve_logger()
 
@@ -62,7 +62,7 @@ class Controller:
         state_dir: str,
         store_dir: str,
         is_alive: IsAlive,
-        keep: int = KEEP,
+        keep: int = DEFAULT_MAX_VERSIONS,
         outside_versions: bool = True,
         poll_s: float = 1.0,
         quiet_s: float = 2.0,
@@ -74,7 +74,7 @@ class Controller:
         self._quiet_s = quiet_s
         self._tick_s = tick_s
         self._is_alive = is_alive
-        self._store = Store(Path(store_dir), keep=keep)
+        self._store = Store(Path(store_dir), max_versions=keep)
         self._journal = Journal(Path(state_dir))
         place = StorePlace(directory=store_dir, keep=keep) if outside_versions else None
         self._ledger = Ledger(config, place)

@@ -1,173 +1,85 @@
-"""What a replica keeps of a round for the store: the tensors as they came, in host memory.
+"""The tensors of a round as they arrived, retained in host memory until the store has them.
 
-Only for a publisher that writes no checkpoint itself. One worker of a replica keeps them (every worker
-receives all). At most one version is kept beside the one that is being written; what arrives counts
-as kept only once it was committed.
+Only for a publisher that writes no checkpoint itself. One worker of a replica retains them (every worker
+receives all). At most one version is retained beside the one that is being written; what arrives counts as
+retained only after its commit.
 
-On the device's side this costs a copy to the host for each tensor while staging; on a CPU it is a
-reference to memory that came in anyway.
+On a GPU this costs one copy to the host per tensor while staging; on a CPU it is a reference to memory that
+the transfer allocated anyway.
 """
 
-import shutil
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from deployments.weights.store.safetensors_file import write_safetensors
-from deployments.weights.store.versions import MANIFEST, Store
-from deployments.weights.wire.digest import digests
-
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", MANIFEST)
+from deployments.weights.store.version_writer import CommittedVersion
 
 
 @dataclass(slots=True, kw_only=True)
-class Kept:
+class RetainedVersion:
+    """The tensors of one version and the digests that were computed on arrival, by checkpoint name."""
+
     version: int
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    digests: dict[str, int] = field(default_factory=dict)  # as they were found on arrival
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # on the CPU
+    digests: dict[str, int] = field(default_factory=dict)  # unsigned 64-bit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    kept: Kept
-    label: str | None
-    store: Store
+class RetainedVersions:
+    """The version that is arriving and the newest committed one.
 
-
-class Keeper:
-    """Called on the engine's thread, but for `add` and `found`, which run on the staging thread.
-
-    Args:
-        model: the directory or hub id that the engine was started from; its other files are copied.
+    Called on the engine's thread, except `add` and `set_digests`, which run on the staging thread.
     """
 
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._arriving: Kept | None = None
-        self._kept: Kept | None = None
-        self._changing = threading.Lock()
-        self._waiting: Job | None = None
-        self._thread: threading.Thread | None = None
-        self._ended: dict[str, Any] | None = None
+    def __init__(self) -> None:
+        self._arriving: RetainedVersion | None = None
+        self._committed: RetainedVersion | None = None
 
     def begin(self) -> None:
+        """Discard what is arriving: its update was dropped, or another one begins."""
         self._arriving = None
 
     def expect(self, version: int) -> None:
-        """Keep what arrives from now on."""
-        self._arriving = Kept(version=version)
+        """Retain what arrives from now on, as this version."""
+        self._arriving = RetainedVersion(version=version)
 
     @property
     def expecting(self) -> bool:
+        """Whether what arrives is retained."""
         return self._arriving is not None
 
-    def add(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Retain tensors that arrived, by checkpoint name; copied to the host from a GPU."""
         arriving = self._arriving
         if arriving is not None:
             arriving.tensors.update((name, tensor.cpu()) for name, tensor in tensors)
 
-    def found(self, digests: dict[str, int]) -> None:
-        """The digests of what has arrived, by name."""
+    def set_digests(self, digests: dict[str, int]) -> None:
+        """The digests (unsigned 64-bit) of everything that arrived, by checkpoint name."""
         arriving = self._arriving
         if arriving is not None:
             arriving.digests = digests
 
     def commit(self) -> None:
-        """What arrived is a version of the fleet now. An older one is not needed any more, also when this
-        one is not kept: then its publisher writes it."""
-        self._kept, self._arriving = self._arriving, None
+        """Make what arrived the retained version. An older one is freed, also when this one is not retained:
+        its publisher writes it then."""
+        self._committed, self._arriving = self._arriving, None
 
     def forget(self, version: int) -> None:
-        if self._kept is not None and self._kept.version <= version:
-            self._kept = None
+        """Free this version and older ones."""
+        if self._committed is not None and self._committed.version <= version:
+            self._committed = None
 
-    def write(self, version: int, label: str | None, directory: str, keep: int) -> None:
-        """Have a thread write a kept version to the store; `state` tells how it ended.
-
-        One is being written and one may wait: a newer one takes the place of the one that waits.
+    def committed(self, version: int, label: str | None) -> CommittedVersion:
+        """The retained version, for the store.
 
         Raises:
-            ValueError: this version is not kept here.
+            ValueError: this version is not retained here.
         """
-        kept = self._kept
-        if kept is None or kept.version != version:
-            held = None if kept is None else kept.version
-            raise ValueError(f"version {version} is to be stored, and what is kept here is {held}")
-        with self._changing:
-            self._waiting = Job(kept=kept, label=label, store=Store(Path(directory), keep=keep))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="version-writer", daemon=True)
-                self._thread.start()
-
-    def state(self) -> dict[str, Any] | None:
-        """How the last writing ended: {"version", "label", "path", "problem"}."""
-        return self._ended
-
-    def _run(self) -> None:
-        while True:
-            with self._changing:
-                job, self._waiting = self._waiting, None
-                if job is None:
-                    self._thread = None
-                    return
-            self._ended = self._result(job)
-            del job  # its tensors, before the next one's are read
-
-    def _result(self, job: Job) -> dict[str, Any]:
-        path = problem = ""
-        try:
-            path = write_version(job, self._model)
-        except Exception as error:  # a thread's last word: the fleet is told, and another replica tries
-            problem = f"{type(error).__name__}: {error}"
-        return {"version": job.kept.version, "label": job.label, "path": path, "problem": problem}
-
-
-def write_version(job: Job, model: str) -> str:
-    """The directory that it was written to.
-
-    Raises:
-        ValueError: the kept bytes are no longer those that arrived.
-    """
-    kept, store = job.kept, job.store
-    found = dict(zip(kept.tensors, digests(list(kept.tensors.values())), strict=True))
-    torn = [name for name, digest in found.items() if kept.digests.get(name) != digest]
-    if torn:
-        raise ValueError(f"{len(torn)} kept tensors changed since they arrived, first {torn[0]!r}")
-    manifest = {
-        "version": kept.version,
-        "label": job.label,
-        "tensors": {
-            name: {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "digest": f"{found[name]:016x}",
-            }
-            for name, tensor in kept.tensors.items()
-        },
-    }
-    try:
-        with store.begin(kept.version, manifest) as directory:
-            copy_model_files(model, directory)
-            write_safetensors(kept.tensors, directory / "model.safetensors")
-    except FileExistsError:
-        pass  # another replica wrote it and was lost before it could say so
-    return str(store.path_of(kept.version))
-
-
-def copy_model_files(model: str, directory: Path) -> None:
-    """Everything of a checkpoint that is no weight: config, tokenizer, chat template.
-
-    Args:
-        model: a directory, or a hub id whose files are in the hub's cache.
-    """
-    source = Path(model)
-    if not source.is_dir():
-        from huggingface_hub import snapshot_download
-
-        source = Path(snapshot_download(model, local_files_only=True))
-    for file in source.iterdir():
-        if file.is_file() and not any(file.match(pattern) for pattern in WEIGHT_FILES):
-            shutil.copyfile(file, directory / file.name)
+        retained = self._committed
+        if retained is None or retained.version != version:
+            actual = None if retained is None else retained.version
+            raise ValueError(f"version {version} must be retained to be stored, the retained one is {actual}")
+        return CommittedVersion(
+            version=version, label=label, tensors=retained.tensors, expected_digests=retained.digests
+        )

@@ -1,8 +1,8 @@
-"""Writes a safetensors file tensor by tensor: no second copy of the weights, and the interpreter lock
-is free while the bytes go to the disk (an engine decodes in the same process).
+"""Writes a safetensors file tensor by tensor: without a second copy of the weights, and with the interpreter
+lock released while the bytes are written (an engine decodes, or a trainer steps, in the same process).
 
-The format is that of https://github.com/huggingface/safetensors#format: the length of the header (8
-bytes, little endian), the header (JSON), then the tensors' bytes.
+Format: https://github.com/huggingface/safetensors#format. The length of the header (8 bytes, little
+endian), the header (JSON), then the tensors' bytes.
 """
 
 import json
@@ -16,24 +16,26 @@ from safetensors.torch import _TYPES
 
 ALIGNMENT = 8
 NAMES = {dtype: name for name, dtype in _TYPES.items()}
-PIECE_BYTES = 64 << 20
+WRITE_BYTES = 64 << 20
 
 
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """
+    """Write tensors of any shape to one file.
+
     Args:
-        tensors: on the CPU and contiguous.
+        tensors: by name, on the CPU. One that is not contiguous is copied while it is written.
 
     Raises:
         ValueError: a dtype that the format has no name for.
+        OSError: the file cannot be written.
     """
-    # The widest dtypes first: then every tensor begins at a multiple of its own size.
+    # The widest dtypes first: then every tensor begins at a multiple of its own item size.
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
         if tensor.dtype not in NAMES:
-            raise ValueError(f"{name!r} is of {tensor.dtype}, which safetensors cannot hold")
+            raise ValueError(f"{name!r} has dtype {tensor.dtype}, which safetensors cannot hold")
         begin, end = end, end + tensor.numel() * tensor.itemsize
         header[name] = {
             "dtype": NAMES[tensor.dtype],
@@ -45,6 +47,6 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for _, tensor in ordered:
-            data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-            for start in range(0, len(data), PIECE_BYTES):
-                file.write(data[start : start + PIECE_BYTES])
+            data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+            for start in range(0, len(data), WRITE_BYTES):
+                file.write(data[start : start + WRITE_BYTES])

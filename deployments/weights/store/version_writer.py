@@ -1,72 +1,75 @@
-"""Writes committed versions to the store in a thread of its own, off the critical path.
+"""Writes committed versions to the store in a background thread, off the critical path.
 
-One is being written and one may wait: a newer one takes the place of the one that waits, so that a
-slow disk costs versions and never memory or time between steps.
+One version is being written and one may wait: a newer one replaces the one that waits, so a slow disk costs
+versions and never memory or time between steps. The trainer writes what it published; a replica writes what
+it retained for a publisher that writes no checkpoints.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from deployments.logs import serve_logger
+from deployments.protocol import StoreResult
+from deployments.weights.store.manifest import StoredTensor, VersionManifest
+from deployments.weights.store.safetensors_file import write_safetensors
 from deployments.weights.store.versions import Store
+from deployments.weights.wire.digest import digest
 
-STATE_FILE = "trainer_state.rank{rank}.pt"
 logger = serve_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedVersion:
-    """Attributes:
-    weights: by checkpoint name, copies that nobody changes.
-    trainer_step: optimizer steps that made it.
-    """
+    """A version of the fleet with its tensors, which nobody changes any more."""
 
     version: int
     label: str | None
-    weights: dict[str, torch.Tensor]
-    trainer_step: int
+    tensors: Mapping[str, torch.Tensor]  # by checkpoint name, on the CPU
+    trainer_step: int | None = None  # optimizer steps that made it
+    expected_digests: Mapping[str, int] | None = (
+        None  # as computed on arrival (unsigned 64-bit); None: unknown
+    )
 
 
 class VersionWriter:
-    """Args:
-    write_files: puts config and tokenizer files beside the weights.
-    stored: told of every version that is complete on the disk.
+    """A background thread that writes one version at a time.
+
+    Args:
+        write_files: writes the config and tokenizer files beside the weights.
+        on_stored: called on the thread for every version that is complete on the disk. What it raises becomes
+            the problem of that version.
     """
 
     def __init__(
         self,
-        store: Store,
         *,
         write_files: Callable[[Path], None],
-        stored: Callable[[int, str, str | None], None],
+        on_stored: Callable[[StoreResult], None] | None = None,
     ) -> None:
-        self._store = store
         self._write_files = write_files
-        self._stored = stored
+        self._on_stored = on_stored
         self._changed = threading.Condition()
-        self._waiting: CommittedVersion | None = None
+        self._waiting: tuple[CommittedVersion, Store] | None = None
         self._writing = False
         self._thread: threading.Thread | None = None
-        self.newest: int | None = None
-        self.problem: str | None = None  # why the last version is not in the store
+        self.result: StoreResult | None = None  # how the last write ended
+        self.newest: int | None = None  # the newest version that was written
 
-    def put(self, version: CommittedVersion) -> None:
-        """Returns at once."""
+    def put(self, version: CommittedVersion, store: Store) -> None:
+        """Write this version next. Returns at once."""
         with self._changed:
-            self._waiting = version
+            self._waiting = version, store
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="version-writer", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Until everything that was put is written; false if it takes longer."""
+        """Wait until nothing waits or is being written; False if that takes longer than `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
 
@@ -74,38 +77,72 @@ class VersionWriter:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None)
-                version, self._waiting = self._waiting, None
-                self._writing = True
-            assert version is not None
-            try:
-                path = self._write(version)
-                self._stored(version.version, path, version.label)
-                self.newest, self.problem = version.version, None
-            except Exception as error:  # a full disk must not end training; status tells, the next one tries
-                self.problem = f"version {version.version} is not in the store: {error}"
-                logger.exception("version %d could not be stored", version.version)
-            del version
+                assert self._waiting is not None
+                version, store = self._waiting
+                self._waiting, self._writing = None, True
+            self._write(version, store)
+            del version  # its tensors, before the next one is taken
             with self._changed:
                 self._writing = False
                 self._changed.notify_all()
 
-    def _write(self, version: CommittedVersion) -> str:
+    def _write(self, version: CommittedVersion, store: Store) -> None:
         try:
-            with self._store.begin(version.version, manifest_of(version)) as directory:
-                self._write_files(directory)
-                save_file(version.weights, directory / "model.safetensors", metadata={"format": "pt"})
-        except FileExistsError:
-            logger.warning("version %d is in the store already", version.version)
-        return str(self._store.path_of(version.version))
+            result = _result(version, path=str(write_version(version, store, self._write_files)))
+            if self._on_stored is not None:
+                self._on_stored(result)
+            self.newest = version.version
+        except Exception as error:  # a full disk must not end the process: the result reports it
+            result = _result(version, problem=f"{type(error).__name__}: {error}")
+            logger.exception("version %d could not be stored", version.version)
+        self.result = result
 
 
-def manifest_of(version: CommittedVersion) -> dict[str, Any]:
-    return {
-        "version": version.version,
-        "label": version.label,
-        "trainer_step": version.trainer_step,
-        "tensors": {
-            name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-            for name, tensor in version.weights.items()
+def write_version(version: CommittedVersion, store: Store, write_files: Callable[[Path], None]) -> Path:
+    """Write a checkpoint directory with its manifest, and return it.
+
+    A version that is in the store already stays as it is: its writer was lost before it could report it.
+
+    Args:
+        write_files: writes the config and tokenizer files beside the weights.
+
+    Raises:
+        ValueError: a tensor is not what arrived (`expected_digests`), or has a dtype that safetensors lacks.
+        OSError: the directory cannot be written.
+    """
+    manifest = _manifest(version)
+    try:
+        with store.writing(manifest) as directory:
+            write_files(directory)
+            write_safetensors(version.tensors, directory / "model.safetensors")
+    except FileExistsError:
+        logger.warning("version %d is in the store already", version.version)
+    return store.path_of(version.version)
+
+
+def _manifest(version: CommittedVersion) -> VersionManifest:
+    # One at a time: a strided tensor is copied for its digest, and the copy is freed before the next.
+    actual = {name: digest(tensor.contiguous()) for name, tensor in version.tensors.items()}
+    expected = version.expected_digests
+    corrupted = [] if expected is None else [name for name in actual if expected.get(name) != actual[name]]
+    if corrupted:
+        raise ValueError(
+            f"{len(corrupted)} tensors are corrupted: they changed since they arrived, first {corrupted[0]!r}"
+        )
+    return VersionManifest(
+        version=version.version,
+        label=version.label,
+        trainer_step=version.trainer_step,
+        tensors={
+            name: StoredTensor(
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                digest=f"{actual[name]:016x}",
+            )
+            for name, tensor in version.tensors.items()
         },
-    }
+    )
+
+
+def _result(version: CommittedVersion, *, path: str = "", problem: str = "") -> StoreResult:
+    return StoreResult(version=version.version, label=version.label, path=path, problem=problem)

@@ -3,39 +3,43 @@
     v00000012/          config.json, *.safetensors, tokenizer files, manifest.json
     .v00000013.partial/ being written; renamed when everything is on the disk
 
-The trainer writes, after the commit and off the critical path; the controller and starting replicas
-read. A reader holds a shared lock on the directory, so that retention leaves it alone.
+The trainer or a replica writes, after the commit and off the critical path; the controller and starting
+replicas read. A reader holds a shared lock on the directory, so that it is not removed meanwhile.
 """
 
 import fcntl
-import json
 import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from deployments.weights.store.manifest import VersionManifest
 
 MANIFEST = "manifest.json"
-KEEP = 3
+DEFAULT_MAX_VERSIONS = 3
 
 _NAME = re.compile(r"v(\d{8,})")
 _PARTIAL = re.compile(r"\.v\d{8,}\.partial")
 
 
 class Store:
-    """Safe for one writer and any number of readers, in any processes of one host or shared disk.
+    """A directory of versions. Safe for one writer and any number of readers, in any processes of one host or
+    shared disk.
 
     Args:
-        keep: how many versions stay; the newest always does.
+        max_versions: how many versions stay; the newest always does.
+
+    Raises:
+        ValueError: `max_versions` is less than 1.
     """
 
-    def __init__(self, directory: Path, *, keep: int = KEEP) -> None:
-        if keep < 1:
-            raise ValueError(f"keep: expected 1 or more versions, got {keep}")
+    def __init__(self, directory: Path, *, max_versions: int = DEFAULT_MAX_VERSIONS) -> None:
+        if max_versions < 1:
+            raise ValueError(f"max_versions must be at least 1, got {max_versions}")
         self.directory = directory
-        self._keep = keep
+        self._max_versions = max_versions
 
     def list(self) -> Sequence[int]:
         """Complete versions, oldest first."""
@@ -45,7 +49,11 @@ class Store:
         return sorted(int(name[1]) for name in names if name is not None)
 
     def path_of(self, version: int) -> Path:
-        """Raises FileNotFoundError, naming what is there."""
+        """The directory of a version.
+
+        Raises:
+            FileNotFoundError: the version is not in the store; names the versions that are.
+        """
         path = self._path(version)
         if not path.is_dir():
             raise FileNotFoundError(
@@ -53,40 +61,52 @@ class Store:
             )
         return path
 
-    def manifest_of(self, version: int) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.path_of(version) / MANIFEST).read_text())
-        return content
+    def manifest_of(self, version: int) -> VersionManifest:
+        """The manifest of a version.
+
+        Raises:
+            FileNotFoundError: the version is not in the store; names the versions that are.
+            ValueError: its manifest cannot be read; names the file.
+        """
+        file = self.path_of(version) / MANIFEST
+        try:
+            return VersionManifest.decode(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
 
     @contextmanager
-    def begin(self, version: int, manifest: dict[str, Any]) -> Iterator[Path]:
-        """A directory to write the checkpoint into; it becomes the version when the block ends well.
-
-        Args:
-            manifest: JSON; what `manifest_of` gives back.
+    def writing(self, manifest: VersionManifest) -> Iterator[Path]:
+        """A directory to write the checkpoint into; it becomes the version when the block ends without an
+        exception, and is removed otherwise.
 
         Raises:
             FileExistsError: the version is complete already.
+            OSError: the directory cannot be written.
         """
-        final = self._path(version)
+        final = self._path(manifest.version)
         if final.exists():
-            raise FileExistsError(f"version {version} is in {self.directory} already")
-        aside = self.directory / f".{final.name}.partial"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+            raise FileExistsError(f"version {manifest.version} is in {self.directory} already")
+        partial = self.directory / f".{final.name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         try:
-            yield aside
-            (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            _sync_tree(aside)
-            aside.rename(final)
+            yield partial
+            (partial / MANIFEST).write_text(manifest.encode())
+            _sync_tree(partial)
+            partial.rename(final)
             _sync(self.directory)
-        except BaseException:  # also of the caller's block: a half written version is none
-            shutil.rmtree(aside, ignore_errors=True)
+        except BaseException:  # also the caller's: a version that is not complete must not stay
+            shutil.rmtree(partial, ignore_errors=True)
             raise
-        self.retain()
+        self.prune()
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
-        """The directory of a version, kept for as long as the block lasts."""
+        """The directory of a version, which is not removed inside the block.
+
+        Raises:
+            FileNotFoundError: the version is not in the store; names the versions that are.
+        """
         path = self.path_of(version)
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -95,27 +115,31 @@ class Store:
         finally:
             os.close(descriptor)
 
-    def retain(self) -> Sequence[int]:
-        """Remove all but the newest `keep`, and what crashed writers left; returns what was removed."""
+    def prune(self) -> Sequence[int]:
+        """Remove all but the newest `max_versions`, and what crashed writers left.
+
+        Returns:
+            The versions that were removed. One that is being read stays until the next call.
+        """
         self._remove_partial(self.list())
-        return [version for version in self.list()[: -self._keep] if self._remove(version)]
+        return [version for version in self.list()[: -self._max_versions] if self._remove(version)]
 
     def _remove(self, version: int) -> bool:
         path = self._path(version)
         descriptor = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            aside = self.directory / f".{path.name}.partial"
-            path.rename(aside)  # a half removed version is never listed
-            shutil.rmtree(aside)
+            partial = self.directory / f".{path.name}.partial"
+            path.rename(partial)  # a version that is half removed is never listed
+            shutil.rmtree(partial)
         except BlockingIOError:
-            return False  # somebody reads it; the next retention takes it
+            return False  # it is being read
         finally:
             os.close(descriptor)
         return True
 
     def _remove_partial(self, complete: Sequence[int]) -> None:
-        """One writer: after its rename whatever is partial is a crash's, not a colleague's."""
+        """There is one writer: after its rename, whatever is partial was left by a crash."""
         for entry in self.directory.iterdir() if complete else ():
             if _PARTIAL.fullmatch(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
