@@ -31,7 +31,7 @@ def main() -> None:
     host = whole[: gigabyte // 8].cpu()
     small_host = host.view(torch.uint8).numpy().tobytes()
     halves = list(zip(layers, other.split(25 << 20), strict=True))
-    copies = [Copy(index=place, source=source, target=to) for index, (source, to) in enumerate(halves)]
+    copies = [Copy(index=index, source=source, target=to) for index, (source, to) in enumerate(halves)]
     rows = [
         ("device copy (read and write)", 2 * 8 * gigabyte, seconds(lambda: other.copy_(whole))),
         ("ours, one tensor", 8 * gigabyte, seconds(lambda: digest_tensor([whole]))),

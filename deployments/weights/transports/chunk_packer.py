@@ -12,8 +12,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from vllm.distributed.weight_transfer.base import WeightSource
 
-from deployments.weights.wire.chunk_layout import pack, plan_chunks, put_digests, view
-from deployments.weights.wire.digest import survey
+from deployments.weights.wire.chunk_layout import pack, plan_chunks, write_digests, view
+from deployments.weights.wire.digest import prepare_inspection
 from deployments.weights.wire.digest_definition import Copy, Findings
 
 Metadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
@@ -78,12 +78,12 @@ class Packer:
             sources = self.resident[self._firsts[index] : self._firsts[index + 1]]
             targets = [view(entry, block) for entry in chunk.entries]
             pairs = list(zip(sources, targets, strict=True))
-            copies = [Copy(place=place, source=s, target=t) for place, (s, t) in enumerate(pairs)]
+            copies = [Copy(index=place, source=s, target=t) for place, (s, t) in enumerate(pairs)]
             # The digest is that of what goes out: of a cast tensor, of its copy.
-            find = survey([s if s.dtype == t.dtype else t for s, t in pairs], copies)
+            find = prepare_inspection([s if s.dtype == t.dtype else t for s, t in pairs], copies)
             if block.is_cuda:  # a block in host memory is another one in every round
                 self._ready[index, block.data_ptr()] = find
-        put_digests(chunk, find().digests, block)
+        write_digests(chunk, find().digests, block)
 
     def skip(self) -> None:
         """Run the pass of a rank that sends nothing: materializing is a collective, so it takes part."""

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
+from deployments.errors import TransferFailed
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
 from deployments.weights.transports.rendezvous import (
     BroadcastInfo,
@@ -21,7 +22,7 @@ from deployments.weights.transports.rendezvous import (
     MeetingInfo,
     meet,
 )
-from deployments.weights.wire.received_chunk import Arrival, BrokenGroup, packed
+from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["gloo"].chunk_bytes
 ABORTED = "the transfer group was aborted"
@@ -57,7 +58,7 @@ class GlooGroup:
     """A group with a way out of its waits: ProcessGroupGloo's own `abort` does nothing.
 
     Raises:
-        BrokenGroup: not all members came within `timeout_s`.
+        TransferFailed: not all members came within `timeout_s`.
     """
 
     def __init__(self, info: MeetingInfo, rank: int, check: Callable[[], None]) -> None:
@@ -65,7 +66,7 @@ class GlooGroup:
         try:
             self._group: ProcessGroupGloo | None = form_group(meeting, info, rank)
         except RuntimeError as error:  # torch has no finer class
-            raise BrokenGroup(f"the transfer group broke: {str(error).splitlines()[0]}") from error
+            raise TransferFailed(f"the transfer group broke: {str(error).splitlines()[0]}") from error
 
     def broadcast(self, block: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
         """Send or receive one block (uint8, host memory) from rank 0.
@@ -74,17 +75,17 @@ class GlooGroup:
             check: raises when nobody will take part; called now and then.
 
         Raises:
-            BrokenGroup: a peer is gone, or did not come within the group's timeout, or `abort` was called.
+            TransferFailed: a peer is gone, or did not come within the group's timeout, or `abort` was called.
         """
         group = self._group
         if group is None:
-            raise BrokenGroup(ABORTED)
+            raise TransferFailed(ABORTED)
         work = group.broadcast([block], _from_publisher())
         try:
             while not _ends_soon(work):
                 check()
                 if self._group is None:
-                    raise BrokenGroup(ABORTED)
+                    raise TransferFailed(ABORTED)
         except BaseException:  # whatever ends the wait, the group must outlive its broadcast
             if not work.is_completed():
                 threading.Thread(
@@ -98,13 +99,13 @@ class GlooGroup:
 
 
 def _ends_soon(work: Work) -> bool:
-    """Wait for a slice of time. Raises BrokenGroup if the broadcast has failed."""
+    """Wait for a slice of time. Raises TransferFailed if the broadcast has failed."""
     over = work.is_completed()
     try:
         work.wait(timedelta(seconds=_SLICE_S))
     except RuntimeError as error:  # the slice's end, or the broadcast's: torch has classes for neither
         if over:
-            raise BrokenGroup(f"the transfer group broke: {str(error).splitlines()[0]}") from error
+            raise TransferFailed(f"the transfer group broke: {str(error).splitlines()[0]}") from error
         return False
     return True
 
@@ -120,12 +121,12 @@ class GlooWeightTransferEngine(BroadcastReceiver[GlooGroup]):
     def join(self, info: MeetingInfo, rank: int, check: Callable[[], None]) -> GlooGroup:
         return GlooGroup(info, rank, check)
 
-    def receive(self, update_info: BroadcastInfo) -> Iterator[Arrival]:
+    def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
         group, chunks = self.expected()
         for chunk in chunks:
             block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
             group.broadcast(block)
-            yield packed(chunk, block)
+            yield packed_chunk(chunk, block)
 
 
 class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, GlooGroup]):

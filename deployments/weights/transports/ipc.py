@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from deployments.errors import TransferFailed
 from deployments.weights.staging.engine import StagedWeightTransferEngine, wait_for
 from deployments.weights.transports.ipc_channel import (
     BUFFERS,
@@ -43,15 +44,15 @@ from deployments.weights.transports.ipc_channel import (
 from deployments.weights.transports.ipc_tensors import OpenedTensors, SharedTensors
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
 from deployments.weights.transports.sender import OnePayloadEngine
-from deployments.weights.wire.chunk_layout import Chunk, Described, describe
-from deployments.weights.wire.received_chunk import Arrival, BrokenGroup, packed
+from deployments.weights.wire.chunk_layout import Chunk, DescribedTensors, describe
+from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 from deployments.weights.wire.shared_memory import remove_orphans, remove_segment
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["ipc"].chunk_bytes
 
 
 @dataclass(kw_only=True)
-class IpcInitInfo(Described, WeightTransferInitInfo):
+class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
     """The channels by GPU UUID: "page", and "buffers" (two handles) or what `SharedTensors` describes."""
 
     channels: dict[str, dict[str, Any]]
@@ -123,7 +124,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         self._place = TAKEN + init_info.rank_offset + self.worker_index
         self._page[self._place] = 0
 
-    def receive(self, update_info: IpcUpdateInfo) -> Iterator[Arrival]:
+    def receive(self, update_info: IpcUpdateInfo) -> Iterator[ReceivedChunk]:
         page = self._page
         if page is None:
             raise ValueError("no channel: call init_weight_transfer_engine before update_weights")
@@ -135,20 +136,20 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
 
     def _receive_in_place(
         self, page: Page, chunks: Sequence[Chunk], start: int, tensors: OpenedTensors
-    ) -> Iterator[Arrival]:
+    ) -> Iterator[ReceivedChunk]:
         self._wait_published(page, start + len(chunks))
         yield from tensors.arrivals(chunks)
         wait_for(torch.cuda.current_stream().record_event())
         page[self._place] = start + len(chunks)
 
-    def _receive_packed(self, page: Page, chunks: Sequence[Chunk], start: int) -> Iterator[Arrival]:
+    def _receive_packed(self, page: Page, chunks: Sequence[Chunk], start: int) -> Iterator[ReceivedChunk]:
         largest = max((chunk.size_bytes for chunk in chunks), default=0)
         if largest > self._buffers[0].numel():
             raise ValueError(f"a chunk of {largest} bytes in buffers of {self._buffers[0].numel()} bytes")
         copied: list[torch.cuda.Event] = []
         for index, chunk in enumerate(chunks):
             self._wait_published(page, start + index + 1)
-            yield packed(chunk, self._buffers[index % BUFFERS][: chunk.size_bytes])
+            yield packed_chunk(chunk, self._buffers[index % BUFFERS][: chunk.size_bytes])
             copied.append(torch.cuda.current_stream().record_event())
             if index > 0:  # one behind: this thread queues the next copies while those run
                 wait_for(copied[index - 1])
@@ -174,9 +175,9 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
     def _wait_published(self, page: Page, count: int) -> None:
         def published() -> bool:
             if self._stop.is_set():
-                raise BrokenGroup("the transfer was aborted")
+                raise TransferFailed("the transfer was aborted")
             if page[GIVEN_UP] == count >> 32 or page[PUBLISHED] >> 32 > count >> 32:
-                raise BrokenGroup("the publisher has given this round up")
+                raise TransferFailed("the publisher has given this round up")
             return page[PUBLISHED] >= count
 
         page.wait(published, "the publisher of the weights")
@@ -210,7 +211,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
 
     def prepare(self) -> None:
         if not self._still_there():
-            raise BrokenGroup("the model's tensors are not where they were opened: connect again")
+            raise TransferFailed("the model's tensors are not where they were opened: connect again")
         if self._shared is not None:
             self._shared.look()
 
@@ -250,7 +251,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
                 receiving.result()
                 return True  # those who remain have received all of it
             if self._senders is not None and self._senders[GIVEN_UP] == self._round_id:
-                raise BrokenGroup("rank 0 of the trainer has given this round up")
+                raise TransferFailed("rank 0 of the trainer has given this round up")
             return False
 
         page.wait(taken, f"the workers on GPU {self._uuid}")
@@ -301,4 +302,4 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
         if failure is not None:
             raise failure
         if texts[0] is not None:
-            raise BrokenGroup(f"the fleet did not connect: {texts[0]}")
+            raise TransferFailed(f"the fleet did not connect: {texts[0]}")

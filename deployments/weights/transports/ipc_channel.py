@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from deployments.errors import TransferFailed
 from deployments.weights.transports.counters import ABSENT, Counters
-from deployments.weights.wire.received_chunk import BrokenGroup
 
 BUFFERS = 2
 PUBLISHED, GIVEN_UP, TAKEN = 0, 1, 2  # places in the page: the last is rank 0's
@@ -40,7 +40,7 @@ class Page:
         deadline = time.monotonic() + self._timeout_s
         while not reached():
             if time.monotonic() > deadline:
-                raise BrokenGroup(f"{what}: nothing came in {self._timeout_s:g} s")
+                raise TransferFailed(f"{what}: nothing came in {self._timeout_s:g} s")
             time.sleep(_POLL_S)
 
 

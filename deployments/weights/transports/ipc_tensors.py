@@ -14,9 +14,9 @@ import torch
 
 from deployments.weights.transports.ipc_channel import open_buffer, share_buffer
 from deployments.weights.wire.chunk_layout import Chunk, Entry
-from deployments.weights.wire.digest import survey
+from deployments.weights.wire.digest import prepare_inspection
 from deployments.weights.wire.digest_definition import DIGEST_BYTES
-from deployments.weights.wire.received_chunk import Arrival
+from deployments.weights.wire.received_chunk import ReceivedChunk
 
 
 class SharedTensors:
@@ -24,7 +24,7 @@ class SharedTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
-        self._find = survey(tensors, ())
+        self._find = prepare_inspection(tensors, ())
         self._table = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
 
     def describe(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class OpenedTensors:
         self._table = open_buffer(digests, device)[: DIGEST_BYTES * len(self._places)].view(torch.int64)
         self._read: dict[Chunk, tuple[int, list[torch.Tensor]]] = {}
 
-    def arrivals(self, chunks: Sequence[Chunk]) -> list[Arrival]:
+    def arrivals(self, chunks: Sequence[Chunk]) -> list[ReceivedChunk]:
         """The chunks as they lie in the trainer's memory, whose tensors come in the same order.
 
         Raises:
@@ -73,12 +73,12 @@ class OpenedTensors:
             raise ValueError(f"{firsts[-1]} tensors are announced and {len(self._places)} were opened")
         return [self._arrival(chunk, first) for chunk, first in zip(chunks, firsts, strict=False)]
 
-    def _arrival(self, chunk: Chunk, first: int) -> Arrival:
+    def _arrival(self, chunk: Chunk, first: int) -> ReceivedChunk:
         if chunk not in self._read:
             tensors = [self._tensor(entry, first + number) for number, entry in enumerate(chunk.entries)]
             self._read[chunk] = hash(tuple(tensor.data_ptr() for tensor in tensors)), tensors
         place, tensors = self._read[chunk]
-        return Arrival(
+        return ReceivedChunk(
             chunk=chunk,
             place=place,
             sent=self._table[first : first + len(tensors)],

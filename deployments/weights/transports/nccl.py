@@ -23,7 +23,7 @@ from deployments.weights.transports.rendezvous import (
     BroadcastSender,
     MeetingInfo,
 )
-from deployments.weights.wire.received_chunk import Arrival, packed
+from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["nccl"].chunk_bytes
 
@@ -57,7 +57,7 @@ class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
     def join(self, info: MeetingInfo, rank: int, check: Callable[[], None]) -> TransferGroup:
         return TransferGroup(info, rank, self.device, check)
 
-    def receive(self, update_info: BroadcastInfo) -> Iterator[Arrival]:
+    def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
         group, chunks = self.expected()
         group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
         finished = False
@@ -71,7 +71,7 @@ class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
                     group.start(started, chunks[started].size_bytes)
                     started += 1
                 group.wait(index)
-                yield packed(chunk, group.buffer(index, chunk.size_bytes))
+                yield packed_chunk(chunk, group.buffer(index, chunk.size_bytes))
             finished = True
         finally:
             if not finished:  # peers wait in broadcasts that this worker will not take part in

@@ -20,8 +20,8 @@ from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env
 
+from deployments.errors import TransferFailed
 from deployments.weights.transports.rendezvous import MeetingInfo, meet
-from deployments.weights.wire.received_chunk import BrokenGroup
 
 BUFFERS = 2
 NEEDED_NCCL = (2, 29, 7)
@@ -37,7 +37,7 @@ class TransferGroup:
 
     Raises:
         ValueError: NCCL is disabled here or at a peer.
-        BrokenGroup: a member did not come, or is gone.
+        TransferFailed: a member did not come, or is gone.
     """
 
     def __init__(self, info: MeetingInfo, rank: int, device: torch.device, check: Callable[[], None]) -> None:
@@ -94,12 +94,12 @@ class TransferGroup:
             with self._calling:
                 communicator = self._communicator
                 if communicator is None:
-                    raise BrokenGroup("the transfer group was aborted")
+                    raise TransferFailed("the transfer group was aborted")
                 self._stream.wait_stream(torch.cuda.current_stream())
                 communicator.broadcast(self.buffer(index, size_bytes), src=0, stream=self._stream)
                 self._done[index % BUFFERS].record(self._stream)
         except RuntimeError as error:  # NCCL_CHECK has no finer class
-            raise BrokenGroup(f"the transfer group broke: {error}") from error
+            raise TransferFailed(f"the transfer group broke: {error}") from error
         finally:
             self._call_ends = math.inf
 
@@ -124,7 +124,7 @@ class TransferGroup:
         try:
             return self._meeting.add(_STARTED, more)
         except RuntimeError as error:  # torch has no finer class
-            raise BrokenGroup(f"the transfer group broke: its meeting point is gone: {error}") from error
+            raise TransferFailed(f"the transfer group broke: its meeting point is gone: {error}") from error
 
     def _until(self, reached: Callable[[], bool], check: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -134,10 +134,10 @@ class TransferGroup:
                 break
             if time.monotonic() > deadline:
                 self.abort()
-                raise BrokenGroup(f"the transfer group broke: no progress in {self._timeout_s:g} s")
+                raise TransferFailed(f"the transfer group broke: no progress in {self._timeout_s:g} s")
             time.sleep(_POLL_S)
         if self._communicator is None:  # an abort also ends the kernel, without the bytes
-            raise BrokenGroup("the transfer group was aborted")
+            raise TransferFailed("the transfer group was aborted")
 
     def abort(self) -> None:
         """End every wait, on the device too. Any thread may call it; the group is gone afterwards."""

@@ -21,17 +21,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from deployments.errors import TransferFailed
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.transports.sender import OnePayloadEngine
-from deployments.weights.wire.chunk_layout import Chunk, Described, describe
-from deployments.weights.wire.received_chunk import BrokenGroup
+from deployments.weights.wire.chunk_layout import Chunk, DescribedTensors, describe
 
 _LOOK_S = 0.01
 _KNOCK_S = 1.0
 
 
 @dataclass(kw_only=True)
-class MeetingInfo(Described, WeightTransferInitInfo):
+class MeetingInfo(DescribedTensors, WeightTransferInitInfo):
     """Where the group meets, and the parameters that both sides must agree on: the sender's."""
 
     master_address: str
@@ -62,7 +62,7 @@ def meet(
         The store that the members share, and the word of each, by rank.
 
     Raises:
-        BrokenGroup: not all came within `timeout_s`.
+        TransferFailed: not all came within `timeout_s`.
     """
     deadline = time.monotonic() + info.timeout_s
 
@@ -97,8 +97,8 @@ def _answers(info: MeetingInfo) -> bool:
     return True
 
 
-def _absence(info: MeetingInfo, what: str) -> BrokenGroup:
-    return BrokenGroup(
+def _absence(info: MeetingInfo, what: str) -> TransferFailed:
+    return TransferFailed(
         f"{info.world_size} members were expected at {info.master_address}:{info.master_port} within "
         f"{info.timeout_s:g} s: {what}"
     )
@@ -139,7 +139,7 @@ class BroadcastReceiver(StagedWeightTransferEngine[MeetingInfo, BroadcastInfo], 
 
         def check() -> None:
             if given_up.is_set():
-                raise BrokenGroup("the connection was given up")
+                raise TransferFailed("the connection was given up")
 
         self._leave()
         self._chunks = init_info.chunks()
@@ -175,7 +175,7 @@ class BroadcastSender(OnePayloadEngine[Init], Generic[Init, Group]):
     @property
     def group(self) -> Group:
         if self._group is None:
-            raise BrokenGroup("the transfer group is gone: connect again")
+            raise TransferFailed("the transfer group is gone: connect again")
         return self._group
 
     def meet(self, init_info: Any) -> None:
@@ -195,7 +195,7 @@ class BroadcastSender(OnePayloadEngine[Init], Generic[Init, Group]):
             meeting = calls.submit(self.client.init_weight_transfer_engine, asdict(info))
             try:
                 self._group = self.form(info, lambda: raise_if_failed(meeting))
-            except BrokenGroup:
+            except TransferFailed:
                 meeting.result()  # the fleet knows who did not come
                 raise
             meeting.result()
@@ -210,7 +210,7 @@ class BroadcastSender(OnePayloadEngine[Init], Generic[Init, Group]):
 
         try:
             self.broadcast(lambda: raise_if_failed(receiving))
-        except BrokenGroup:
+        except TransferFailed:
             self.shutdown()  # who still receives waits no longer, so that the call ends
 
     @abstractmethod

@@ -23,7 +23,7 @@ from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
 from deployments.weights.transports.sender import SendingEngine
 from deployments.weights.wire.chunk_layout import Chunk, describe, layout
-from deployments.weights.wire.received_chunk import Arrival, packed
+from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 from deployments.weights.wire.shared_memory import (
     create_mapping,
     open_mapping,
@@ -73,11 +73,11 @@ class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateI
     def connect(self, init_info: ShmInitInfo) -> None:
         pass
 
-    def receive(self, update_info: ShmUpdateInfo) -> Iterator[Arrival]:
+    def receive(self, update_info: ShmUpdateInfo) -> Iterator[ReceivedChunk]:
         chunks = layout(update_info.names, update_info.dtype_names, update_info.shapes, _UNBOUNDED)
         if len(chunks) != 1:
             raise ValueError(f"a payload must describe at least one tensor, got {len(update_info.names)}")
-        yield packed(chunks[0], open_segment(update_info.segment, chunks[0].size_bytes))
+        yield packed_chunk(chunks[0], open_segment(update_info.segment, chunks[0].size_bytes))
 
 
 class ShmTrainerWeightTransferEngine(SendingEngine[ShmTrainerInitInfo]):

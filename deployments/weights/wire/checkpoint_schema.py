@@ -1,48 +1,76 @@
-"""What a version consists of, and whether an update fits the model that the fleet serves."""
+"""Names, dtypes and shapes of a model's checkpoint, and whether an update fits them."""
 
 import json
 import struct
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import _TYPES as SAFETENSORS_DTYPES
 
-from deployments.protocol import Manifest, TensorSpec
-
-MAX_NAMED = 5  # a message names this many tensors, and counts the rest
+MAX_NAMED = 5  # a message names this many tensors and counts the rest
 
 
-def checkpoint_manifest(directory: Path) -> Manifest | None:
-    """Names, dtypes and shapes of a Hugging Face checkpoint directory, read from the file headers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a checkpoint."""
 
-    None if the directory holds no safetensors file (a hub id, or `load_format: dummy` with a
-    bare config): then vLLM's own loader is the only judge of names.
+    dtype: str  # torch's name without "torch."
+    shape: tuple[int, ...]
+
+
+Schema = Mapping[str, TensorSpec]  # by Hugging Face name
+
+
+def read_schema(directory: Path) -> Schema | None:
+    """The schema of a Hugging Face checkpoint directory, read from the file headers.
+
+    None if the directory holds no safetensors file (a hub id, or `load_format: dummy` with a bare config):
+    then only vLLM's own loader checks names.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file has no safetensors header.
     """
-    tensors: dict[str, TensorSpec] = {}
+    schema: dict[str, TensorSpec] = {}
     for file in sorted(directory.glob("*.safetensors")):
+        schema |= _header(file)
+    return schema or None
+
+
+def _header(file: Path) -> dict[str, TensorSpec]:
+    try:
         with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(size))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                dtype = str(SAFETENSORS_DTYPES[entry["dtype"]]).removeprefix("torch.")
-                tensors[name] = TensorSpec(dtype=dtype, shape=tuple(entry["shape"]))
-    return Manifest(tensors=tensors) if tensors else None
+            (size_bytes,) = struct.unpack("<Q", stream.read(8))
+            if size_bytes > file.stat().st_size:
+                raise ValueError(f"a header of {size_bytes} bytes in a file of {file.stat().st_size}")
+            header = json.loads(stream.read(size_bytes))
+        return {
+            name: TensorSpec(
+                dtype=str(SAFETENSORS_DTYPES[entry["dtype"]]).removeprefix("torch."),
+                shape=tuple(entry["shape"]),
+            )
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} has no safetensors header that can be read: {error!r}") from error
 
 
 def mismatches(
-    expected: Mapping[str, TensorSpec],
+    expected: Schema,
     offered: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     *,
     complete: bool,
 ) -> list[str]:
-    """Why `offered` does not fit the model, a sentence a tensor; empty if it fits.
+    """Why `offered` does not fit the model, one sentence per tensor; empty if it fits.
 
-    A floating-point tensor may come in any floating-point dtype: the model's loader casts it.
+    A floating-point tensor may have any floating-point dtype: the model's loader casts it.
 
     Args:
-        complete: also demand that nothing is missing (at the end of a round).
+        offered: dtype and shape by name.
+        complete: also report tensors that are missing (at the end of a round).
     """
     found = []
     for name, (dtype, shape) in offered.items():
@@ -56,12 +84,12 @@ def mismatches(
     return found + missing(expected, offered) if complete else found
 
 
-def missing(expected: Mapping[str, TensorSpec], offered: Container[str]) -> list[str]:
-    """A sentence for each tensor of the model that did not come."""
+def missing(expected: Schema, offered: Container[str]) -> list[str]:
+    """One sentence for each tensor of the model that is not in `offered`."""
     return [f"{name!r} is missing" for name in expected if name not in offered]
 
 
-def sentence(problems: list[str]) -> str:
-    """All mismatches in one line: the first few by name, the rest as a count."""
-    rest = len(problems) - MAX_NAMED
-    return "; ".join(problems[:MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
+def join_reasons(reasons: Sequence[str]) -> str:
+    """All reasons in one line: the first few, and the rest as a count."""
+    rest = len(reasons) - MAX_NAMED
+    return "; ".join(reasons[:MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")

@@ -1,8 +1,8 @@
-"""How tensors lie in the chunks that a transport moves: a plan that both sides make alike.
+"""The layout of tensors in the chunks that a transport moves.
 
-A chunk is one block of bytes: its tensors, each at a multiple of `ALIGNMENT`, then a table with one
-digest a tensor. Sender and receiver derive the plan from the same metadata and the same
-`chunk_bytes`, which the sender ships, so the two cannot disagree.
+A chunk is one block of bytes: its tensors, each at a multiple of `ALIGNMENT`, then a table with one digest
+per tensor. Sender and receiver compute the same layout from the same metadata and the same `chunk_bytes`,
+which the sender ships, so the two cannot disagree.
 """
 
 from collections import Counter
@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import TypedDict
 
 import torch
 
-from deployments.weights.wire.digest import survey
+from deployments.weights.wire.digest import prepare_inspection
 from deployments.weights.wire.digest_definition import DIGEST_BYTES, Copy
 
 ALIGNMENT = 256
-_LAYOUTS = 64  # that are remembered: a round has one, or one a chunk
+_CACHED_LAYOUTS = 64  # a round has one, or one per chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Compared by identity: the layout of a payload that comes again is the same object again."""
+    """The layout of one chunk. Compared by identity: the same metadata always gives the same object."""
 
     entries: tuple[Entry, ...]
     table_offset: int
@@ -53,7 +53,10 @@ class Chunk:
 
 
 def plan_chunks(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], chunk_bytes: int) -> list[Chunk]:
-    """Lay (name, dtype, shape) out in chunks of about `chunk_bytes`; one larger tensor is a chunk alone."""
+    """The chunks of tensors (name, dtype, shape), in their order.
+
+    A chunk has at most `chunk_bytes` of tensors; a larger tensor has a chunk of its own.
+    """
     chunks: list[Chunk] = []
     entries: list[Entry] = []
     end = 0
@@ -70,8 +73,16 @@ def plan_chunks(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], chunk
     return chunks
 
 
-def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, Any]:
-    """The wire form that vLLM's own engines use for metadata: parallel lists, JSON types."""
+class Description(TypedDict):
+    """Metadata of tensors in the wire form of vLLM's own engines: parallel lists of JSON types."""
+
+    names: list[str]
+    dtype_names: list[str]  # torch's, without "torch."
+    shapes: list[list[int]]
+
+
+def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Description:
+    """The description of tensors (name, dtype, shape)."""
     return {
         "names": [name for name, _, _ in tensors],
         "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in tensors],
@@ -80,9 +91,11 @@ def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> dict[
 
 
 @dataclass(kw_only=True)
-class Described:
-    """What `describe` says, for a connection whose rounds all bring the same tensors in this order: it is
-    said once, and not in every round (a mixture of experts has 20 thousand)."""
+class DescribedTensors:
+    """The part of a connection's init info that describes the tensors of every round, in their order.
+
+    It is sent once per connection and not in every round: a mixture of experts has 20 thousand tensors.
+    """
 
     names: list[str]
     dtype_names: list[str]
@@ -90,17 +103,21 @@ class Described:
     chunk_bytes: int
 
     def chunks(self) -> tuple[Chunk, ...]:
-        """Raises ValueError: as `parse`."""
+        """The layout of a round.
+
+        Raises:
+            ValueError: as `layout`.
+        """
         return layout(self.names, self.dtype_names, self.shapes, self.chunk_bytes)
 
 
 def layout(
     names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], chunk_bytes: int
 ) -> tuple[Chunk, ...]:
-    """The chunks of a payload that `describe` describes; the same objects for the same payload.
+    """The chunks of the tensors that `describe` described; the same objects for the same description.
 
     Raises:
-        ValueError: as `parse`.
+        ValueError: as `parse`, or the lists have elements of other types.
     """
     try:
         return _layout(tuple(names), tuple(dtype_names), tuple(map(tuple, shapes)), chunk_bytes)
@@ -110,7 +127,7 @@ def layout(
         ) from error
 
 
-@lru_cache(maxsize=_LAYOUTS)
+@lru_cache(maxsize=_CACHED_LAYOUTS)
 def _layout(
     names: tuple[str, ...],
     dtype_names: tuple[str, ...],
@@ -126,17 +143,18 @@ def parse(
     """The inverse of `describe`.
 
     Raises:
-        ValueError: the lists differ in length, a name comes twice, a dtype is unknown, a shape is not of
-            whole numbers.
+        ValueError: the lists differ in length, a name occurs twice, a dtype is unknown, a shape has an
+            element that is not an integer of at least 0.
     """
     if not len(names) == len(dtype_names) == len(shapes):
         raise ValueError(
-            "names, dtype_names and shapes must have one entry a tensor, "
+            "names, dtype_names and shapes must have one entry per tensor, "
             f"got {len(names)}, {len(dtype_names)} and {len(shapes)}"
         )
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ValueError(f"each tensor must be named once, got {twice[0]!r} {names.count(twice[0])} times")
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        name = repeated[0]
+        raise ValueError(f"each tensor must be named once, got {name!r} {names.count(name)} times")
     return [
         (name, _dtype(name, dtype_name), _shape(name, shape))
         for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True)
@@ -144,37 +162,37 @@ def parse(
 
 
 def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch.Tensor) -> None:
-    """Write the chunk's tensors, taken from the front of `tensors`, and their digests into `block`.
+    """Write the chunk's tensors, the next ones of `tensors`, and their digests into `block`.
 
     Args:
-        block: uint8 [chunk.size_bytes] on the device that sends; on a GPU nothing here waits for it.
+        block: uint8 [chunk.size_bytes] on the sending device; on a GPU the work is only queued.
 
     Raises:
-        ValueError: the source yields another tensor than its metadata declared.
+        ValueError: the source yields a tensor that its metadata did not declare.
     """
     copies = []
-    for place, entry in enumerate(chunk.entries):
+    for index, entry in enumerate(chunk.entries):
         name, tensor = next(tensors, (None, None))
         if tensor is None or name != entry.name or tuple(tensor.shape) != entry.shape:
-            came = "nothing" if tensor is None else f"{name!r} {tuple(tensor.shape)}"
-            raise ValueError(f"the source declared {entry.name!r} {entry.shape} and yielded {came}")
+            yielded = "nothing" if tensor is None else f"{name!r} {tuple(tensor.shape)}"
+            raise ValueError(f"the source declared {entry.name!r} {entry.shape} and yielded {yielded}")
         source = tensor.detach().to(block.device, entry.dtype).contiguous()
-        copies.append(Copy(place=place, source=source, target=view(entry, block)))
-    put_digests(chunk, survey([copy.source for copy in copies], copies)().digests, block)
+        copies.append(Copy(index=index, source=source, target=view(entry, block)))
+    write_digests(chunk, prepare_inspection([copy.source for copy in copies], copies)().digests, block)
 
 
-def put_digests(chunk: Chunk, digests: torch.Tensor, block: torch.Tensor) -> None:
-    """Write the digests (int64 [n]) behind the chunk's tensors."""
+def write_digests(chunk: Chunk, digests: torch.Tensor, block: torch.Tensor) -> None:
+    """Write the digests (int64 [n]) after the chunk's tensors in `block` (uint8 [chunk.size_bytes])."""
     block[chunk.table_offset : chunk.size_bytes].copy_(digests.view(torch.uint8))
 
 
-def sent_digests(chunk: Chunk, block: torch.Tensor) -> torch.Tensor:
-    """A copy of the digests that came along (int64 [n], on the block's device; see `digest.unsigned`)."""
+def read_digests(chunk: Chunk, block: torch.Tensor) -> torch.Tensor:
+    """A copy of the digests in `block` (int64 [n], on its device; see `digest_definition.unsigned`)."""
     return block[chunk.table_offset : chunk.size_bytes].clone().view(torch.int64)
 
 
 def view(entry: Entry, block: torch.Tensor) -> torch.Tensor:
-    """The entry's bytes in `block` as a tensor of its dtype and shape; no copy."""
+    """The entry's tensor in `block` (uint8), with its dtype and shape; no copy."""
     flat = block[entry.offset : entry.offset + entry.size_bytes]
     return flat.view(entry.dtype).view(entry.shape)
 
@@ -192,5 +210,5 @@ def _dtype(name: str, dtype_name: str) -> torch.dtype:
 
 def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"tensor {name!r}: expected a shape of whole numbers, got {shape!r}")
+        raise ValueError(f"tensor {name!r}: expected a shape of integers of at least 0, got {shape!r}")
     return tuple(shape)

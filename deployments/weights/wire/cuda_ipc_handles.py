@@ -1,6 +1,6 @@
-"""CUDA IPC handles as vLLM's own `ipc` engines exchange them, in JSON types and back.
+"""CUDA IPC handles of vLLM's own `ipc` engines, encoded in JSON types and decoded.
 
-On their way to a worker they pass through processes that must not unpickle, and that have no torch.
+On the way to a worker they pass through processes that must not unpickle and that do not import torch.
 """
 
 import base64
@@ -9,11 +9,11 @@ from typing import Any
 _HANDLES = "ipc_handles"
 
 
-def plain_handle(handle: tuple[Any, ...]) -> dict[str, Any]:
-    """A CUDA IPC handle, as `torch.multiprocessing.reductions.reduce_tensor` makes it, in JSON types.
+def encode_handle(handle: tuple[Any, ...]) -> dict[str, Any]:
+    """A CUDA IPC handle, as `torch.multiprocessing.reductions.reduce_tensor` returns it, in JSON types.
 
     Raises:
-        ValueError: something else.
+        ValueError: not such a handle.
     """
     try:
         (_, size, stride, offset, _, dtype, device, memory, size_bytes, offset_bytes, _, counter,
@@ -38,30 +38,38 @@ def plain_handle(handle: tuple[Any, ...]) -> dict[str, Any]:
         ) from error
 
 
-def plain_handles(handles: Any) -> Any:
-    """vLLM's `ipc_handles`: one {GPU UUID: handle}, or a list with one for each tensor.
+def encode_handles(handles: Any) -> Any:
+    """vLLM's `ipc_handles` in JSON types: one {GPU UUID: handle}, or a list with one for each tensor.
 
     Raises:
-        ValueError: something else.
+        ValueError: not handles by GPU UUID.
     """
     if isinstance(handles, list):
-        return [plain_handles(each) for each in handles]
+        return [encode_handles(each) for each in handles]
     if not isinstance(handles, dict):
         raise ValueError(f"expected a CUDA IPC handle by GPU UUID, got {type(handles).__name__}")
-    return {str(gpu): plain_handle(handle) for gpu, handle in handles.items()}
+    return {str(gpu): encode_handle(handle) for gpu, handle in handles.items()}
 
 
-def plain_payload(payload: Any) -> Any:
-    """A payload of vLLM's trainer engines with its IPC handles in JSON types; any other as it is."""
+def encode_payload(payload: Any) -> Any:
+    """A payload of vLLM's trainer engines with its IPC handles in JSON types; any other payload unchanged.
+
+    Raises:
+        ValueError: its `ipc_handles` are not handles by GPU UUID.
+    """
     if isinstance(payload, list):
-        return [plain_payload(part) for part in payload]
+        return [encode_payload(part) for part in payload]
     if not isinstance(payload, dict) or payload.get(_HANDLES) is None:
         return payload
-    return payload | {_HANDLES: plain_handles(payload[_HANDLES])}
+    return payload | {_HANDLES: encode_handles(payload[_HANDLES])}
 
 
-def with_handles(payload: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `plain_payload`, as vLLM's IPC engine wants it."""
+def decode_payload(payload: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `encode_payload`, as vLLM's IPC engine expects it.
+
+    Raises:
+        ValueError: a handle is not one of `encode_handle`.
+    """
     handles = payload.get(_HANDLES)
     if handles is None:
         return payload
@@ -71,26 +79,29 @@ def with_handles(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_gpu(handles: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    return {gpu: _handle(plain) for gpu, plain in handles.items()}
+    try:
+        return {gpu: _decode_handle(encoded) for gpu, encoded in handles.items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"expected encoded CUDA IPC handles by GPU UUID: {error!r}") from error
 
 
-def _handle(plain: dict[str, Any]) -> tuple[Any, ...]:
-    import torch  # not in the processes of the control plane, which only pass handles on
+def _decode_handle(encoded: dict[str, Any]) -> tuple[Any, ...]:
+    import torch  # here: processes of the control plane only forward handles
 
     return (
         torch.Tensor,
-        torch.Size(plain["size"]),
-        tuple(plain["stride"]),
-        plain["offset"],
+        torch.Size(encoded["size"]),
+        tuple(encoded["stride"]),
+        encoded["offset"],
         torch.storage.TypedStorage,
-        getattr(torch, plain["dtype"]),
-        plain["device"],
-        base64.b64decode(plain["memory"]),
-        plain["size_bytes"],
-        plain["offset_bytes"],
+        getattr(torch, encoded["dtype"]),
+        encoded["device"],
+        base64.b64decode(encoded["memory"]),
+        encoded["size_bytes"],
+        encoded["offset_bytes"],
         False,
-        base64.b64decode(plain["counter"]),
-        plain["counter_offset"],
-        base64.b64decode(plain["event"]),
-        plain["sync"],
+        base64.b64decode(encoded["counter"]),
+        encoded["counter_offset"],
+        base64.b64decode(encoded["event"]),
+        encoded["sync"],
     )

@@ -1,6 +1,6 @@
-"""Digests of tensors, computed where the bytes lie: on the host here, on a GPU by `digest_cuda`.
+"""Digests of tensors, computed where the bytes are: on the host here, on a GPU by `digest_cuda`.
 
-`digest_definition` says what a digest is.
+`digest_definition` defines a digest.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,92 +20,108 @@ from deployments.weights.wire.digest_definition import (
     unsigned,
 )
 
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """The digest of a contiguous tensor of any shape and dtype, as an unsigned 64-bit number."""
+    """The digest of a contiguous tensor of any shape and dtype: an unsigned 64-bit number."""
     return digests([tensor])[0]
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The digests of contiguous tensors on one device, with one read-back for all of them."""
+    """The digests of contiguous tensors on one device: one unsigned number each, in one read-back.
+
+    Raises:
+        ValueError: a tensor on a GPU is larger than 16 GiB.
+    """
     return unsigned(digest_tensor(tensors))
 
 
 def digest_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The digests as int64 [n] where the tensors are; on a GPU nothing waits for them."""
+    """The digests (int64 [n]) on the device of the tensors; on a GPU the work is only queued.
+
+    Raises:
+        ValueError: a tensor on a GPU is larger than 16 GiB.
+    """
     if tensors and tensors[0].is_cuda:
         return inspect(tensors).digests
-    found = [_host_digest(tensor) for tensor in tensors]
-    return torch.tensor([value - (1 << 64) if value >= 1 << 63 else value for value in found]).long()
+    values = [_host_digest(tensor) for tensor in tensors]
+    return torch.tensor([value - (1 << 64) if value >= 1 << 63 else value for value in values]).long()
 
 
 def inspect(tensors: Sequence[torch.Tensor]) -> Findings:
     """Digests, and which tensors hold NaN or infinity; the tensors are contiguous and on one device.
 
-    A dtype whose NaN is not known by its exponent alone (float8, float64) is never called bad on a GPU.
+    On a GPU, dtypes whose NaN is not known by the exponent alone (float8, float64) are never reported.
+
+    Raises:
+        ValueError: a tensor on a GPU is larger than 16 GiB.
     """
-    return survey(tensors, ())()
+    return prepare_inspection(tensors, ())()
 
 
-def survey(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], Findings]:
-    """`inspect` as a function to call again and again, which also makes `copies`."""
-    apart = [copy for copy in copies if not (copy.source.is_cuda and _copied_along(tensors, copy))]
-    find = _finder(tensors, [copy for copy in copies if copy not in apart])
-    if not apart:
-        return find
-    sources, targets = map(list, zip(*map(_bits, apart), strict=True))
+def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], Findings]:
+    """`inspect` as a function to call in every round, which also makes `copies`.
 
-    def copy_and_find() -> Findings:
+    Raises:
+        ValueError: a tensor on a GPU is larger than 16 GiB.
+    """
+    separate = [copy for copy in copies if not (copy.source.is_cuda and _is_fusable(tensors, copy))]
+    inspection = _inspection(tensors, [copy for copy in copies if copy not in separate])
+    if not separate:
+        return inspection
+    sources, targets = map(list, zip(*map(_as_integers, separate), strict=True))
+
+    def copy_and_inspect() -> Findings:
         torch._foreach_copy_(targets, sources)
-        return find()
+        return inspection()
 
-    return copy_and_find
+    return copy_and_inspect
 
 
-def _bits(copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two as whole numbers, if nothing is converted: a fused copy of floats may change a NaN's bits."""
-    kind = _WHOLE_NUMBERS.get(copy.source.dtype.itemsize)
+def _as_integers(copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as integers unless the copy converts: a foreach copy of floats may change the bits of a NaN."""
+    kind = _INTEGERS.get(copy.source.dtype.itemsize)
     if kind is None or copy.source.dtype != copy.target.dtype:
         return copy.source, copy.target
     return copy.source.view(kind), copy.target.view(kind)
 
 
-def _finder(tensors: Sequence[torch.Tensor], along: Sequence[Copy]) -> Callable[[], Findings]:
+def _inspection(tensors: Sequence[torch.Tensor], fused: Sequence[Copy]) -> Callable[[], Findings]:
     if not (tensors and tensors[0].is_cuda):
         return lambda: _host_findings(tensors)
-    from deployments.weights.wire.digest_cuda import Survey
+    from deployments.weights.wire.digest_cuda import CudaInspection
 
-    return Survey(tensors, {copy.place: copy.target for copy in along})
+    return CudaInspection(tensors, {copy.index: copy.target for copy in fused})
 
 
-def _copied_along(tensors: Sequence[torch.Tensor], copy: Copy) -> bool:
-    """Whether the kernel can make the copy while it reads: the whole tensor, word by word."""
-    from deployments.weights.wire.digest_cuda import copies_along
+def _is_fusable(tensors: Sequence[torch.Tensor], copy: Copy) -> bool:
+    """Whether the digest kernel can make the copy while it reads: all of the tensor, in words."""
+    from deployments.weights.wire.digest_cuda import is_fusable
 
-    whole = tensors[copy.place]
-    same = copy.source.data_ptr() == whole.data_ptr() and copy.source.shape == whole.shape
-    return same and copies_along(copy.source, copy.target)
+    tensor = tensors[copy.index]
+    is_all = copy.source.data_ptr() == tensor.data_ptr() and copy.source.shape == tensor.shape
+    return is_all and is_fusable(copy.source, copy.target)
 
 
 def _host_findings(tensors: Sequence[torch.Tensor]) -> Findings:
-    # A sum is not finite if and only if a term is not (float32 holds the sum of any real model's
-    # weights), and it reads the tensor once without a mask of its size.
-    bad = [t.is_floating_point() and not bool(t.sum(dtype=torch.float32).isfinite()) for t in tensors]
+    # A sum is not finite if and only if a term is not (float32 can hold the sum of any real model's weights).
+    # It reads the tensor once and needs no mask of the tensor's size.
+    flags = [t.is_floating_point() and not bool(t.sum(dtype=torch.float32).isfinite()) for t in tensors]
     sizes = torch.tensor([tensor.numel() * tensor.itemsize for tensor in tensors], dtype=torch.int64)
-    return Findings(sums=digest_tensor(tensors) ^ sizes, sizes=sizes, bad=torch.tensor(bad).long())
+    nonfinite = torch.tensor(flags).long()
+    return Findings(sums=digest_tensor(tensors) ^ sizes, sizes=sizes, nonfinite=nonfinite)
 
 
 def _host_digest(tensor: torch.Tensor) -> int:
     data = tensor.detach().reshape(-1).view(torch.uint8)
-    whole = data.numel() // WORD_BYTES * WORD_BYTES
+    end = data.numel() // WORD_BYTES * WORD_BYTES  # of the last full word
     # torch's int64 multiply is eight times slower than numpy's fused product and sum (0.6 and
     # 4.9 GB/s on one core of an EPYC 9004).
-    words = data[:whole].view(torch.int32).numpy()
-    if whole < data.numel():
+    words = data[:end].view(torch.int32).numpy()
+    if end < data.numel():
         last = np.zeros(WORD_BYTES, dtype=np.uint8)
-        last[: data.numel() - whole] = data[whole:].numpy()
+        last[: data.numel() - end] = data[end:].numpy()
         words = np.concatenate([words, last.view(np.int32)])
     rows = _row_sums(words)
     with np.errstate(over="ignore"):

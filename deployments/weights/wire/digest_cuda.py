@@ -1,12 +1,12 @@
-"""The digests of `digest.py` on a CUDA device, bit for bit, and the search for NaN, in one pass.
+"""Digests on a CUDA device, bit for bit those of `digest.py`, and the search for NaN, in one pass.
 
 A tensor's words are a matrix of rows of `ROW_WORDS`. The host sums a row first and multiplies the
 sums; modulo 2**64 the order is free, so a program here takes a band of columns over a group of rows,
-multiplies each word by its row's number while it passes, and by the column's numbers once at the
+multiplies each word by its row's number as it is read, and by the column's numbers once at the
 end: the column table, twice as large as a row, is not read for every row.
 
-One launch handles any number of tensors: a table made on the host names the groups. The words can be
-written elsewhere while they pass, so that a copy that is digested reads its source once.
+One launch handles any number of tensors: a table made on the host lists the groups. The kernel can also
+write the words to another address as it reads them (a fused copy), so that the source is read once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def _digest_groups(  # type: ignore[no-untyped-def]
     column_table,  # int64 [ROW]
     row_table,  # int64 [rows of the largest tensor]
     found,  # int64 [n], zero
-    bad,  # int64 [n], zero
+    nonfinite,  # int64 [n], zero
     ROW: tl.constexpr,
     BAND: tl.constexpr,
     COPY: tl.constexpr,
@@ -63,63 +63,69 @@ def _digest_groups(  # type: ignore[no-untyped-def]
     copies = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
     columns = band * BAND + tl.arange(0, BAND)
     sums = tl.zeros([BAND], dtype=tl.int64)
-    wrong = tl.zeros([BAND], dtype=tl.int32)
-    whole = size // 4
-    full_rows = (whole // ROW).to(tl.int32)
-    # Full rows without a mask: only then are the loads wide.
+    flags = tl.zeros([BAND], dtype=tl.int32)
+    full_words = size // 4
+    full_rows = (full_words // ROW).to(tl.int32)
+    # Full rows have no mask: only unmasked loads are wide.
     for row in range(0, full_rows):
         word = tl.load(words + row * ROW + columns)
-        if COPY:  # noqa: SIM102 - a branch of the compiler, then one of the program
+        if COPY:  # noqa: SIM102 - a branch at compile time, then one at run time
             if target != 0:
                 tl.store(copies + row * ROW + columns, word)
         sums += word.to(tl.int64) * tl.load(row_table + first_row + row)
-        wrong |= ((low != 0) & ((word & low) == low)).to(tl.int32)
-        wrong |= ((high != 0) & ((word & high) == high)).to(tl.int32)
-    if full_rows * ROW < whole:
+        flags |= ((low != 0) & ((word & low) == low)).to(tl.int32)
+        flags |= ((high != 0) & ((word & high) == high)).to(tl.int32)
+    if full_rows * ROW < full_words:
         at = full_rows * ROW + columns
-        part = tl.load(words + at, mask=at < whole, other=0)
-        if COPY:  # noqa: SIM102 - a branch of the compiler, then one of the program
+        part = tl.load(words + at, mask=at < full_words, other=0)
+        if COPY:  # noqa: SIM102 - a branch at compile time, then one at run time
             if target != 0:
-                tl.store(copies + at, part, mask=at < whole)
+                tl.store(copies + at, part, mask=at < full_words)
         sums += part.to(tl.int64) * tl.load(row_table + first_row + full_rows)
-        wrong |= ((low != 0) & ((part & low) == low)).to(tl.int32)
-        wrong |= ((high != 0) & ((part & high) == high)).to(tl.int32)
+        flags |= ((low != 0) & ((part & low) == low)).to(tl.int32)
+        flags |= ((high != 0) & ((part & high) == high)).to(tl.int32)
     total = tl.sum(sums * tl.load(column_table + columns), axis=0)
-    any_wrong = tl.max(wrong, axis=0)
-    rest = size - whole * 4
+    any_nonfinite = tl.max(flags, axis=0)
+    rest = size - full_words * 4
     if (band == 0) & (rest > 0):
-        # The last one to three bytes make a word with zeros behind them.
+        # The last one to three bytes are a word, padded with zeros.
         lanes = tl.arange(0, 4)
-        tail = tl.load(address.to(tl.pointer_type(tl.uint8)) + whole * 4 + lanes, mask=lanes < rest, other=0)
+        tail = tl.load(
+            address.to(tl.pointer_type(tl.uint8)) + full_words * 4 + lanes, mask=lanes < rest, other=0
+        )
         last = tl.sum(tail.to(tl.int32) << (8 * lanes), axis=0)
-        row_number = tl.load(row_table + first_row + whole // ROW)
-        column_number = tl.load(column_table + whole % ROW)
+        row_number = tl.load(row_table + first_row + full_words // ROW)
+        column_number = tl.load(column_table + full_words % ROW)
         total += last.to(tl.int64) * row_number * column_number
-        any_wrong = tl.maximum(any_wrong, ((low != 0) & ((last & low) == low)).to(tl.int32))
+        any_nonfinite = tl.maximum(any_nonfinite, ((low != 0) & ((last & low) == low)).to(tl.int32))
     tl.atomic_add(found + tensor, total, sem="relaxed")
-    tl.atomic_max(bad + tensor, any_wrong.to(tl.int64), sem="relaxed")
+    tl.atomic_max(nonfinite + tensor, any_nonfinite.to(tl.int64), sem="relaxed")
 
 
-class Survey:
-    """A list of tensors to digest, once or in every round: the work list is made and uploaded once.
+class CudaInspection:
+    """The inspection of a list of tensors, in every round: the work list is made and uploaded once.
 
     Args:
         tensors: on one CUDA device.
-        targets: tensors by place in `tensors`, over which the words are written while they pass; see
-            `copies_along`.
+        targets: tensors by index in `tensors`, to which the kernel copies them; see `is_fusable`.
+
+    Raises:
+        ValueError: a tensor is larger than 16 GiB.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
         self._device = tensors[0].device
-        self._given, self._targets = tensors, targets
+        self._original, self._targets = tensors, targets
         self._prepare()
 
     def _prepare(self) -> None:
-        # May own copies of misaligned tensors: the allocator keeps their memory in stream order.
-        tensors, targets = self._given, self._targets
+        # Copies of misaligned tensors may be dropped here: the allocator reuses their memory in stream order.
+        tensors, targets = self._original, self._targets
         self._tensors = [_readable(tensor) for tensor in tensors]
-        # A copy does not show what the tensor holds at the next call.
-        self._has_copies = any(own is not given for own, given in zip(self._tensors, tensors, strict=True))
+        # At the next call, a copy does not have the tensor's new content.
+        self._has_copies = any(
+            used is not tensor for used, tensor in zip(self._tensors, tensors, strict=True)
+        )
         self._outdated = False
         sizes = np.array([tensor.numel() * tensor.itemsize for tensor in self._tensors], dtype=np.int64)
         groups = _groups(self._tensors, sizes, targets)
@@ -130,29 +136,29 @@ class Survey:
         self._sizes = self._table[groups.size :]
 
     def __call__(self) -> Findings:
-        """Nothing waits for the device: the work is queued on the current stream."""
+        """Queue the work on the current stream; nothing waits for the device."""
         if self._outdated:
             self._prepare()
         self._outdated = self._has_copies
-        found, bad = torch.zeros(2, len(self._tensors), dtype=torch.int64, device=self._device)
+        sums, nonfinite = torch.zeros(2, len(self._tensors), dtype=torch.int64, device=self._device)
         if self._count:
             with torch.cuda.device(self._device):
                 _digest_groups[(self._count, ROW_WORDS // COLUMNS)](
                     self._table,
                     _column_table(self._device),
                     _row_table(self._device),
-                    found,
-                    bad,
+                    sums,
+                    nonfinite,
                     ROW=ROW_WORDS,
                     BAND=COLUMNS,
                     COPY=self._copy,
                     num_warps=4,
                 )
-        return Findings(sums=found, sizes=self._sizes, bad=bad)
+        return Findings(sums=sums, sizes=self._sizes, nonfinite=nonfinite)
 
 
-def copies_along(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the kernel can write `source` over `target` while it reads it: whole words, side by side."""
+def is_fusable(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether the kernel can copy `source` to `target` as it reads: aligned, contiguous, in full words."""
     return (
         source.dtype == target.dtype
         and source.shape == target.shape
@@ -167,25 +173,29 @@ def copies_along(source: torch.Tensor, target: torch.Tensor) -> bool:
 def _groups(
     tensors: Sequence[torch.Tensor], sizes: npt.NDArray[np.int64], targets: Mapping[int, torch.Tensor]
 ) -> npt.NDArray[np.int64]:
-    """The kernel's work list, int64 [g, 7]; see `_digest_groups`."""
+    """The kernel's work list, int64 [g, 7]; see `_digest_groups`.
+
+    Raises:
+        ValueError: a tensor is larger than 16 GiB.
+    """
     span = GROUP_ROWS * ROW_BYTES
     if len(sizes) and int(sizes.max()) > _MAX_ROWS * ROW_BYTES:
-        raise ValueError(f"a tensor of {sizes.max()} bytes; at most {_MAX_ROWS * ROW_BYTES} are digested")
+        raise ValueError(f"expected at most {_MAX_ROWS * ROW_BYTES} bytes in a tensor, got {sizes.max()}")
     counts = -(-sizes // span)
     owner = np.repeat(np.arange(len(sizes)), counts)
-    place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    group = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # within its tensor
     addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
     exponents = np.array([_EXPONENTS.get(t.dtype, (0, 0)) for t in tensors], dtype=np.int64).reshape(-1, 2)
-    goals = np.zeros(len(sizes), dtype=np.int64)
+    copied_to = np.zeros(len(sizes), dtype=np.int64)
     for index, target in targets.items():
-        goals[index] = target.data_ptr()
+        copied_to[index] = target.data_ptr()
     table = np.empty((len(owner), 7), dtype=np.int64)
-    table[:, 0] = addresses[owner] + place * span
-    table[:, 1] = np.minimum(sizes[owner] - place * span, span)
-    table[:, 2] = place * GROUP_ROWS
+    table[:, 0] = addresses[owner] + group * span
+    table[:, 1] = np.minimum(sizes[owner] - group * span, span)
+    table[:, 2] = group * GROUP_ROWS
     table[:, 3] = owner
     table[:, 4:6] = exponents[owner]
-    table[:, 6] = np.where(goals[owner] == 0, 0, goals[owner] + place * span)
+    table[:, 6] = np.where(copied_to[owner] == 0, 0, copied_to[owner] + group * span)
     return table
 
 

@@ -2,9 +2,11 @@
 
 Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): the bytes
 are read as 32-bit words, each word is multiplied by a random odd 64-bit number, and the products are
-summed modulo 2**64. It is done in two levels, so that the table of multipliers stays in the cache:
+summed modulo 2**64. This is done in two levels, so that the table of multipliers stays in the cache:
 words to rows of `ROW_WORDS`, then rows to one number. It detects transport faults (a stale, truncated,
-permuted or missing piece); it is no signature against an adversary.
+permuted or missing piece); it is not a signature against an adversary.
+
+This module defines; `digest` and `digest_cuda` compute.
 """
 
 import json
@@ -28,11 +30,11 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What was found in n tensors, where they are: int64 [n] each. A digest is `sums ^ sizes`."""
+    """The result of inspecting n tensors, on their device: int64 [n] each. A digest is `sums ^ sizes`."""
 
     sums: torch.Tensor
     sizes: torch.Tensor  # bytes
-    bad: torch.Tensor  # not zero where a tensor holds NaN or infinity
+    nonfinite: torch.Tensor  # not zero where a tensor holds NaN or infinity
 
     @property
     def digests(self) -> torch.Tensor:
@@ -41,9 +43,9 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copy:
-    """Part of a tensor (`place` says which of a list), to be written over `target`."""
+    """A copy of a tensor of a list, or of a part of it, to `target`."""
 
-    place: int
+    index: int  # of the tensor in the list
     source: torch.Tensor
     target: torch.Tensor
 
@@ -62,24 +64,26 @@ def row_multipliers(rows: int) -> Table:
     return multipliers(1 << max(rows - 1, 1).bit_length(), 2)[:rows]
 
 
-def unsigned(found: torch.Tensor) -> list[int]:
-    return [value % (1 << 64) for value in found.tolist()]
+def unsigned(digests: torch.Tensor) -> list[int]:
+    """Digests as torch holds them (int64 [n]) as unsigned numbers."""
+    return [value % (1 << 64) for value in digests.tolist()]
 
 
-def combined(names: Sequence[str], found: Sequence[int] | Digests) -> str:
-    """One digest of a whole version, independent of the order in which tensors came.
+def version_digest(names: Sequence[str], digests: Sequence[int] | Digests) -> str:
+    """One digest of a whole version (32 hexadecimal digits), independent of the order of its tensors.
 
     Args:
-        found: the digest of each, unsigned.
+        names: of the n tensors.
+        digests: one per tensor, unsigned.
     """
-    order, text = _by_name(tuple(names))
+    order, text = _sorted_names(tuple(names))
     hasher = blake2b(text, digest_size=16)
-    hasher.update(np.asarray(found, dtype="<u8")[order].tobytes())
+    hasher.update(np.asarray(digests, dtype="<u8")[order].tobytes())
     return hasher.hexdigest()
 
 
 @lru_cache(maxsize=4)
-def _by_name(names: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], bytes]:
-    """The order of the names, and all of them in that order; the same in every round."""
+def _sorted_names(names: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], bytes]:
+    """The order that sorts the names, and all of them in that order; the same in every round."""
     order = sorted(range(len(names)), key=names.__getitem__)
     return np.array(order, dtype=np.intp), json.dumps([names[i] for i in order]).encode()

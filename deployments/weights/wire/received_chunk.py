@@ -1,4 +1,4 @@
-"""A chunk as it has come to a worker: what every transport hands to the staging, or why nothing comes."""
+"""A chunk as a worker has received it: what every transport hands to the staging."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,38 +6,36 @@ from functools import partial
 
 import torch
 
-from deployments.weights.wire.chunk_layout import Chunk, sent_digests, view
-
-
-class BrokenGroup(ValueError):
-    """A peer of the transfer is gone. The replica is sound: the round must be sent again."""
+from deployments.weights.wire.chunk_layout import Chunk, read_digests, view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
-    """Valid until the next one is asked for.
+class ReceivedChunk:
+    """A chunk's tensors and the digests that were sent with them. Valid until the next one is requested.
 
     Attributes:
-        place: names its memory: in the same place, the same chunk has its tensors at the same addresses.
-        sent: the digests that came along (int64 [n], where the tensors are).
-        read: the chunk's tensors, in its order, without a copy.
+        memory_key: identifies the memory: with the same key, the same chunk has its tensors at the same
+            addresses.
+        sent: the digests from the sender (int64 [n], on the device of the tensors).
+        read: returns the chunk's n tensors, in its order, without a copy.
     """
 
     chunk: Chunk
-    place: int
+    memory_key: int
     sent: torch.Tensor
     read: Callable[[], list[torch.Tensor]]
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
+        """The chunk's tensors with their names."""
         return [(entry.name, tensor) for entry, tensor in zip(self.chunk.entries, self.read(), strict=True)]
 
 
-def packed(chunk: Chunk, block: torch.Tensor) -> Arrival:
-    """A chunk in one block (uint8 [chunk.size_bytes]) with its digests behind it."""
-    return Arrival(
+def packed_chunk(chunk: Chunk, block: torch.Tensor) -> ReceivedChunk:
+    """A chunk in one block (uint8 [chunk.size_bytes]): its tensors, then their digests."""
+    return ReceivedChunk(
         chunk=chunk,
-        place=block.data_ptr(),
-        sent=sent_digests(chunk, block),
+        memory_key=block.data_ptr(),
+        sent=read_digests(chunk, block),
         read=partial(_views, chunk, block),
     )
 

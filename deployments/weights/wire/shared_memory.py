@@ -1,4 +1,4 @@
-"""Named segments of shared memory on one host. A mapping outlives the name."""
+"""Named segments of shared memory on one host. A mapping stays valid after its name is removed."""
 
 import mmap
 import os
@@ -16,20 +16,20 @@ def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
     """A new segment, mapped for writing, and its name.
 
     Raises:
-        OSError: there is no room; the message has the numbers.
+        OSError: not enough shared memory; the message has the sizes.
     """
     name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex}"
     descriptor = os.open(DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         try:
-            # Without this, writing to a full tmpfs ends the process with SIGBUS.
+            # Without this, writing to a full tmpfs kills the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, size_bytes)
         except OSError as error:
             remove_segment(name)
             free = os.statvfs(DIRECTORY).f_bavail * os.statvfs(DIRECTORY).f_frsize
             raise OSError(
                 error.errno,
-                f"a chunk of {size_bytes} bytes does not fit into {DIRECTORY} ({free} bytes free); "
+                f"{size_bytes} bytes do not fit into {DIRECTORY} ({free} bytes free); "
                 "lower weights.chunk_bytes, or give the container more shared memory",
             ) from error
         return name, mmap.mmap(descriptor, size_bytes)
@@ -38,14 +38,14 @@ def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
 
 
 def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.mmap:
-    """Map an existing segment; it stays after its name is gone.
+    """Map an existing segment.
 
     Args:
         access: one of mmap's ACCESS_ constants.
-        size_bytes: what its size must be; None takes any.
+        size_bytes: the size that it must have; None accepts any.
 
     Raises:
-        ValueError: no such segment, or one of another size; names outside our own are refused.
+        ValueError: no such segment, one of another size, or a name that is not of a Slipstream segment.
     """
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ValueError(f"expected the name of a Slipstream segment, got {name!r}")
@@ -65,14 +65,18 @@ def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.
 
 
 class SharedWords:
-    """A segment as signed 64-bit words, which processes of one host write and read without a call."""
+    """A segment of signed 64-bit words that several processes of one host map, write and read.
+
+    Args:
+        mapping: for writing; a multiple of 8 bytes.
+    """
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._words = memoryview(mapping).cast("q")
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Map a segment of another process.
+        """Map the segment `name` of another process.
 
         Raises:
             ValueError: as `open_mapping`.
@@ -81,11 +85,12 @@ class SharedWords:
 
 
 def remove_segment(name: str) -> None:
+    """Remove a segment's name, if it exists; mappings stay valid."""
     (DIRECTORY / name).unlink(missing_ok=True)
 
 
 def remove_orphans() -> None:
-    """Remove segments of publishers that died on this host."""
+    """Remove the segments of processes of this host that are gone."""
     for path in DIRECTORY.glob(f"{PREFIX}-*"):
         match = _NAME.fullmatch(path.name)
         if match is not None and not Path(f"/proc/{match.group(1)}").exists():

@@ -1,10 +1,16 @@
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from deployments.protocol import TensorSpec
-from deployments.weights.wire.checkpoint_schema import MAX_NAMED, checkpoint_manifest, mismatches, sentence
+from deployments.weights.wire.checkpoint_schema import (
+    MAX_NAMED,
+    TensorSpec,
+    join_reasons,
+    mismatches,
+    read_schema,
+)
 from tests.tiny_models import save_tiny_llama
 
 EXPECTED = {"w": TensorSpec(dtype="float32", shape=(2, 3)), "n": TensorSpec(dtype="int32", shape=(4,))}
@@ -12,15 +18,27 @@ GOOD = {"w": (torch.float32, (2, 3)), "n": (torch.int32, (4,))}
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_tells_its_tensors_without_reading_them(tmp_path: Path, tied: bool) -> None:
-    manifest = checkpoint_manifest(save_tiny_llama(tmp_path, 1, tied=tied))
-    assert manifest is not None
-    assert manifest.tensors["model.embed_tokens.weight"] == TensorSpec(dtype="float32", shape=(258, 128))
-    assert ("lm_head.weight" in manifest.tensors) is not tied
+def test_the_schema_is_read_from_the_headers_alone(tmp_path: Path, tied: bool) -> None:
+    directory = save_tiny_llama(tmp_path, 1, tied=tied)
+    (file,) = directory.glob("*.safetensors")
+    header_bytes = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    os.truncate(file, header_bytes)
+    schema = read_schema(directory)
+    assert schema is not None
+    assert schema["model.embed_tokens.weight"] == TensorSpec(dtype="float32", shape=(258, 128))
+    assert ("lm_head.weight" in schema) is not tied
 
 
-def test_a_directory_without_weights_has_no_manifest(tmp_path: Path) -> None:
-    assert checkpoint_manifest(tmp_path) is None
+@pytest.mark.parametrize("content", [b"", b"123", (5).to_bytes(8, "little") + b"[1,2]", b"\xff" * 20])
+def test_a_file_without_a_header_is_named(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{file} has no safetensors header that can be read"):
+        read_schema(tmp_path)
+
+
+def test_a_directory_without_weights_has_no_schema(tmp_path: Path) -> None:
+    assert read_schema(tmp_path) is None
 
 
 def test_what_fits_has_no_mismatch_and_floats_may_be_cast() -> None:
@@ -30,7 +48,7 @@ def test_what_fits_has_no_mismatch_and_floats_may_be_cast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offered", "words"),
+    ("offered", "reason"),
     [
         (GOOD | {"x": (torch.float32, (1,))}, "'x' is not a tensor of this model"),
         (GOOD | {"w": (torch.float32, (3, 2))}, "'w' must have shape [2, 3], got [3, 2]"),
@@ -39,12 +57,12 @@ def test_what_fits_has_no_mismatch_and_floats_may_be_cast() -> None:
     ],
 )
 def test_each_mismatch_is_a_sentence(
-    offered: dict[str, tuple[torch.dtype, tuple[int, ...]]], words: str
+    offered: dict[str, tuple[torch.dtype, tuple[int, ...]]], reason: str
 ) -> None:
-    assert mismatches(EXPECTED, offered, complete=True) == [words]
+    assert mismatches(EXPECTED, offered, complete=True) == [reason]
 
 
 def test_many_mismatches_are_counted_not_listed() -> None:
-    problems = [f"p{i}" for i in range(MAX_NAMED + 3)]
-    assert sentence(problems).endswith("p4; and 3 more")
-    assert sentence(problems[:2]) == "p0; p1"
+    reasons = [f"p{i}" for i in range(MAX_NAMED + 3)]
+    assert join_reasons(reasons).endswith("p4; and 3 more")
+    assert join_reasons(reasons[:2]) == "p0; p1"

@@ -10,11 +10,11 @@ from deployments.weights.wire.chunk_layout import (
     pack,
     parse,
     plan_chunks,
-    sent_digests,
+    read_digests,
 )
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import unsigned
-from deployments.weights.wire.received_chunk import packed
+from deployments.weights.wire.received_chunk import packed_chunk
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])
 SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
@@ -22,7 +22,7 @@ TENSORS = st.lists(st.tuples(DTYPES, SHAPES), min_size=1, max_size=12)
 
 
 @given(TENSORS, st.integers(1, 4000))
-def test_what_was_packed_comes_out_with_its_digests(
+def test_packed_tensors_are_read_back_with_their_digests(
     kinds: list[tuple[torch.dtype, tuple[int, ...]]], chunk_bytes: int
 ) -> None:
     tensors = {f"t{i}": torch.randint(-9, 9, shape).to(dtype) for i, (dtype, shape) in enumerate(kinds)}
@@ -32,8 +32,8 @@ def test_what_was_packed_comes_out_with_its_digests(
     for chunk in plan_chunks(metadata, chunk_bytes):
         block = torch.zeros(chunk.size_bytes, dtype=torch.uint8)
         pack(chunk, source, block)
-        found = packed(chunk, block).named()
-        assert unsigned(sent_digests(chunk, block)) == digests([tensor for _, tensor in found])
+        found = packed_chunk(chunk, block).named()
+        assert unsigned(read_digests(chunk, block)) == digests([tensor for _, tensor in found])
         assert all(entry.offset % ALIGNMENT == 0 for entry in chunk.entries)
         seen |= dict(found)
     assert list(seen) == list(tensors)
@@ -41,7 +41,7 @@ def test_what_was_packed_comes_out_with_its_digests(
 
 
 @given(TENSORS, st.integers(1, 4000))
-def test_only_a_tensor_alone_may_exceed_the_chunk(
+def test_only_a_tensor_with_a_chunk_of_its_own_may_exceed_the_chunk_size(
     kinds: list[tuple[torch.dtype, tuple[int, ...]]], chunk_bytes: int
 ) -> None:
     metadata = [(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(kinds)]
@@ -50,42 +50,50 @@ def test_only_a_tensor_alone_may_exceed_the_chunk(
         assert len(chunk.entries) == 1 or last.offset + last.size_bytes <= chunk_bytes
 
 
-def test_metadata_survives_the_wire() -> None:
+def test_a_description_can_be_parsed() -> None:
     metadata = [("a.weight", torch.bfloat16, (2, 3)), ("b", torch.int8, ())]
-    wire = describe(metadata)
-    assert wire["dtype_names"] == ["bfloat16", "int8"]
-    assert parse(**wire) == metadata
+    description = describe(metadata)
+    assert description["dtype_names"] == ["bfloat16", "int8"]
+    assert parse(**description) == metadata
 
 
 @pytest.mark.parametrize(
-    ("names", "dtypes", "shapes", "word"),
+    ("names", "dtypes", "shapes", "message"),
     [
-        (["a"], ["float32"], [], "1, 1 and 0"),
-        (["a"], ["float99"], [[1]], "float99"),
-        (["a"], ["float32"], [[-1]], "[-1]"),
-        (["a"], ["load"], [[1]], "load"),
-        (["a", "b", "a"], ["float32"] * 3, [[1]] * 3, "'a' 2 times"),
+        (
+            ["a"],
+            ["float32"],
+            [],
+            "names, dtype_names and shapes must have one entry per tensor, got 1, 1 and 0",
+        ),
+        (["a"], ["float99"], [[1]], "tensor 'a': expected the name of a torch dtype, got 'float99'"),
+        (["a"], ["load"], [[1]], "tensor 'a': expected the name of a torch dtype, got 'load'"),
+        (["a"], ["float32"], [[-1]], "tensor 'a': expected a shape of integers of at least 0, got [-1]"),
+        (["a", "b", "a"], ["float32"] * 3, [[1]] * 3, "each tensor must be named once, got 'a' 2 times"),
     ],
 )
-def test_bad_metadata_is_refused_with_what_came(
-    names: list[str], dtypes: list[str], shapes: list[list[int]], word: str
+def test_wrong_metadata_is_refused_with_what_was_expected(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=word.replace("[", r"\[").replace("]", r"\]")):
+    with pytest.raises(ValueError) as raised:
         parse(names, dtypes, shapes)
+    assert str(raised.value) == message
 
 
-def test_a_payload_that_comes_again_has_the_same_chunks() -> None:
-    wire = describe([("a", torch.float32, (2, 3)), ("b", torch.float32, (4,))])
-    assert layout(**wire, chunk_bytes=1 << 20) == layout(**wire, chunk_bytes=1 << 20)
-    assert layout(**wire, chunk_bytes=1 << 20) != layout(**wire, chunk_bytes=8)
-    with pytest.raises(ValueError, match="must be lists of names and numbers"):
+def test_the_same_description_has_the_same_chunks() -> None:
+    description = describe([("a", torch.float32, (2, 3)), ("b", torch.float32, (4,))])
+    assert layout(**description, chunk_bytes=1 << 20) == layout(**description, chunk_bytes=1 << 20)
+    assert layout(**description, chunk_bytes=1 << 20) != layout(**description, chunk_bytes=8)
+    with pytest.raises(
+        ValueError, match=r"^names, dtype_names and shapes must be lists of names and numbers: "
+    ):
         layout([{}], ["float32"], [[2]], 8)  # type: ignore[list-item]
 
 
-def test_a_source_that_breaks_its_word_is_found() -> None:
+def test_a_source_that_yields_what_it_did_not_declare_is_an_error() -> None:
     (chunk,) = plan_chunks([("a", torch.float32, (2,)), ("b", torch.float32, (2,))], 1 << 20)
     block = torch.zeros(chunk.size_bytes, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"declared 'b' .* yielded 'c'"):
+    with pytest.raises(ValueError, match=r"^the source declared 'b' \(2,\) and yielded 'c' \(2,\)$"):
         pack(chunk, iter([("a", torch.ones(2)), ("c", torch.ones(2))]), block)
-    with pytest.raises(ValueError, match="yielded nothing"):
+    with pytest.raises(ValueError, match=r"^the source declared 'b' \(2,\) and yielded nothing$"):
         pack(chunk, iter([("a", torch.ones(2))]), block)

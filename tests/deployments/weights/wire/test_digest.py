@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.weights.wire.digest import digest, digests
-from deployments.weights.wire.digest_definition import ROW_WORDS, combined, multipliers, row_multipliers
+from deployments.weights.wire.digest_definition import ROW_WORDS, multipliers, row_multipliers, version_digest
 
 
 def by_definition(data: bytes) -> int:
@@ -19,7 +19,7 @@ def by_definition(data: bytes) -> int:
 
 
 @given(st.binary(min_size=1, max_size=300))
-def test_it_is_the_two_level_sum_of_products_also_for_odd_sizes(data: bytes) -> None:
+def test_it_is_the_two_level_sum_of_products_for_all_sizes(data: bytes) -> None:
     assert digest(torch.frombuffer(bytearray(data), dtype=torch.uint8)) == by_definition(data)
 
 
@@ -52,7 +52,7 @@ def test_dtype_and_shape_do_not_matter_but_bytes_do() -> None:
     assert digests([tensor, tensor.to(torch.bfloat16)])[0] != digest(tensor.to(torch.bfloat16))
 
 
-def test_the_combined_digest_knows_names_but_no_order() -> None:
-    assert combined(["a", "b"], [1, 1 << 63]) == combined(["b", "a"], [1 << 63, 1])
-    assert combined(["a", "b"], [1, 2]) != combined(["a", "b"], [2, 1])
-    assert combined(["a", "b"], [1, 2]) != combined(["a", "c"], [1, 2])
+def test_the_digest_of_a_version_depends_on_names_but_not_on_order() -> None:
+    assert version_digest(["a", "b"], [1, 1 << 63]) == version_digest(["b", "a"], [1 << 63, 1])
+    assert version_digest(["a", "b"], [1, 2]) != version_digest(["a", "b"], [2, 1])
+    assert version_digest(["a", "b"], [1, 2]) != version_digest(["a", "c"], [1, 2])
