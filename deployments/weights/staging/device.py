@@ -6,8 +6,8 @@ one. A swap copies tensor over tensor: addresses stay, and captured CUDA graphs 
 
 There are two ways to fill it, chosen at construction by what the model does after loading:
 
-    direct      nothing: vLLM's loaders write into the shadow's parameters. What they did in the first
-                round is done again in the next ones without them (`load_plan`).
+    direct      nothing: vLLM's loaders write into the shadow's parameters. The copies that they make in
+                the first round are repeated in later rounds without them (`load_plan`).
     layerwise   weights are repacked or quantized (online fp8, MLA, some MoE kernels): vLLM's layerwise
                 reload collects a layer's tensors, processes them and copies the result over the shadow
 
@@ -26,13 +26,15 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from deployments.weights.staging.load_plan import LoadPlans, Tensors
-from deployments.weights.staging.nan_poison import Marks
+from deployments.weights.staging.base import Tensors
+from deployments.weights.staging.load_plan import LoadPlans
+from deployments.weights.staging.nan_poison import NanPoison
+from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.staging.shadow_model import (
     build_shadow,
+    check_memory,
+    check_support,
     pair,
-    refuse_if_it_does_not_fit,
-    refuse_what_cannot_be_staged,
 )
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest_definition import Findings
@@ -43,68 +45,69 @@ class DeviceStaging:
     """A shadow model on the device of `model`.
 
     Built in the transfer engine's `__init__`, which vLLM runs after loading the weights and before
-    it sizes the KV cache, so the cache gets what the shadow leaves.
+    it sizes the KV cache, so the cache gets the memory that the shadow leaves.
 
     Raises:
         ValueError: the model cannot be staged on the device, or memory does not suffice.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
-        refuse_what_cannot_be_staged(vllm_config, device, model)
-        refuse_if_it_does_not_fit(vllm_config, device, model)
+        check_support(vllm_config, device, model)
+        check_memory(vllm_config, device, model)
         self._vllm_config = vllm_config
         self._shadow, self._layerwise = build_shadow(vllm_config, device)
         self._pairs = pair(model, self._shadow)
-        self._marks = Marks(self._shadow, model)
+        self._poison = NanPoison(self._shadow, model)
         with torch.no_grad():
             self._pairs.copy_to_shadow()
         self._plans = LoadPlans()
-        self._came: set[Chunk] = set()
+        self._received: set[Chunk] = set()
         self._open = False
         self._swapped = torch.cuda.Event()
         torch.cuda.current_stream(device).synchronize()
 
     def begin(self) -> None:
         self._open = False
-        self._came = set()
+        self._received = set()
 
-    def replay(self, arrival: ReceivedChunk) -> Findings | None:
+    def replay(self, received: ReceivedChunk) -> Findings | None:
         if not self._open:
             self._start()
-        found = self._plans.replay(arrival)
+        found = self._plans.replay(received)
         if found is not None:
-            self._came.add(arrival.chunk)
+            self._received.add(received.chunk)
         return found
 
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
         if self._layerwise:
-            # The layerwise reload keeps the tensors until their layer is complete, longer than the
+            # The layerwise reload refers to the tensors until their layer is complete, longer than the
             # transport's buffer holds them.
             self._load([(name, tensor.clone()) for name, tensor in tensors])
             return
-        self._came.add(chunk)
-        with self._plans.watch(chunk, tensors):
+        self._received.add(chunk)
+        with self._plans.record(chunk, tensors):
             self._load(tensors)
 
-    def plans(self) -> dict[str, Any]:
-        return {"chunks": len(self._plans), "refused": sorted(set(self._plans.refused.values()))}
+    def plans(self) -> LoadPlanSummary:
+        reasons = tuple(sorted(set(self._plans.refused.values())))
+        return LoadPlanSummary(chunks=len(self._plans), refused=reasons)
 
-    def seal(self, *, complete: bool) -> list[str]:
+    def finalize(self, *, complete: bool) -> list[str]:
         if not self._open:
-            return self._marks.names
-        unfilled = self._seal_layers(complete) if self._layerwise else self._unwritten(complete)
+            return self._poison.names
+        unfilled = self._finalize_layers(complete) if self._layerwise else self._unwritten(complete)
         if unfilled:
-            self._plans.distrust(self._came)
+            self._plans.refuse(self._received)
         else:
-            self._plans.settle()
-            self._plans.keep_only(self._came)
+            self._plans.confirm()
+            self._plans.retain_only(self._received)
             self._open = False
         torch.cuda.current_stream().synchronize()
         return unfilled
 
     def swap(self) -> None:
-        # Nothing waits for the copy: what the engine does next is queued behind it, on the stream on
-        # which the model runs, and is prepared meanwhile. If the device fails, so does the next step.
+        # Nothing waits for the copy: the next step is queued behind it, on the stream of the model, and
+        # is prepared meanwhile. If the device fails, the next step fails too.
         self._pairs.copy_to_live()
         self._swapped.record()
 
@@ -124,21 +127,21 @@ class DeviceStaging:
             with self._config():
                 initialize_layerwise_reload(self._shadow)
             return
-        # A layer that receives nothing would otherwise keep its old weights, and nothing would tell.
-        self._marks.set()
+        # A layer that receives nothing would otherwise keep its old weights, and nothing would report it.
+        self._poison.apply()
 
     def _load(self, tensors: Tensors) -> None:
         with self._config(), disable_mtp_completeness_check():
             self._shadow.load_weights(tensors)
 
     def _unwritten(self, complete: bool) -> list[str]:
-        unfilled = self._marks.still_set()
+        unfilled = self._poison.remaining()
         if not complete:
             return unfilled
-        self._marks.put_live(unfilled)  # padding: it stays as it is
+        self._poison.restore_live(unfilled)  # padding: it stays as it is
         return []
 
-    def _seal_layers(self, complete: bool) -> list[str]:
+    def _finalize_layers(self, complete: bool) -> list[str]:
         unfilled = []
         for name, layer in self._shadow.named_modules():
             info = get_layerwise_info(layer)
@@ -154,7 +157,7 @@ class DeviceStaging:
         return unfilled
 
     def _abandon_layers(self) -> None:
-        """Put the shadow's tensors back in place. Its content is void until the next round fills it."""
+        """Give the shadow its own tensors back. Their content is undefined until the next round fills it."""
         for layer in self._shadow.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -167,5 +170,5 @@ class DeviceStaging:
 
 
 def _is_optional(name: str) -> bool:
-    """Scales of attention that most checkpoints do not have; vLLM fills them after loading."""
+    """Whether it is a scale of attention, which most checkpoints do not have; vLLM fills it after loading."""
     return name.endswith(("k_scale", "v_scale", "q_scale", "prob_scale"))

@@ -4,12 +4,16 @@ from typing import Any
 
 import torch
 
+from deployments.weights.staging.base import Tensors
+from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest_definition import Findings
 from deployments.weights.wire.received_chunk import ReceivedChunk
 
 
 class HostStaging:
+    """The staged tensors by name, and the live model into which a swap loads them."""
+
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         self._model = model
         self._model_config = model_config
@@ -18,16 +22,16 @@ class HostStaging:
     def begin(self) -> None:
         self._tensors = {}
 
-    def replay(self, arrival: ReceivedChunk) -> Findings | None:
-        return None  # keeping the tensors is all that there is to do
+    def replay(self, received: ReceivedChunk) -> Findings | None:
+        return None  # there is nothing to save: `add` only holds the tensors
 
-    def add(self, chunk: Chunk, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def add(self, chunk: Chunk, tensors: Tensors) -> None:
         self._tensors.update((name, tensor.cpu()) for name, tensor in tensors)
 
-    def plans(self) -> dict[str, Any]:
-        return {"chunks": 0, "refused": []}
+    def plans(self) -> LoadPlanSummary:
+        return LoadPlanSummary()
 
-    def seal(self, *, complete: bool) -> list[str]:
+    def finalize(self, *, complete: bool) -> list[str]:
         return []
 
     def swap(self) -> None:

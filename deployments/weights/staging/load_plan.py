@@ -1,13 +1,13 @@
-"""What vLLM's loaders did with a chunk: watched once, then done again without them.
+"""The copies that vLLM's loaders make for a chunk: recorded once, then repeated without the loaders.
 
-Loading tensor by tensor is Python, and Python beside the thread that decodes slows it down. Most
-loaders only copy views of what came to views of the model's parameters. So while a chunk is loaded
-for the first time, every operation on tensors is watched; if all of them were such copies, they are the
-chunk's plan, and from then on they are made together with the digests, a few calls a chunk.
+Loading tensor by tensor is Python, and Python beside the thread that decodes slows decoding down. Most
+loaders only copy views of the received tensors to views of the model's parameters. So while a chunk is
+loaded for the first time, every operation on tensors is recorded. If all of them were such copies, they are
+the chunk's plan, and from then on they are made together with the digests, in a few calls per chunk.
 
-A plan is trusted when, at the end of its first round, each of its targets holds the bytes of its
-source. A chunk in which anything else happened (a computation, a number read on the host) has no plan
-and is loaded by vLLM in every round.
+A plan is confirmed when, at the end of its first round, each of its targets holds the bytes of its source. A
+chunk for which a loader did anything else (a computation, a number read on the host) has no plan and is
+loaded by vLLM in every round.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,36 +19,40 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deployments.weights.staging.base import Tensors
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest import digest_tensor, prepare_inspection
 from deployments.weights.wire.digest_definition import Copy, Findings
 from deployments.weights.wire.received_chunk import ReceivedChunk
 
-Tensors = list[tuple[str, torch.Tensor]]
-
 _COPY = torch.ops.aten.copy_.default
-_CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # what pads a vocabulary
+_CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # they pad a vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One copy: from a view of the chunk's tensor `place` to `target`, a part of the model."""
+    """One copy: from a view of a tensor of the chunk to a part of the model."""
 
-    place: int
+    index: int  # of the tensor in the chunk
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # numbers, from the tensor's first
+    offset: int  # in elements, from the tensor's first
     target: torch.Tensor
 
     def source(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        whole = tensors[self.place]
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+        """The view to copy from.
+
+        Args:
+            tensors: of the chunk, in its order.
+        """
+        tensor = tensors[self.index]
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
 @dataclass(slots=True)
 class _Plan:
     steps: list[Step]
-    ready: dict[int, Callable[[], Findings]] = field(default_factory=dict)  # by the arrival's place
+    prepared: dict[int, Callable[[], Findings]] = field(default_factory=dict)  # by `memory_key`
 
 
 @dataclass(slots=True)
@@ -59,52 +63,52 @@ class _Recording:
 
 
 class LoadPlans:
-    """The plans of the chunks that have come so far. Used on the staging thread, under its stream."""
+    """The plans of the chunks that were received so far. Used on the staging thread, under its stream."""
 
     def __init__(self) -> None:
         self._plans: dict[Chunk, _Plan] = {}
         self._recordings: list[_Recording] = []
-        self.refused: dict[Chunk, str] = {}
+        self.refused: dict[Chunk, str] = {}  # chunks without a plan, and why
 
     def __len__(self) -> int:
         return len(self._plans)
 
-    def replay(self, arrival: ReceivedChunk) -> Findings | None:
-        """Load the chunk and look into its tensors; None if it has no plan, and nothing was done."""
-        plan = self._plans.get(arrival.chunk)
+    def replay(self, received: ReceivedChunk) -> Findings | None:
+        """Load the chunk and inspect its tensors; None if it has no plan, and nothing was done."""
+        plan = self._plans.get(received.chunk)
         if plan is None:
             return None
-        find = plan.ready.get(arrival.memory_key)
-        if find is None:
-            tensors = arrival.read()
-            copies = [Copy(index=s.place, source=s.source(tensors), target=s.target) for s in plan.steps]
-            find = plan.ready[arrival.memory_key] = prepare_inspection(tensors, copies)
-        return find()
+        inspection = plan.prepared.get(received.memory_key)
+        if inspection is None:
+            tensors = received.read()
+            copies = [Copy(index=s.index, source=s.source(tensors), target=s.target) for s in plan.steps]
+            inspection = plan.prepared[received.memory_key] = prepare_inspection(tensors, copies)
+        return inspection()
 
     def release(self) -> None:
-        """Keep no memory of arrivals; the plans stay."""
+        """Refer to no memory of received chunks; the plans stay."""
         for plan in self._plans.values():
-            plan.ready.clear()
+            plan.prepared.clear()
 
     @contextmanager
-    def watch(self, chunk: Chunk, tensors: Tensors) -> Iterator[None]:
-        """The chunk is loaded inside, from its tensors."""
+    def record(self, chunk: Chunk, tensors: Tensors) -> Iterator[None]:
+        """Record what a loader does inside the block, which loads the chunk from these tensors."""
         if chunk in self.refused:
             yield
             return
-        watcher = _Watcher([tensor for _, tensor in tensors])
-        with watcher:
+        sources = [tensor for _, tensor in tensors]
+        recorder = _Recorder(sources)
+        with recorder:
             yield
-        if watcher.objection:
-            self.refused[chunk] = watcher.objection
+        if recorder.objection:
+            self.refused[chunk] = recorder.objection
             return
-        recording = _Recording(chunk, watcher.steps)
-        whole = [tensor for _, tensor in tensors]
-        recording.digests = [_digest(s.source(whole).to(s.target.dtype)) for s in watcher.steps]
+        recording = _Recording(chunk, recorder.steps)
+        recording.digests = [_digest(s.source(sources).to(s.target.dtype)) for s in recorder.steps]
         self._recordings.append(recording)
 
-    def settle(self) -> None:
-        """A round is complete: trust what was recorded in it, if the bytes say the same."""
+    def confirm(self) -> None:
+        """A round is complete: what was recorded in it becomes plans, where targets equal sources."""
         recordings, self._recordings = self._recordings, []
         for recording in recordings:
             found = [_digest(step.target) for step in recording.steps]
@@ -114,24 +118,25 @@ class LoadPlans:
                 self._plans[recording.chunk] = _Plan(recording.steps)
 
     def discard(self) -> None:
-        """The round did not come to its end."""
+        """The round was not completed: its recordings become no plans."""
         self._recordings = []
 
-    def distrust(self, chunks: set[Chunk]) -> None:
-        """A round of these chunks left parameters unfilled: plans among theirs may be why."""
+    def refuse(self, chunks: set[Chunk]) -> None:
+        """A round of these chunks left parameters unfilled, perhaps because of their plans: remove these."""
         self.discard()
         suspects = chunks & self._plans.keys()
         self.refused |= dict.fromkeys(suspects, "a round with it left parameters unfilled")
         self._plans = {chunk: plan for chunk, plan in self._plans.items() if chunk not in suspects}
 
-    def keep_only(self, chunks: set[Chunk]) -> None:
-        """Forget chunks of layouts that come no more."""
+    def retain_only(self, chunks: set[Chunk]) -> None:
+        """Forget all other chunks: those of layouts that are no longer sent."""
         self._plans = {chunk: plan for chunk, plan in self._plans.items() if chunk in chunks}
         self.refused = {chunk: why for chunk, why in self.refused.items() if chunk in chunks}
 
 
-class _Watcher(TorchDispatchMode):
-    """Sees every operation on this thread; `steps` are the copies out of `tensors`."""
+class _Recorder(TorchDispatchMode):
+    """Records every operation on this thread: `steps` are the copies out of `tensors`, `objection` says why
+    they are not all that happened."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -145,37 +150,37 @@ class _Watcher(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.objection:
-            self._note(func, args, kwargs or {}, result)
+            self._inspect(func, args, kwargs or {}, result)
         return result
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _inspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func is _COPY and self._is_ours(args[1]) and not self._is_ours(args[0]):
-            self._note_copy(args[0], args[1])
+            self._record_copy(args[0], args[1])
         elif func._schema.is_mutable:
             if args[0].numel() and not (func in _CONSTANTS and not self._is_ours(args[0])):
-                self.objection = f"{func} writes what is not a copy"
+                self.objection = f"{func} writes something other than a copy"
         elif any(map(self._is_ours, _tensors_in((args, kwargs)))):
-            made = tree_leaves(result)
-            if not all(isinstance(leaf, torch.Tensor) and self._is_ours(leaf) for leaf in made):
-                self.objection = f"{func} computes from what came"
+            results = tree_leaves(result)
+            if not all(isinstance(leaf, torch.Tensor) and self._is_ours(leaf) for leaf in results):
+                self.objection = f"{func} computes from the received tensors"
 
-    def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _record_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if source.numel() == 0:
             return
         if source.shape != target.shape:
             self.objection = f"a copy of {list(source.shape)} to {list(target.shape)}"
             return
         address = source.data_ptr()
-        for place, tensor in enumerate(self._tensors):
+        for index, tensor in enumerate(self._tensors):
             start = tensor.data_ptr()
             if start <= address < start + tensor.numel() * tensor.itemsize and source.dtype == tensor.dtype:
                 offset = (address - start) // tensor.itemsize
                 shape, stride = tuple(source.shape), tuple(source.stride())
                 self.steps.append(
-                    Step(place=place, shape=shape, stride=stride, offset=offset, target=target.detach())
+                    Step(index=index, shape=shape, stride=stride, offset=offset, target=target.detach())
                 )
                 return
-        self.objection = f"a copy of {source.dtype} numbers from between the tensors"
+        self.objection = f"a copy of {source.dtype} elements that are not a view of one tensor"
 
     def _is_ours(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._storages
@@ -186,5 +191,5 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    # One at a time: a strided one is copied for it, and the copy is gone before the next.
+    # One at a time: a strided tensor is copied for its digest, and the copy is freed before the next.
     return digest_tensor([tensor.contiguous()])

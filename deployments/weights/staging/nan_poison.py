@@ -1,8 +1,8 @@
-"""NaN where loading has not written yet: in the first and the last column of every parameter.
+"""NaN where loading has not written yet: poison in the first and the last column of every parameter.
 
-Shards are ranges of rows or whole tensors, so one that did not come leaves its rows' marks, and the marks
-cost next to nothing (a mark in every element costs two passes over the weights). One launch sets all of
-them and one looks for them: torch's fused calls take columns one parameter at a time (4 ms at 8B).
+Shards are ranges of rows or whole tensors, so a shard that was not sent leaves poison in its rows. Poisoning
+two columns costs almost nothing (every element would cost two passes over the weights). One launch writes all
+of it and one searches for it: torch's fused calls process columns one parameter at a time (4 ms at 8B).
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from vllm.triton_utils import tl, triton
 
-ROWS = 1024  # of one program
+ROWS = 1024  # per program
 
-# NaN, and the largest number that is none, without the sign: what is larger is NaN.
+# The bits of NaN, and those of infinity, without the sign: whatever is larger than infinity is NaN.
 _FORMATS = {
     torch.bfloat16: (0x7FC0, 0x7F80),
     torch.float16: (0x7E00, 0x7C00),
@@ -23,64 +23,70 @@ _FORMATS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Marked:
+class _Parameter:
     shadow: torch.Tensor
     live: torch.Tensor
 
 
-class Marks:
-    """The marks of a shadow's parameters. One of whole numbers has none.
+class NanPoison:
+    """The poison in a shadow's parameters. Integer parameters get none.
 
     Args:
-        shadow: its parameters' addresses stay.
+        shadow: the addresses of its parameters must not change.
         model: the live one, with the same names.
     """
 
     def __init__(self, shadow: torch.nn.Module, model: torch.nn.Module) -> None:
         live = dict(model.named_parameters())
-        self._marked = {
-            name: _Marked(shadow=parameter.data, live=live[name].data)
+        self._parameters = {
+            name: _Parameter(shadow=parameter.data, live=live[name].data)
             for name, parameter in shadow.named_parameters()
             if parameter.dtype in _FORMATS and parameter.numel() and name in live
         }
-        tensors = [marked.shadow for marked in self._marked.values()]
+        tensors = [parameter.shadow for parameter in self._parameters.values()]
         self._table = torch.from_numpy(_groups(tensors)).to(next(shadow.parameters()).device)
-        # Transposed ones: few, and torch knows their places.
-        self._strided = {i: _places(tensor) for i, tensor in enumerate(tensors) if not tensor.is_contiguous()}
+        # Transposed tensors are few: torch writes them, through views.
+        self._strided = {
+            i: _columns(tensor) for i, tensor in enumerate(tensors) if not tensor.is_contiguous()
+        }
 
     @property
     def names(self) -> list[str]:
-        return list(self._marked)
+        """Of the parameters that are poisoned."""
+        return list(self._parameters)
 
-    def set(self) -> None:
-        """It is queued."""
+    def apply(self) -> None:
+        """Poison all parameters. The writes are only queued, on the current stream."""
         self._launch(self._table, SET=True)
-        for places in self._strided.values():
-            places.fill_(float("nan"))
+        for columns in self._strided.values():
+            columns.fill_(float("nan"))
 
-    def still_set(self) -> list[str]:
-        """The parameters with a mark left; waits for what is queued."""
-        found = torch.zeros(len(self._marked), dtype=torch.int64, device=self._table.device)
+    def remaining(self) -> list[str]:
+        """The parameters in which poison is left; waits for what is queued."""
+        found = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._table.device)
         self._launch(found, SET=False)
-        for number, places in self._strided.items():
-            found[number] = places.isnan().any()
-        return [name for name, left in zip(self._marked, found.tolist(), strict=True) if left]
+        for index, columns in self._strided.items():
+            found[index] = columns.isnan().any()
+        return [name for name, left in zip(self._parameters, found.tolist(), strict=True) if left]
 
-    def _launch(self, found: torch.Tensor, **what: bool) -> None:
+    def _launch(self, found: torch.Tensor, **mode: bool) -> None:
         if len(self._table):
-            _visit[(len(self._table),)](self._table, found, COUNT=ROWS, **what)
+            _visit[(len(self._table),)](self._table, found, COUNT=ROWS, **mode)
 
-    def put_live(self, names: list[str]) -> None:
-        """Write the live model's numbers where these parameters still have marks."""
+    def restore_live(self, names: list[str]) -> None:
+        """Copy the live model's numbers to where these parameters are still NaN."""
         for name in names:
-            marked = self._marked[name]
-            marked.shadow.copy_(torch.where(marked.shadow.isnan(), marked.live, marked.shadow))
+            parameter = self._parameters[name]
+            shadow = parameter.shadow
+            shadow.copy_(torch.where(shadow.isnan(), parameter.live, shadow))
 
 
 @triton.jit
 def _visit(  # type: ignore[no-untyped-def]
-    groups,  # int64 [g, 8]: address, rows, bytes a row, to its last column, and a number; NaN, limit, place
-    found,  # int64 [n]: 1 where a mark was found
+    # int64 [g, 8]: address, rows, bytes per row, bytes to the last column, bytes per element, NaN, infinity,
+    # the parameter's index in `found`
+    groups,
+    found,  # int64 [n]: 1 where poison was found
     COUNT: tl.constexpr,
     SET: tl.constexpr,
 ) -> None:
@@ -113,9 +119,9 @@ def _visit(  # type: ignore[no-untyped-def]
 
 
 def _groups(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """The kernel's work list, int64 [g, 8], of the contiguous ones; see `_visit`."""
+    """The kernel's work list (int64 [g, 8], see `_visit`) for the tensors that are contiguous."""
     parts = [np.empty((0, 8), dtype=np.int64)]
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         if not tensor.is_contiguous():
             continue
         columns = tensor.shape[-1] if _has_columns(tensor) else 1
@@ -125,12 +131,13 @@ def _groups(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
         part = np.empty((len(starts), 8), dtype=np.int64)
         part[:, 0] = tensor.data_ptr() + starts * stride
         part[:, 1] = np.minimum(rows - starts, ROWS)
-        part[:, 2:] = stride, stride - tensor.itemsize, tensor.itemsize, *_FORMATS[tensor.dtype], place
+        part[:, 2:] = stride, stride - tensor.itemsize, tensor.itemsize, *_FORMATS[tensor.dtype], index
         parts.append(part)
     return np.concatenate(parts)
 
 
-def _places(tensor: torch.Tensor) -> torch.Tensor:
+def _columns(tensor: torch.Tensor) -> torch.Tensor:
+    """The first and the last column, or the tensor itself if it has only one; a view."""
     return tensor[..., :: tensor.shape[-1] - 1] if _has_columns(tensor) else tensor
 
 

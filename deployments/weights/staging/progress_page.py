@@ -1,55 +1,68 @@
-"""A page of shared memory in which the workers of a replica tell how far they are, without being asked.
+"""A page of shared memory in which the workers of a replica write how far their staging is.
 
-Each worker has a slot: a number that is odd while its text is being written, the text's length, the
-text (JSON). One process writes a slot and one reads it.
+The replica's process reads it without a call to the workers. Each worker has a slot: a sequence number (odd
+while the slot is being written), the length of the report, and the report (JSON). One process writes a slot
+and one reads it.
 """
 
-import json
 import mmap
-from collections.abc import Mapping
-from typing import Any, Self
+from dataclasses import replace
+from typing import Self
 
+from deployments.weights.staging.reports import StagingState, from_bytes, to_bytes
 from deployments.weights.wire.shared_memory import SharedWords, create_mapping
 
-_SLOT_BYTES = 16384
-_HEAD_BYTES = 16
-_LONGEST_MESSAGE = 2000  # characters, of which each may take six bytes
+SLOT_BYTES = 16384
+_HEADER_BYTES = 16
+_MAX_MESSAGE = 2000  # characters; JSON takes up to six bytes for each
 
 
-class StatePage(SharedWords):
+class ProgressPage(SharedWords):
+    """The last report of each worker, by worker index."""
+
     def __init__(self, mapping: mmap.mmap) -> None:
         super().__init__(mapping)
         self._bytes = self._words.cast("B")
 
     @classmethod
     def create(cls, workers: int) -> tuple[str, Self]:
-        """A new page, in which nobody has told anything, and its segment's name, which the caller removes."""
-        name, mapping = create_mapping(_SLOT_BYTES * workers)
+        """A new page without reports, and the name of its segment, which the caller removes.
+
+        Raises:
+            OSError: there is no room in shared memory.
+        """
+        name, mapping = create_mapping(SLOT_BYTES * workers)
         return name, cls(mapping)
 
     def __len__(self) -> int:
-        return len(self._bytes) // _SLOT_BYTES
+        """The number of workers."""
+        return len(self._bytes) // SLOT_BYTES
 
-    def write(self, place: int, state: Mapping[str, Any] | None) -> None:
-        """Tell a state with a "message", which is shortened if it is long; None: nothing yet."""
-        text = b""
-        if state is not None:
-            text = json.dumps({**state, "message": state["message"][:_LONGEST_MESSAGE]}).encode()
-        number, start = self._number(place), place * _SLOT_BYTES + _HEAD_BYTES
-        self._words[number] += 1
-        self._bytes[start : start + len(text)] = text
-        self._words[number + 1] = len(text)
-        self._words[number] += 1
+    def write(self, index: int, state: StagingState | None) -> None:
+        """Write a worker's report; None erases it. A message that does not fit is shortened."""
+        encoded = b"" if state is None else to_bytes(_shortened(state))
+        word, start = self._slot(index)
+        self._words[word] += 1
+        self._bytes[start : start + len(encoded)] = encoded
+        self._words[word + 1] = len(encoded)
+        self._words[word] += 1
 
-    def read(self, place: int) -> dict[str, Any] | None:
-        """What the worker told last; None if nothing yet, or if it is just telling something."""
-        number, start = self._number(place), place * _SLOT_BYTES + _HEAD_BYTES
-        before = self._words[number]
-        text = bytes(self._bytes[start : start + self._words[number + 1]])
-        if before % 2 or before != self._words[number] or not text:
+    def read(self, index: int) -> StagingState | None:
+        """The last report of a worker; None if there is none, or if it is being written at this moment."""
+        word, start = self._slot(index)
+        sequence = self._words[word]
+        encoded = bytes(self._bytes[start : start + self._words[word + 1]])
+        if sequence % 2 or sequence != self._words[word] or not encoded:
             return None
-        state: dict[str, Any] = json.loads(text)
-        return state
+        return from_bytes(StagingState, encoded)
 
-    def _number(self, place: int) -> int:
-        return place * _SLOT_BYTES // self._words.itemsize
+    def _slot(self, index: int) -> tuple[int, int]:
+        """Where a slot begins, in words, and where its report begins, in bytes."""
+        offset = index * SLOT_BYTES
+        return offset // self._words.itemsize, offset + _HEADER_BYTES
+
+
+def _shortened(state: StagingState) -> StagingState:
+    # A file name in an error may hold a lone surrogate, which UTF-8 cannot encode.
+    message = state.message[:_MAX_MESSAGE].encode(errors="replace").decode()
+    return replace(state, message=message)

@@ -5,7 +5,6 @@ side and validated on the other.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -13,6 +12,7 @@ from pydantic import TypeAdapter
 from deployments.protocol import Outcome
 
 T = TypeVar("T")
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,18 @@ class StagingState:
     digest: str = ""  # of the whole version, once it is complete
 
 
-@cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlanSummary:
+    """How much of a version a worker loads by recorded plans instead of vLLM's loaders."""
+
+    chunks: int = 0  # that have a plan
+    refused: tuple[str, ...] = ()  # why other chunks have none, each reason once
+
+
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
 
 
 def to_wire(report: Any) -> dict[str, Any]:
@@ -54,7 +63,8 @@ def from_wire(kind: type[T], encoded: Any) -> T:
     Raises:
         ValueError: not a report of this kind.
     """
-    return _adapter(kind).validate_python(encoded)
+    report: T = _adapter(kind).validate_python(encoded)
+    return report
 
 
 def to_bytes(report: Any) -> bytes:
@@ -68,4 +78,5 @@ def from_bytes(kind: type[T], encoded: bytes) -> T:
     Raises:
         ValueError: not a report of this kind.
     """
-    return _adapter(kind).validate_json(encoded)
+    report: T = _adapter(kind).validate_json(encoded)
+    return report

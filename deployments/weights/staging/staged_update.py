@@ -1,103 +1,118 @@
-"""What one round has brought to a worker so far, and the judgement of its digests."""
+"""What one update has brought to a worker so far, and the comparison of its digests."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 
 from deployments.protocol import Outcome
+from deployments.weights.staging.reports import StagingState
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What was found in one chunk, still on the device."""
+class ChunkFindings:
+    """The result of inspecting one chunk of n tensors, still on the device."""
 
     names: Iterable[str]
-    sent: torch.Tensor  # the digests that came along, int64 [n]
+    sent: torch.Tensor  # the digests that the publisher sent along, int64 [n]
     found: Findings
 
 
-@dataclass
-class Session:
-    offered: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
-    evidence: list[Evidence] = field(default_factory=list)  # of the payload that is arriving
-    names: list[str] = field(default_factory=list)  # of all that was judged, and their digests
-    found: list[Digests] = field(default_factory=list)
-    digest: str = ""  # of the whole version, once it is sealed
-    sealed: bool = False
+@dataclass(slots=True, kw_only=True)
+class StagedUpdate:
+    """An update while it arrives. Changed on the staging thread; other threads only call `report`."""
+
+    offered: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)  # what arrived
+    pending: list[ChunkFindings] = field(default_factory=list)  # inspected, not compared
+    names: list[str] = field(default_factory=list)  # of the tensors whose digests were compared
+    compared: list[Digests] = field(default_factory=list)  # their digests
+    digest: str = ""  # of the whole version, once it is complete
     payloads_done: int = 0
     size_bytes: int = 0
     stage_s: float = 0.0
-    verify_s: float = 0.0  # on a GPU: to launch it
+    verify_s: float = 0.0  # on a GPU the time to launch the digests
     outcome: Outcome = Outcome.DONE
-    message: str = ""
+    message: str = ""  # what was expected and what came, when not DONE
 
-    def state(self) -> dict[str, Any]:
-        """As JSON types. "digest" names the content of the whole version; empty until it is sealed."""
-        return {
-            "payloads_done": self.payloads_done,
-            "bytes": self.size_bytes,
-            "stage_s": self.stage_s,
-            "verify_s": self.verify_s,
-            "outcome": self.outcome.value,
-            "message": self.message,
-            "digest": self.digest,
-        }
+    def report(self) -> StagingState:
+        """How far the update is."""
+        return StagingState(
+            payloads_done=self.payloads_done,
+            size_bytes=self.size_bytes,
+            stage_s=self.stage_s,
+            verify_s=self.verify_s,
+            outcome=self.outcome,
+            message=self.message,
+            digest=self.digest,
+        )
 
-    def settle(self) -> None:
-        """Judge what has come: one read-back a payload, which also waits for the staging's copies.
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole version has arrived and was compared."""
+        return bool(self.digest)
+
+    def fail(self, outcome: Outcome, message: str) -> None:
+        """End the update: nothing more of it is staged."""
+        self.message = message  # first: a report that has the outcome has its message
+        self.outcome = outcome
+
+    def compare_digests(self) -> None:
+        """Compare the digests of the chunks that arrived since the last call with those that were sent.
+
+        One read-back for all of them, which also waits for the copies of the staging.
 
         Raises:
-            ValueError: as `check`.
+            ValueError: as `compare`.
         """
-        evidence, self.evidence = self.evidence, []
-        if not evidence:
+        pending, self.pending = self.pending, []
+        if not pending:
             return
-        names = list(chain.from_iterable(part.names for part in evidence))
+        names = list(chain.from_iterable(part.names for part in pending))
         columns = (
-            torch.cat([part.sent for part in evidence]),
-            torch.cat([part.found.sums for part in evidence])
-            ^ torch.cat([part.found.sizes for part in evidence]),
-            torch.cat([part.found.nonfinite for part in evidence]),
+            torch.cat([part.sent for part in pending]),
+            torch.cat([part.found.sums for part in pending])
+            ^ torch.cat([part.found.sizes for part in pending]),
+            torch.cat([part.found.nonfinite for part in pending]),
         )
-        sent, found, bad = torch.stack(columns).cpu().numpy().view(np.uint64)
-        check(names, sent, found, bad)
+        sent, found, nonfinite = torch.stack(columns).cpu().numpy().view(np.uint64)
+        compare(names, sent, found, nonfinite)
         self.names += names
-        self.found.append(found)
+        self.compared.append(found)
 
-    def seal(self) -> None:
-        """All of the version has come."""
+    def complete(self) -> None:
+        """All of the version arrived and was compared."""
         self.digest = version_digest(self.names, self._digests())
-        self.sealed = True
 
     def digests(self) -> dict[str, int]:
-        """Of the tensors that came, by name."""
+        """The digests that were compared (unsigned 64-bit), by name."""
         return dict(zip(self.names, self._digests().tolist(), strict=True))
 
     def _digests(self) -> Digests:
-        return np.concatenate(self.found) if self.found else np.empty(0, dtype=np.uint64)
+        return np.concatenate(self.compared) if self.compared else np.empty(0, dtype=np.uint64)
 
 
-def check(names: Sequence[str], sent: Digests, found: Digests, bad: Digests) -> None:
+def compare(names: Sequence[str], sent: Digests, found: Digests, nonfinite: Digests) -> None:
     """Compare digests, and refuse numbers that no optimizer means to publish.
 
     Args:
-        bad: not zero where a tensor holds NaN or infinity.
+        names: of n tensors.
+        sent: the publisher's digests, uint64 [n].
+        found: the digests of what arrived, uint64 [n].
+        nonfinite: not zero where a tensor holds NaN or infinity, uint64 [n].
 
     Raises:
-        ValueError: names the tensors whose digest differs or that hold NaN or infinity.
+        ValueError: names the tensors whose digests differ, or those that hold NaN or infinity.
     """
-    torn = [
+    corrupted = [
         f"{names[i]!r} was sent with digest {sent[i]:016x} and arrived with {found[i]:016x}"
         for i in np.flatnonzero(sent != found)
     ]
-    if torn:
-        raise ValueError(join_reasons(torn))
-    wrong = [f"{names[i]!r} holds NaN or infinity" for i in np.flatnonzero(bad)]
+    if corrupted:
+        raise ValueError(join_reasons(corrupted))
+    wrong = [f"{names[i]!r} holds NaN or infinity" for i in np.flatnonzero(nonfinite)]
     if wrong:
         raise ValueError(join_reasons(wrong))

@@ -1,71 +1,135 @@
-"""What the follower can ask of a vLLM worker beyond vLLM's own weight-transfer calls.
+"""What a replica can call in a vLLM worker beyond vLLM's own weight-transfer calls.
 
-vLLM mixes this class into its worker (`worker_extension_cls`); the follower reaches it with
-`collective_rpc` and gets one answer a worker.
+vLLM mixes this class into its worker (`worker_extension_cls`); the replica calls it with `collective_rpc` and
+receives one answer per worker, encoded as JSON types (`reports`).
+
+    staging_*   the staged transports; `weight_transfer_engine` is a `StagedWeightTransferEngine`
+    native_*    vLLM's own engines (`staging: none`). They load into the live model, inside a pause
 """
 
+from pathlib import Path
 from typing import Any
 
 from deployments.weights.staging.engine import StagedWeightTransferEngine
-from deployments.weights.staging.native import NativeWorkerExtension
+from deployments.weights.staging.reports import to_wire
+from deployments.weights.store.versions import Store
+from deployments.weights.wire.cuda_ipc_handles import decode_payload
+from deployments.weights.wire.digest import digests
+from deployments.weights.wire.digest_definition import version_digest
 
 
-class StagingWorkerExtension(NativeWorkerExtension):
-    weight_transfer_engine: StagedWeightTransferEngine[Any, Any]
+class StagingWorkerExtension:
+    """The methods that are added to vLLM's worker. Called on the engine's thread, between two steps."""
+
+    weight_transfer_engine: Any
     model_runner: Any
     start_weight_update: Any
+    update_weights: Any
     _weight_update_active: bool
 
+    @property
+    def _staging_engine(self) -> StagedWeightTransferEngine[Any, Any]:
+        engine: StagedWeightTransferEngine[Any, Any] = self.weight_transfer_engine
+        return engine
+
     def staging_connected(self) -> dict[str, Any]:
-        return self.weight_transfer_engine.connected()
+        """A `ConnectState`."""
+        return to_wire(self._staging_engine.connected())
 
     def staging_report_to(self, page: str) -> bool:
-        return self.weight_transfer_engine.report_to(page)
+        """Write progress to the `ProgressPage` of this name; False if it is on another host."""
+        return self._staging_engine.report_to(page)
 
-    def staging_begin(self, keep: int | None) -> None:
-        """vLLM's `start_weight_update`.
-
-        Args:
-            keep: a version; its tensors are kept for the store, on one worker of the replica.
-        """
-        self.start_weight_update()
-        if keep is not None and self.weight_transfer_engine.worker_index == 0:
-            self.weight_transfer_engine.keeper.expect(keep)
-
-    def staging_receive(self, payload: Any, share: float, begin: dict[str, Any] | None) -> None:
-        """vLLM's `update_weights`, with the share of the device's time that it may take.
+    def staging_receive(self, payload: Any, share: float, begins: bool, retain_version: int | None) -> None:
+        """vLLM's `update_weights`. Returns at once; `staging_progress` says how far the payload is.
 
         Args:
-            begin: the session is begun in the same call, with these arguments of `staging_begin`.
+            payload: one for all workers, or a list with one for each.
+            share: of the device's time, the most that staging may take, in (0, 1].
+            begins: it is the first payload of an update: vLLM's `start_weight_update` is called before.
+            retain_version: where `begins`, retain the tensors of the update as this version for the store;
+                only one worker of the replica does.
+
+        Raises:
+            RuntimeError: vLLM's, if an update is active and another one begins, or none is active.
         """
-        if begin is not None:
-            self.staging_begin(**begin)
-        self.weight_transfer_engine.share = share
+        if begins:
+            self.start_weight_update()
+            if retain_version is not None and self._staging_engine.worker_index == 0:
+                self._staging_engine.retained.expect(retain_version)
+        self._staging_engine.share = share
         self.update_weights(payload)
 
     def staging_progress(self) -> dict[str, Any]:
-        return self.weight_transfer_engine.progress()
+        """A `StagingState`."""
+        return to_wire(self._staging_engine.progress())
 
     def staging_plans(self) -> dict[str, Any]:
-        return self.weight_transfer_engine.staging.plans()
+        """A `LoadPlanSummary`."""
+        return to_wire(self._staging_engine.staging.plans())
 
     def staging_verify(self) -> dict[str, Any]:
-        return self.weight_transfer_engine.verify()
+        """A `StagingState`, after a check that the staged version is complete."""
+        return to_wire(self._staging_engine.verify())
 
     def staging_drop(self) -> None:
-        self.weight_transfer_engine.drop()
+        """Discard the update; live weights were never touched."""
+        self._staging_engine.drop()
         self._weight_update_active = False  # vLLM has no way to end an update without loading it
 
-    def staging_store(self, version: int, label: str | None, directory: str, keep: int) -> None:
-        if self.weight_transfer_engine.worker_index == 0:
-            self.weight_transfer_engine.keeper.write(version, label, directory, keep)
+    def staging_store(self, version: int, label: str | None, directory: str, max_versions: int) -> None:
+        """Begin to write the retained version to the store; `staging_store_state` says how it ended.
+
+        Raises:
+            ValueError: the version is not retained here.
+        """
+        engine = self._staging_engine
+        if engine.worker_index == 0:
+            store = Store(Path(directory), max_versions=max_versions)
+            engine.version_writer.put(engine.retained.committed(version, label), store)
 
     def staging_store_state(self) -> dict[str, Any] | None:
-        return self.weight_transfer_engine.keeper.state()
+        """How the last write to the store ended, a `StoreResult`; None if none has ended on this worker."""
+        result = self._staging_engine.version_writer.result
+        return None if result is None else to_wire(result)
 
     def staging_forget(self, version: int) -> None:
-        self.weight_transfer_engine.keeper.forget(version)
+        """Free the retained version, if it is this one or older."""
+        self._staging_engine.retained.forget(version)
 
     def load_checkpoint(self, path: str) -> None:
         """Load a checkpoint directory into the live model; the scheduler must be paused."""
         self.model_runner.reload_weights(weights_path=path)
+
+    def native_check_connected(self) -> None:
+        """Check that vLLM's NCCL communicator works.
+
+        Raises:
+            RuntimeError: vLLM has disabled it, and then reports success for broadcasts that never happened.
+        """
+        group = getattr(self.weight_transfer_engine, "model_update_group", None)
+        if group is not None and (group.disabled or not group.available):
+            raise RuntimeError(
+                "backend 'nccl' does not work here: vLLM has disabled its NCCL communicator (an NCCL older "
+                "than 2.29.7? VLLM_NCCL_SO_PATH names the library to use)"
+            )
+
+    def native_update(self, payload: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """vLLM's `update_weights`, with CUDA IPC handles decoded from JSON types.
+
+        Args:
+            payload: one for all workers, or a list with one for each.
+
+        Raises:
+            ValueError: as `decode_payload`.
+        """
+        if isinstance(payload, list):
+            self.update_weights([decode_payload(part) for part in payload])
+        else:
+            self.update_weights(decode_payload(payload))
+
+    def native_digest(self) -> str:
+        """The digest of the live parameters: equal on replicas that loaded the same weights."""
+        parameters = self.model_runner.get_model().named_parameters()
+        tensors = {name: parameter.data.contiguous() for name, parameter in parameters if parameter.numel()}
+        return version_digest(list(tensors), digests(list(tensors.values())))

@@ -89,7 +89,7 @@ def test_three_rounds_leave_what_a_fresh_engine_would_compute(
 def test_a_shadow_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     import torch
 
-    from deployments.weights.staging.device import refuse_if_it_does_not_fit
+    from deployments.weights.staging.device import check_memory
 
     class Config:
         class cache_config:
@@ -97,4 +97,4 @@ def test_a_shadow_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) 
 
     model = torch.nn.Linear(1024, 1024, device="cuda")
     with pytest.raises(ValueError, match=r"needs a second copy of the weights, .* GiB .* raise gpu_memory"):
-        refuse_if_it_does_not_fit(Config(), torch.device("cuda", 0), model)  # type: ignore[arg-type]
+        check_memory(Config(), torch.device("cuda", 0), model)  # type: ignore[arg-type]
