@@ -1,7 +1,7 @@
-"""Serve's logger, which the deployments share.
+"""The logger that all deployments share: Serve's.
 
-Serve logs whatever a method raises as "Request failed.", with a stack trace. An error that Slipstream raises
-on purpose is an answer to the caller, not a fault: here it is one line.
+Serve logs every exception of a method as "Request failed." with a stack trace. A `SlipstreamError` is an
+answer to the caller and not a fault, so a filter reduces it to one line.
 """
 
 import logging
@@ -10,12 +10,13 @@ from deployments.errors import SlipstreamError
 
 
 def serve_logger() -> logging.Logger:
+    """Serve's logger, with the filter."""
     logger = logging.getLogger("ray.serve")
-    logger.addFilter(_answers_briefly)  # the same one again is not added twice
+    logger.addFilter(_shorten_answers)  # adding it again has no effect
     return logger
 
 
-def _answers_briefly(record: logging.LogRecord) -> bool:
+def _shorten_answers(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, SlipstreamError):
         record.exc_info = None

@@ -1,18 +1,18 @@
-"""Slots: the GPUs of each replica, and of the trainer ranks that share them (`placement: colocated`).
+"""Slots: the GPUs of each replica, shared with trainer ranks (`placement: colocated`).
 
-    Slots (a Serve deployment)   makes a placement group, one bundle for each GPU, and removes it at the end
-    trainer rank r               an actor in bundle r, with its share of that GPU
-    replica                      takes a free slot i, which is the bundles [i * R, (i + 1) * R)
+    Slots (a Serve deployment)   creates a placement group with one bundle per GPU, and removes it at the end
+    trainer rank r               an actor in bundle r, with the trainer's share of that GPU
+    replica                      takes a free slot i: the bundles [i * R, (i + 1) * R) of R GPUs
 
-Serve cannot place a replica in a placement group that exists, and one that Serve makes dies with its
-replica and takes the trainer along. So the replica itself reserves nothing. It starts one *keeper* in each
-bundle of its slot, an actor that holds the engine's share and knows the GPU's number; the first keeper's
-name makes sure that nobody else takes the slot. The keepers belong to the replica's process: when it ends,
-however it ends, Ray frees the slot for the next one. The trainer's ranks do not notice, and the other way
-round.
+Serve cannot place a replica in an existing placement group, and a group that Serve creates is removed with
+its replica, which would end the trainer's actors in it. So the replica itself reserves nothing. It starts
+one `GpuHolder` in each bundle of its slot: an actor that holds the engine's share of the GPU and reports the
+GPU's number. The name of the first holder is the lock of the slot. The holders are owned by the replica's
+process: when that process ends, however it ends, Ray frees the slot for the next replica. The trainer's
+ranks are not affected, and a trainer that ends does not affect the replicas.
 
-Everything is on one host: trainer ranks reach their replica by CUDA IPC, and an engine's processes
-are started where its replica is. Larger fleets are `placement: separate`, with transport `nccl`.
+Everything is on one host: trainer ranks reach their replica by CUDA IPC, and an engine's processes are
+started on its replica's host. Larger fleets use `placement: separate` with transport `nccl`.
 """
 
 import asyncio
@@ -30,51 +30,43 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-GROUP_TIMEOUT_S = 60.0  # whoever had the GPUs before may still be stopping
+GROUP_TIMEOUT_S = 60.0  # the former holder of the GPUs may still be stopping
 TAKE_TIMEOUT_S = 180.0
-FREE_TIMEOUT_S = 40.0  # a trainer that stops writes its last version
+FREE_TIMEOUT_S = 40.0  # a stopping trainer writes its last version
 _POLL_S = 0.5
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    """Attributes:
-    name: of the placement group, in Serve's namespace; one for each fleet.
-    slots: as many as replicas.
-    gpus_per_slot: workers of one engine.
-    engine_share, trainer_share: of each GPU; at most 1 together.
-    """
+    """The size and the shares of a colocated fleet's GPUs."""
 
-    name: str
-    slots: int
-    gpus_per_slot: int
-    engine_share: float
+    name: str  # of the placement group, in Serve's namespace; one per fleet
+    slots: int  # as many as replicas
+    gpus_per_slot: int  # as many as one engine has workers
+    engine_share: float  # of each GPU; at most 1 together with the trainer's
     trainer_share: float
 
     @property
     def gpus(self) -> int:
+        """Of all slots."""
         return self.slots * self.gpus_per_slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Attributes:
-    index: of the slot.
-    gpus: their numbers as CUDA_VISIBLE_DEVICES wants them, in the order of the engine's workers.
-    keepers: hold the GPUs as long as this process lives.
-    """
+    """The GPUs of one replica, reserved while this process lives."""
 
     index: int
-    gpus: tuple[str, ...]
-    keepers: tuple[Any, ...]
+    gpus: tuple[str, ...]  # numbers as in CUDA_VISIBLE_DEVICES, in the order of the engine's workers
+    holders: tuple[Any, ...]  # Ray's handles of the `GpuHolder` actors; dropping them frees the GPUs
 
 
-class Keeper:
+class GpuHolder:
     """An actor that holds a share of a bundle's GPU."""
 
-    def where(self) -> tuple[str, str]:
-        """The host (Ray's node id) and the GPU's number there."""
+    def location(self) -> tuple[str, str]:
+        """The host (Ray's node id) and the GPU's number on it."""
         context = ray.get_runtime_context()
         (gpu,) = context.get_accelerator_ids()["GPU"]
         return context.get_node_id(), gpu
@@ -83,11 +75,11 @@ class Keeper:
 class Slots:
     """Serve's deployment class that owns the GPUs of a colocated fleet.
 
-    The group outlives this process: a restarted one finds it by its name, and nobody else notices. It is
-    removed when the application is.
+    The placement group outlives this process: a restarted one finds it by its name, and replicas and trainer
+    go on. The group is removed with the application.
 
     Raises:
-        RuntimeError: no host of the cluster has GPUs enough, or others hold them.
+        RuntimeError: no host of the cluster has enough GPUs, or they stayed reserved by others.
     """
 
     async def __init__(self, plan: SlotPlan) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -107,30 +99,32 @@ class Slots:
         self._group: PlacementGroup | None = group
 
     async def plan(self) -> SlotPlan:
-        """Answered once the GPUs are reserved."""
+        """The plan; returned once the GPUs are reserved."""
         return self._plan
 
     async def __del__(self) -> None:
         group: PlacementGroup | None = getattr(self, "_group", None)
         if group is not None:
             self._group = None
-            await _until_free(group)  # removing it ends the actors in it
+            await _until_free(group)  # removing the group kills the actors in it
             remove_placement_group(group)
 
 
 async def take_slot(plan: SlotPlan, timeout_s: float = TAKE_TIMEOUT_S) -> Slot:
-    """Take a slot that no other replica has, for as long as this process lives.
+    """Take a free slot for as long as this process lives; waits for one.
 
     Raises:
-        RuntimeError: all slots stayed taken, or they are on another host.
+        RuntimeError: all slots stayed taken, or the slot is on another host.
+        TimeoutError: Ray did not start the holders of the slot in time.
+        ValueError: there is no placement group of that name.
     """
     group = get_placement_group(plan.name)
     deadline = time.monotonic() + timeout_s
     while True:
         for index in range(plan.slots):
-            keepers = _start_keepers(plan, group, index)
-            if keepers is not None:
-                return await _kept(plan, index, keepers, timeout_s)
+            holders = _start_holders(plan, group, index)
+            if holders is not None:
+                return await _located(index, holders, timeout_s)
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"all {plan.slots} slots of {plan.gpus_per_slot} GPUs stayed taken for {timeout_s:g} s"
@@ -139,16 +133,21 @@ async def take_slot(plan: SlotPlan, timeout_s: float = TAKE_TIMEOUT_S) -> Slot:
 
 
 def use_gpus(slot: Slot) -> None:
-    """Show this process and those that it starts the slot's GPUs only; before CUDA is touched."""
-    os.environ[VISIBLE] = ",".join(slot.gpus)
+    """Restrict this process and its children to the slot's GPUs; call it before CUDA is initialised."""
+    os.environ[VISIBLE_DEVICES] = ",".join(slot.gpus)
 
 
 def in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
+    """The scheduling strategy that places an actor in one bundle of a group."""
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
 
 def require_host_with(gpus: int) -> None:
-    """Raises RuntimeError, with the numbers, if no host of the cluster has so many GPUs."""
+    """Check that one host of the cluster has that many GPUs.
+
+    Raises:
+        RuntimeError: no host has; the message has both numbers.
+    """
     largest = max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
     if largest < gpus:
         raise RuntimeError(
@@ -157,41 +156,45 @@ def require_host_with(gpus: int) -> None:
         )
 
 
-def _start_keepers(plan: SlotPlan, group: PlacementGroup, index: int) -> list[Any] | None:
-    """One in each bundle of the slot; None if another replica has it."""
-    first = index * plan.gpus_per_slot
-    keepers = []
-    for place in range(plan.gpus_per_slot):
-        keeper = ray.remote(Keeper).options(
-            name=f"{plan.name}-slot-{index}" if place == 0 else None,
+def _start_holders(plan: SlotPlan, group: PlacementGroup, index: int) -> list[Any] | None:
+    """Start one holder in each bundle of the slot; None if another replica has the slot."""
+    first_bundle = index * plan.gpus_per_slot
+    holders = []
+    for worker in range(plan.gpus_per_slot):
+        holder = ray.remote(GpuHolder).options(
+            name=f"{plan.name}-slot-{index}" if worker == 0 else None,
             num_cpus=0,
             num_gpus=plan.engine_share,
-            scheduling_strategy=in_bundle(group, first + place),
-            max_restarts=-1,  # one that is killed must not give its GPU away while the engine runs on it
+            scheduling_strategy=in_bundle(group, first_bundle + worker),
+            max_restarts=-1,  # a holder that is killed must not free its GPU while the engine runs on it
         )
         try:
-            keepers.append(keeper.remote())
-        except ValueError:  # Ray's word for a name that is taken
+            holders.append(holder.remote())
+        except ValueError:  # raised by Ray for a name that is taken
             return None
-    return keepers
+    return holders
 
 
-async def _kept(plan: SlotPlan, index: int, keepers: list[Any], timeout_s: float) -> Slot:
-    places = await asyncio.wait_for(
-        asyncio.gather(*[_answer(keeper.where.remote()) for keeper in keepers]), timeout_s
+async def _located(index: int, holders: list[Any], timeout_s: float) -> Slot:
+    locations = await asyncio.wait_for(
+        asyncio.gather(*[_result(holder.location.remote()) for holder in holders]), timeout_s
     )
     host = ray.get_runtime_context().get_node_id()
-    elsewhere = {node for node, _ in places} - {host}
-    if elsewhere:
+    other_hosts = {node for node, _ in locations} - {host}
+    if other_hosts:
         raise RuntimeError(
-            f"the GPUs of slot {index} are on host {elsewhere.pop()}, but Serve has placed this replica on "
+            f"the GPUs of slot {index} are on host {other_hosts.pop()}, but Serve has placed this replica on "
             f"{host}: placement 'colocated' needs a cluster of one host; use 'separate' on several"
         )
-    return Slot(index=index, gpus=tuple(gpu for _, gpu in places), keepers=tuple(keepers))
+    return Slot(index=index, gpus=tuple(gpu for _, gpu in locations), holders=tuple(holders))
 
 
 async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
-    """The group of this fleet, if there is one; a fleet of another size gives its own up first."""
+    """The placement group of this fleet, if there is one.
+
+    A group of another size belongs to an application that is being replaced. It is removed here if that
+    application does not remove it in time.
+    """
     deadline = time.monotonic() + GROUP_TIMEOUT_S
     while (group := _find_group(plan.name)) is not None:
         if group.bundle_count == plan.gpus:
@@ -205,12 +208,12 @@ async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
 def _find_group(name: str) -> PlacementGroup | None:
     try:
         return get_placement_group(name)
-    except ValueError:  # there is none
+    except ValueError:  # raised by Ray if there is none
         return None
 
 
 async def _until_free(group: PlacementGroup) -> None:
-    """Until nobody holds a share of its GPUs, or `FREE_TIMEOUT_S` have passed."""
+    """Wait until no share of the group's GPUs is in use, at most `FREE_TIMEOUT_S`."""
     name = f"GPU_group_{group.id.hex()}"
     deadline = time.monotonic() + FREE_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -219,5 +222,5 @@ async def _until_free(group: PlacementGroup) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _answer(reference: Any) -> Any:
+async def _result(reference: Any) -> Any:
     return await reference

@@ -1,7 +1,7 @@
-"""Where a request goes: a pure policy, which knows nothing of Ray.
+"""The choice of a replica for a request: a pure policy, without Ray.
 
-The router knows each replica's version and admission as of its last routing statistics; the
-replica itself checks again, and is the authority.
+The router knows each replica's version and admission as of its last routing statistics. The replica
+checks both again, and its decision is final.
 """
 
 import random
@@ -14,37 +14,42 @@ from deployments.request_headers import Demand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
+    """A replica as of its last routing statistics."""
+
     replica_id: str
     version: int
     admitted: bool
-    in_flight: int = 0  # as of its last routing statistics, from all routers
+    in_flight: int = 0  # requests from all routers
 
 
-def rank(candidates: Sequence[Candidate], demand: Demand) -> list[list[str]]:
-    """Replica ids, best first; the ranks separate those that are behind from the others.
+def order_candidates(candidates: Sequence[Candidate], demand: Demand) -> list[list[str]]:
+    """Groups of replica ids, in the order in which they are to be tried; at most two in a group.
 
-    A session's replica comes first, found by rendezvous hashing, so that a membership change
-    moves only the sessions of the replica that left. Without a session: the less loaded of two
-    that are drawn. Replicas that are behind the demanded version come later, as they may reach it in
-    time, and those that have refused come last.
+    Replicas that are not admitted are left out. Replicas older than the demanded version come after
+    the current ones, because they may reach it in time. Replicas that refused the request come last.
+    Among equals, a session is mapped to its replica by rendezvous hashing, so that a change of the
+    membership moves only the sessions of the replica that left. Without a session, two replicas are
+    drawn and the less loaded one comes first (power of two choices).
     """
-    # A router's own count is exact, and misses what others send; the replica's is late.
+    # The router's own count is exact but misses the other routers; the replica's count is late.
     load = {c.replica_id: max(c.in_flight, demand.in_flight.get(c.replica_id, 0)) for c in candidates}
     groups: dict[tuple[bool, bool], list[str]] = {}
     for candidate in candidates:
         if candidate.admitted:
-            place = candidate.replica_id in demand.refused, candidate.version < demand.min_version
-            groups.setdefault(place, []).append(candidate.replica_id)
-    ranks: list[list[str]] = []
+            key = candidate.replica_id in demand.refused, candidate.version < demand.min_version
+            groups.setdefault(key, []).append(candidate.replica_id)
+    ordered: list[list[str]] = []
     for _, group in sorted(groups.items()):
         if demand.session_id is not None:
-            ranks += [[home] for home in _by_weight(group, demand.session_id)]
+            ordered += [[replica_id] for replica_id in _by_affinity(group, demand.session_id)]
         else:
-            ranks.append(sorted(random.sample(group, min(2, len(group))), key=load.__getitem__))
-    return ranks
+            ordered.append(sorted(random.sample(group, min(2, len(group))), key=load.__getitem__))
+    return ordered
 
 
-def _by_weight(replica_ids: Collection[str], session_id: str) -> list[str]:
+def _by_affinity(replica_ids: Collection[str], session_id: str) -> list[str]:
+    """Rendezvous hashing: highest weight first."""
+
     def weight(replica_id: str) -> bytes:
         return blake2b(f"{session_id}\0{replica_id}".encode(), digest_size=8).digest()
 

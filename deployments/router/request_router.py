@@ -1,20 +1,21 @@
-"""Serve's extension point for the choice of a replica, around the policy in `routing`.
+"""Serve's extension point for the choice of a replica, around the policy in `policy`.
 
-Nothing that others test with `isinstance` may be defined in this module: Serve pickles the module
-of a request router by value, so that its classes are copies in the process that routes.
+Define nothing in this module that other modules test with `isinstance`: Serve pickles the module of a
+request router by value, so its classes are copies in the process that routes.
 """
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from deployments.replica_info import RoutingStats
 from deployments.request_headers import Demand
-from deployments.router.policy import Candidate, rank
+from deployments.router.policy import Candidate, order_candidates
 
 
 class FleetRequestRouter(RequestRouter):
     """Serve's request router for the fleet.
 
-    Without Serve's FIFOMixin, on purpose: with it a choice made for one request may be given to
-    another, and affinity is lost. Our router only asks for a choice and sends nothing through Serve.
+    It goes without Serve's FIFOMixin on purpose: the mixin may give a choice made for one request to
+    another, and session affinity is lost. Our router only asks for a choice and sends nothing through Serve.
     """
 
     async def choose_replicas(
@@ -25,16 +26,12 @@ class FleetRequestRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True
             demand = next((a for a in pending_request.args if isinstance(a, Demand)), demand)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        return [[by_id[name] for name in group] for group in rank(_candidates(by_id), demand)]
+        groups = order_candidates([_candidate(*item) for item in by_id.items()], demand)
+        return [[by_id[replica_id] for replica_id in group] for group in groups]
 
 
-def _candidates(replicas: dict[str, RunningReplica]) -> list[Candidate]:
-    return [
-        Candidate(
-            replica_id=name,
-            version=int(replica.routing_stats.get("version", 0)),
-            admitted=bool(replica.routing_stats.get("admitted", True)),
-            in_flight=int(replica.routing_stats.get("in_flight", 0)),
-        )
-        for name, replica in replicas.items()
-    ]
+def _candidate(replica_id: str, replica: RunningReplica) -> Candidate:
+    stats = RoutingStats(**replica.routing_stats)
+    return Candidate(
+        replica_id=replica_id, version=stats.version, admitted=stats.admitted, in_flight=stats.in_flight
+    )

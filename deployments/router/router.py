@@ -1,9 +1,9 @@
-"""The fleet's front: passes HTTP through to a replica, and streams the answer back.
+"""The fleet's reverse proxy: forwards a request to a replica and streams the response back.
 
-Serve's request router names the replica; the request and its answer go over a connection to that
-replica's own server. A request that no byte was answered to yet moves on to another replica when its own
-fails, so an update, a fence or a crash is not the client's business. Nothing is retried after the
-first byte.
+Serve's request router chooses the replica. The request and its response go over a connection to that
+replica's own HTTP server. When a replica fails before the first byte of a response was forwarded, the
+request is sent to another one, so updates, fences and crashes stay invisible to clients. Nothing is
+retried after the first byte.
 """
 
 import asyncio
@@ -27,21 +27,23 @@ from yarl import URL
 
 from deployments.errors import FleetUnavailable, PayloadTooLarge, ReplicaUnavailable
 from deployments.logs import serve_logger
+from deployments.replica_info import ReplicaEndpoint
 from deployments.request_headers import KEY_HEADER, REFUSED_HEADER, Demand, demand_of
 
-# Of one connection and not of the request, or set anew.
+# Headers of one connection, or set anew for the next one.
 NOT_FORWARDED = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "host", "content-length"}
 )
 NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
 RETRY_PAUSE_S = 0.05
 CONNECT_TIMEOUT_S = 10.0
+MAX_REFUSALS = 8  # that a request remembers
 logger = serve_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLimits:
-    """Attributes: see `RouterConfig`; all of one router replica."""
+    """The limits of one router replica; the settings are in `RouterConfig`."""
 
     max_in_flight: int
     max_body_bytes: int
@@ -51,21 +53,24 @@ class RouterLimits:
 
 
 class Router:
-    """Forwards requests to the rollout replicas: an ASGI application, so that a place is held exactly
-    as long as the request is there."""
+    """An ASGI application that forwards requests to the replicas, at most `max_in_flight` at a time.
+
+    As an ASGI application it counts a request for exactly as long as its response is being sent.
+    """
 
     def __init__(self, rollout: DeploymentHandle, limits: RouterLimits) -> None:
         self._rollout = rollout
         self._limits = limits
         self._session: aiohttp.ClientSession | None = None
-        self._at: Counter[str] = Counter()  # requests at each replica
+        self._per_replica: Counter[str] = Counter()  # requests in flight
         self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request from one of the replicas.
+        """Answer a request with the response of one replica.
 
         Raises:
-            SlipstreamError: with its HTTP status.
+            FleetUnavailable: too many requests are in flight, or no replica answered in time.
+            InvalidRequest: a header or the body is wrong.
         """
         if self.in_flight >= self._limits.max_in_flight:
             raise FleetUnavailable(
@@ -77,8 +82,9 @@ class Router:
             request = Request(scope, receive)
             demand = demand_of(request.headers, self._limits.weight_timeout_s)
             body = await read_body(request, self._limits.max_body_bytes)
-            answer, held = await self._answer(request, demand, body)
-            async with held:  # left early, it closes the connection, which ends the request in the engine
+            answer, connection = await self._forward(request, demand, body)
+            # Closing the connection early ends the request in the engine.
+            async with connection:
                 response = await _response(answer)
                 await response(scope, receive, send)
         finally:
@@ -89,68 +95,74 @@ class Router:
         if self._session is not None:
             await self._session.close()
 
-    async def _answer(
+    async def _forward(
         self, request: Request, demand: Demand, body: bytes
     ) -> tuple[aiohttp.ClientResponse, AsyncExitStack]:
-        """A replica's answer of which nothing has been sent on; tries replica after replica."""
+        """The first response that is not a refusal, and its connection; tries replica after replica.
+
+        Raises:
+            FleetUnavailable: no replica answered within `find_replica_timeout_s`.
+        """
         deadline = time.monotonic() + self._limits.find_replica_timeout_s
-        path = quote(request.scope["path"].removeprefix(request.scope.get("root_path", "")))  # Serve's prefix
-        query = request.scope["query_string"].decode("latin-1")
-        target = f"{path}?{query}" if query else path
+        target = _target(request)
         headers = _headers(request, demand)
         reason = "no replica is ready"
         while True:
             replica_id = None
             try:
-                replica_id, address, key = await self._choose(demand, deadline)
-                headers[KEY_HEADER.decode()] = key
-                async with AsyncExitStack() as attempt:
-                    call = self._asked(replica_id, request.method, f"http://{address}{target}", headers, body)
-                    answer = await attempt.enter_async_context(call)
+                replica_id, endpoint = await self._choose(demand, deadline)
+                headers[KEY_HEADER.decode()] = endpoint.key
+                url = f"http://{endpoint.address}{target}"
+                async with AsyncExitStack() as connection:
+                    answer = await connection.enter_async_context(
+                        self._request(replica_id, request.method, url, headers, body)
+                    )
                     if REFUSED_HEADER.decode() not in answer.headers:
                         if answer.content_length is not None:
-                            await answer.read()  # a replica that is lost now has done no harm yet
-                        return answer, attempt.pop_all()
+                            await answer.read()  # a replica that is lost here can still be replaced
+                        return answer, connection.pop_all()
                     reason = (await answer.json())["error"]["message"]
             except aiohttp.ClientError as error:
                 reason = f"replica {replica_id} does not answer: {_first_line(error)}"
-            except (BackPressureError, DeploymentUnavailableError, TimeoutError) as error:
-                reason = reason if isinstance(error, TimeoutError) else _first_line(error)
+            except (BackPressureError, DeploymentUnavailableError) as error:
+                reason = _first_line(error)
+            except TimeoutError:
+                pass  # no replica could be chosen: the last reason says why
             if time.monotonic() > deadline:
                 raise FleetUnavailable(
                     f"no replica could answer within {self._limits.find_replica_timeout_s:g} s: {reason}",
                     {"retry_after_s": self._limits.retry_after_s},
                 )
             if replica_id is not None:
-                demand = replace(demand, refused=(*demand.refused[-7:], replica_id))
+                demand = replace(demand, refused=(*demand.refused, replica_id)[-MAX_REFUSALS:])
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def _choose(self, demand: Demand, deadline: float) -> tuple[str, str, str]:
-        """Id, address and key of the replica to ask; waits while there is none.
+    async def _choose(self, demand: Demand, deadline: float) -> tuple[str, ReplicaEndpoint]:
+        """The id and the endpoint of the replica to try; waits while there is none.
 
         Raises:
             TimeoutError: there was none until the deadline.
         """
-        asked = replace(demand, in_flight=dict(self._at))
+        current = replace(demand, in_flight=dict(self._per_replica))
         async with asyncio.timeout(deadline - time.monotonic()):
-            # Without a reservation: it costs two calls to the replica, and our own count serves better.
-            async with self._rollout.choose_replica(asked, _reserve=False) as chosen:
-                return chosen.replica_id, chosen.replica_metadata["address"], chosen.replica_metadata["key"]
+            # Without a reservation: it costs two calls to the replica, and our own count is more exact.
+            async with self._rollout.choose_replica(current, _reserve=False) as chosen:
+                return chosen.replica_id, ReplicaEndpoint(**chosen.replica_metadata)
 
     @asynccontextmanager
-    async def _asked(
+    async def _request(
         self, replica_id: str, method: str, url: str, headers: CIMultiDict[str], body: bytes
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        if self._session is None:  # in the event loop that serves requests
+        if self._session is None:  # created here, in the event loop that serves requests
             self._session = _connections()
-        self._at[replica_id] += 1
+        self._per_replica[replica_id] += 1
         try:
             async with self._session.request(
                 method, URL(url, encoded=True), headers=headers, data=body or None, allow_redirects=False
             ) as answer:
                 yield answer
         finally:
-            self._at[replica_id] -= 1
+            self._per_replica[replica_id] -= 1
 
 
 def _connections() -> aiohttp.ClientSession:
@@ -164,20 +176,27 @@ def _connections() -> aiohttp.ClientSession:
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that notices a host that has gone without a word; a process that dies says so."""
+    """A socket with keepalive probes, which detect a dead host; a dead process closes its connections."""
     family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    created = socket.socket(family, kind, protocol)
+    created.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return made
+            created.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return created
+
+
+def _target(request: Request) -> str:
+    """The path, without Serve's route prefix, and the query."""
+    path = quote(request.scope["path"].removeprefix(request.scope.get("root_path", "")))
+    query = request.scope["query_string"].decode("latin-1")
+    return f"{path}?{query}" if query else path
 
 
 def _headers(request: Request, demand: Demand) -> CIMultiDict[str]:
-    own = {KEY_HEADER.decode(), "x-weight-timeout"}
-    kept = [(name, value) for name, value in request.headers.items() if name not in NOT_FORWARDED | own]
-    return CIMultiDict([*kept, ("x-weight-timeout", str(demand.timeout_s))])
+    excluded = NOT_FORWARDED | {KEY_HEADER.decode(), "x-weight-timeout"}
+    forwarded = [(name, value) for name, value in request.headers.items() if name not in excluded]
+    return CIMultiDict([*forwarded, ("x-weight-timeout", str(demand.timeout_s))])
 
 
 async def _response(answer: aiohttp.ClientResponse) -> Response:
@@ -186,15 +205,15 @@ async def _response(answer: aiohttp.ClientResponse) -> Response:
     if answer.content_length is not None:
         response = Response(await answer.read(), answer.status)
     else:
-        response = StreamingResponse(_pieces(answer), answer.status)
+        response = StreamingResponse(_stream(answer), answer.status)
     response.raw_headers = [(name, value) for name, value in headers if name not in NOT_RETURNED]
     return response
 
 
-async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     try:
-        async for piece in answer.content.iter_any():
-            yield piece
+        async for part in answer.content.iter_any():
+            yield part
     except aiohttp.ClientError as error:
         logger.warning("a replica was lost in the middle of a stream: %s", _first_line(error))
         lost = ReplicaUnavailable("the replica that streamed this answer was lost")
@@ -205,11 +224,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """The request's body.
 
     Raises:
-        PayloadTooLarge: more than `max_bytes`.
+        PayloadTooLarge: it has more than `max_bytes`.
     """
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
+    async for part in request.stream():
+        body += part
         if len(body) > max_bytes:
             raise PayloadTooLarge(
                 f"the body must have at most {max_bytes} bytes", {"max_body_bytes": max_bytes}

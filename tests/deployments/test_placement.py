@@ -13,9 +13,9 @@ import ray
 from ray import serve
 from ray.util.placement_group import get_placement_group
 
-from deployments.placement import VISIBLE, SlotPlan, Slots, in_bundle, require_host_with, take_slot, use_gpus
-from deployments.trainer.spec import TrainerSpec
+from deployments.placement import VISIBLE_DEVICES, SlotPlan, Slots, in_bundle, require_host_with, take_slot, use_gpus
 from deployments.trainer.worker_group import resources
+from tests.deployments.trainer.trainer_specs import trainer_spec
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
 PORT = 8361
@@ -48,7 +48,7 @@ class Shell:
         use_gpus(self._slot)
 
     def seat(self) -> tuple[int, str, int]:
-        return self._slot.index, os.environ[VISIBLE], os.getpid()
+        return self._slot.index, os.environ[VISIBLE_DEVICES], os.getpid()
 
 
 class Rank:
@@ -112,7 +112,7 @@ def test_a_trainer_rank_and_an_engine_rank_share_each_gpu_and_die_apart(shells: 
 
 
 def test_the_trainers_workers_are_placed_by_their_rank(shells: Any) -> None:
-    spec = TrainerSpec(model="m", store_dir="s", transport="ipc", device="cuda", gpus_per_rank=1.0)
+    spec = trainer_spec(transport="ipc", device="cuda")
     for rank in range(PLAN.gpus):
         options = resources(spec, rank, PLAN)
         place = options["scheduling_strategy"]

@@ -1,43 +1,71 @@
+"""In which order replicas are tried."""
+
+import random
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.request_headers import Demand
-from deployments.router.policy import Candidate, rank
+from deployments.router.policy import Candidate, order_candidates
 
 FLEET = [Candidate(replica_id=f"r{i}", version=5, admitted=True) for i in range(5)]
 
 
-def flat(ranks: list[list[str]]) -> list[str]:
-    return [name for group in ranks for name in group]
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    random.seed(0)
 
 
-def test_replicas_that_are_not_admitted_are_left_out_and_those_that_have_refused_come_last() -> None:
-    fleet = [*FLEET[:2], Candidate(replica_id="new", version=5, admitted=False)]
-    assert flat(rank(fleet, Demand(refused=("r0",)))) == ["r1", "r0"]
-    assert rank(fleet[2:], Demand()) == []
+def flat(groups: list[list[str]]) -> list[str]:
+    return [replica_id for group in groups for replica_id in group]
 
 
-def test_fresh_replicas_come_before_those_that_are_behind() -> None:
+def test_replicas_that_are_not_admitted_are_left_out() -> None:
+    joiner = Candidate(replica_id="new", version=5, admitted=False)
+    assert order_candidates([joiner, FLEET[0]], Demand()) == [["r0"]]
+    assert order_candidates([joiner], Demand()) == []
+
+
+def test_replicas_that_refused_the_request_come_last() -> None:
+    assert order_candidates(FLEET[:2], Demand(refused=("r0",))) == [["r1"], ["r0"]]
+    old = Candidate(replica_id="old", version=4, admitted=True)
+    demand = Demand(min_version=5, refused=("r0",))
+    assert order_candidates([*FLEET[:2], old], demand) == [["r1"], ["old"], ["r0"]]
+
+
+def test_current_replicas_come_before_those_that_are_behind() -> None:
     fleet = [Candidate(replica_id="old", version=4, admitted=True), *FLEET[:1]]
-    assert rank(fleet, Demand(min_version=5)) == [["r0"], ["old"]]
+    assert order_candidates(fleet, Demand(min_version=5)) == [["r0"], ["old"]]
 
 
 def test_without_a_session_two_are_drawn() -> None:
-    drawn = {tuple(sorted(rank(FLEET, Demand())[0])) for _ in range(200)}
-    assert all(len(pair) == 2 for pair in drawn) and len(drawn) > 5
+    drawn = Counter(frozenset(order_candidates(FLEET, Demand())[0]) for _ in range(1000))
+    assert {len(pair) for pair in drawn} == {2}
+    assert len(drawn) == 10, "every pair of five"
+
+
+def test_the_less_loaded_of_two_comes_first_by_the_larger_of_both_counts() -> None:
+    busy = Candidate(replica_id="busy", version=5, admitted=True, in_flight=3)
+    idle = Candidate(replica_id="idle", version=5, admitted=True, in_flight=2)
+    assert order_candidates([busy, idle], Demand()) == [["idle", "busy"]]
+    # The router has sent requests since the replica's last report.
+    assert order_candidates([busy, idle], Demand(in_flight={"idle": 4})) == [["busy", "idle"]]
+    assert order_candidates([busy, idle], Demand(in_flight={"idle": 1})) == [["idle", "busy"]]
 
 
 @given(st.text(min_size=1, max_size=20))
-def test_a_session_keeps_its_home_while_it_is_there(session: str) -> None:
+def test_a_session_stays_on_its_replica_while_that_is_there(session: str) -> None:
     demand = Demand(session_id=session)
-    home, *others = flat(rank(FLEET, demand))
-    assert flat(rank(list(reversed(FLEET)), demand))[0] == home
-    for gone in others:  # the loss of another replica moves nobody
-        assert flat(rank([c for c in FLEET if c.replica_id != gone], demand))[0] == home
-    moved = flat(rank([c for c in FLEET if c.replica_id != home], demand))
-    assert moved == others, "and the loss of its own moves it to the next in line"
+    first, *others = flat(order_candidates(FLEET, demand))
+    assert flat(order_candidates(list(reversed(FLEET)), demand))[0] == first
+    survivors = [candidate for candidate in FLEET if candidate.replica_id != others[-1]]
+    assert flat(order_candidates(survivors, demand))[0] == first, "the loss of another changes nothing"
+    without_first = [candidate for candidate in FLEET if candidate.replica_id != first]
+    assert flat(order_candidates(without_first, demand)) == others, "its own loss moves it to the next"
 
 
 def test_sessions_spread_over_the_fleet() -> None:
-    homes = [flat(rank(FLEET, Demand(session_id=str(i))))[0] for i in range(500)]
-    assert all(60 < homes.count(candidate.replica_id) < 140 for candidate in FLEET)
+    firsts = Counter(flat(order_candidates(FLEET, Demand(session_id=str(i))))[0] for i in range(500))
+    assert {60 < firsts[candidate.replica_id] < 140 for candidate in FLEET} == {True}
