@@ -1,28 +1,55 @@
-"""A controller handle without a fleet: takes rounds in, opens what a transport sends, and commits."""
+"""A controller handle without a fleet: it opens what a transport sends, commits it, and refuses what the
+real controller refuses (a stale token, a call out of order).
 
-from collections.abc import Mapping
+Time is virtual: `takes_s` says how long a call takes, and waiting for its result moves the clock.
+"""
+
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
 
-from deployments.errors import InvalidRequest, RoundAborted
-from deployments.protocol import Lease, RoundOptions, RoundReport
+from deployments.errors import Conflict, InvalidRequest, RoundAborted, StalePublisher
+from deployments.protocol import (
+    ConnectionStatus,
+    FleetStatus,
+    Lease,
+    MemberStatus,
+    RoundOptions,
+    RoundReport,
+)
 from deployments.weights.transports.shm import open_segment
 from deployments.weights.wire.chunk_layout import parse, plan_chunks
 
+LEASE_S = 60.0
+
 
 class FakeController:
-    """Stands where a `DeploymentHandle` does: `handle.method.remote(...).result()`, or awaited."""
+    """Stands where a `DeploymentHandle` does: `handle.method.remote(...).result()`, or awaited.
+
+    Attributes for tests: `abort_next` is raised by the next close; `takes_s` has the duration of calls by
+    method; `calls` has the methods in the order in which they began.
+    """
 
     def __init__(self) -> None:
+        self.now = 0.0
+        self.takes_s: dict[str, float] = {}
         self.version = 0
         self.epoch = 1
         self.calls: list[str] = []
         self.received: dict[str, torch.Tensor] = {}
         self.stored_versions: dict[int, str] = {}
         self.abort_next: RoundAborted | None = None
-        self.connected_to: str | None = None
-        self.holder = ""
+        self.abort_reasons: list[str] = []
+        self.options: RoundOptions | None = None  # of the last round
+        self.connected_to: str | None = None  # the publisher's name
+        self.lease: Lease | None = None
+        self.open_round_id: int | None = None
+        self._connected_epoch = 0
+        self._last_token = 0
+        self._last_round_id = 0
+        self._lease_ends = 0.0
+        self._scheduled: list[tuple[float, Callable[[], object]]] = []
 
     def __getattr__(self, name: str) -> "_Method":
         if name.startswith("_"):
@@ -33,37 +60,75 @@ class FakeController:
         self.calls.append(method)
         return getattr(self, f"on_{method}")(*args)
 
-    def on_fleet(self) -> dict[str, Any]:
-        connection = None if self.connected_to is None else {"publisher": self.connected_to}
-        stored = max(self.stored_versions, default=None)
-        return {
-            "epoch": self.epoch,
-            "workers": 1,
-            "committed_version": self.version,
-            "stored_version": stored,
-            "members": [],
-            "connection": connection,
-        }
+    # -- time ---------------------------------------------------------------------------------
+
+    def at(self, time: float, action: Callable[[], object]) -> None:
+        """Run `action` when the clock reaches `time`."""
+        self._scheduled.append((time, action))
+
+    def advance(self, to: float) -> None:
+        while due := sorted((each for each in self._scheduled if each[0] <= to), key=lambda each: each[0]):
+            self._scheduled.remove(due[0])
+            self.now = max(self.now, due[0][0])
+            due[0][1]()
+        self.now = max(self.now, to)
+
+    def holds(self, token: int) -> bool:
+        return self.lease is not None and self.lease.token == token and self.now < self._lease_ends
+
+    # -- the lease ----------------------------------------------------------------------------
 
     def on_acquire(self, publisher: str) -> Lease:
-        self.holder = publisher
-        return Lease(publisher=publisher, token=1, duration_s=60.0)
+        held = self.lease
+        if held is not None and held.publisher != publisher and self.holds(held.token):
+            raise Conflict(f"{held.publisher!r} publishes")
+        self.open_round_id = None
+        self._last_token += 1
+        self.lease = Lease(publisher=publisher, token=self._last_token, duration_s=LEASE_S)
+        self._lease_ends = self.now + LEASE_S
+        return self.lease
 
     def on_renew(self, token: int) -> Lease:
-        return self.on_acquire(self.holder)
+        if self.lease is None or not self.holds(token):
+            raise StalePublisher(f"token {token} is stale: last token {self._last_token}")
+        self._lease_ends = self.now + LEASE_S
+        return self.lease
 
     def on_release(self, token: int) -> None:
-        pass
+        self.on_renew(token)
+        self.open_round_id = None
+        self.lease = None
+
+    # -- rounds -------------------------------------------------------------------------------
 
     def on_connect(self, token: int, init_info: Mapping[str, Any]) -> int:
-        self.connected_to = self.holder
+        publisher = self.on_renew(token).publisher
+        if self.open_round_id is not None:
+            raise Conflict(f"cannot connect while round {self.open_round_id} is open")
+        self.connected_to, self._connected_epoch = publisher, self.epoch
         return 1
 
-    def on_open_round(self, token: int, manifest: object, options: RoundOptions) -> int:
+    def on_disconnect(self, token: int) -> dict[str, Any]:
+        self.on_renew(token)
+        self.connected_to = None
+        return {}
+
+    def on_open_round(self, token: int, options: RoundOptions) -> int:
+        publisher = self.on_renew(token).publisher
+        if self.open_round_id is not None:
+            raise Conflict(f"round {self.open_round_id} is open: close or abort it before opening another")
+        if self.connected_to != publisher or self._connected_epoch != self.epoch:
+            raise Conflict("connect before opening a round", {"connect_again": True})
         self.received = {}
-        return self.version + 1
+        self.options = options
+        self._last_round_id += 1
+        self.open_round_id = self._last_round_id
+        return self.open_round_id
 
     def on_send(self, token: int, round_id: int, payload: Mapping[str, Any]) -> None:
+        self._require_open(token, round_id)
+        if "segment" not in payload:
+            return  # not of the shm transport: nothing to read
         (chunk,) = plan_chunks(
             parse(payload["names"], payload["dtype_names"], payload["shapes"]), chunk_bytes=1 << 62
         )
@@ -72,7 +137,9 @@ class FakeController:
             data = block[entry.offset : entry.offset + entry.size_bytes].clone()
             self.received[entry.name] = data.view(entry.dtype).reshape(entry.shape)
 
-    def on_close_round(self, token: int, round_id: int, manifest: object, label: str | None) -> RoundReport:
+    def on_close_round(self, token: int, round_id: int, label: str | None) -> RoundReport:
+        self._require_open(token, round_id)
+        self.open_round_id = None
         if self.abort_next is not None:
             error, self.abort_next = self.abort_next, None
             raise error
@@ -88,7 +155,16 @@ class FakeController:
         )
 
     def on_abort_round(self, token: int, round_id: int, reason: str) -> None:
-        pass
+        self._require_open(token, round_id)
+        self.open_round_id = None
+        self.abort_reasons.append(reason)
+
+    def _require_open(self, token: int, round_id: int) -> None:
+        self.on_renew(token)
+        if round_id != self.open_round_id:
+            raise Conflict(f"round {round_id} is not open")
+
+    # -- the store, and queries ---------------------------------------------------------------
 
     def on_stored(self, version: int, path: str, label: str | None) -> None:
         self.stored_versions[version] = path
@@ -98,6 +174,46 @@ class FakeController:
             raise InvalidRequest(f"version {version} is not in the store")
         return self.stored_versions[version]
 
+    def on_fleet(self) -> FleetStatus:
+        connection = None
+        if self.connected_to is not None:
+            connection = ConnectionStatus(
+                connection_id=1,
+                publisher=self.connected_to,
+                collective=False,
+                epoch=self._connected_epoch,
+                replicas=("r0",),
+            )
+        return FleetStatus(
+            committed_version=self.version,
+            label=None,
+            stored_version=max(self.stored_versions, default=None),
+            epoch=self.epoch,
+            ready=True,
+            min_replicas=1,
+            workers=1,
+            members=(member_status("serving", self.version),),
+            round=None,
+            lease=None,
+            connection=connection,
+            store_problem=None,
+            condition=(),
+        )
+
+
+def member_status(state: str, version: int, replica_id: str = "r0") -> MemberStatus:
+    return MemberStatus(
+        replica_id=replica_id,
+        incarnation=f"{replica_id}-1",
+        state=state,
+        admitted=state == "serving",
+        version=version,
+        world_size=1,
+        silent_s=0.0,
+        pending=(),
+        reason="",
+    )
+
 
 class _Method:
     def __init__(self, controller: FakeController, name: str) -> None:
@@ -105,16 +221,35 @@ class _Method:
         self._name = name
 
     def remote(self, *args: Any) -> "_Response":
-        return _Response(lambda: self._controller.answer(self._name, *args))
+        return _Response(self._controller, self._name, args)
 
 
 class _Response:
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    """A call that began; its result is there `takes_s` later."""
+
+    def __init__(self, controller: FakeController, method: str, args: tuple[Any, ...]) -> None:
+        self._controller = controller
+        self._token = args[0] if method in ("open_round", "send") else None
+        self._ends = controller.now + controller.takes_s.get(method, 0.0)
+        self._result: Any = None
+        self._error: Exception | None = None
+        try:
+            self._result = controller.answer(method, *args)
+        except Exception as error:  # raised where the result is awaited
+            self._error = error
 
     def result(self, timeout_s: float | None = None) -> Any:
-        return self._call()
+        waited_until = self._controller.now + (self._ends if timeout_s is None else timeout_s)
+        if waited_until < self._ends:
+            self._controller.advance(waited_until)
+            raise TimeoutError
+        self._controller.advance(self._ends)
+        if self._error is not None:
+            raise self._error
+        if self._token is not None and not self._controller.holds(self._token):
+            raise RoundAborted("round aborted: the lease expired")
+        return self._result
 
-    def __await__(self) -> Any:
-        return self._call()
+    def __await__(self) -> Generator[None, None, Any]:
         yield
+        return self.result()

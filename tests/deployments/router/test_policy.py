@@ -22,6 +22,10 @@ def flat(groups: list[list[str]]) -> list[str]:
     return [replica_id for group in groups for replica_id in group]
 
 
+def without(replica_id: str) -> list[Candidate]:
+    return [candidate for candidate in FLEET if candidate.replica_id != replica_id]
+
+
 def test_replicas_that_are_not_admitted_are_left_out() -> None:
     joiner = Candidate(replica_id="new", version=5, admitted=False)
     assert order_candidates([joiner, FLEET[0]], Demand()) == [["r0"]]
@@ -60,10 +64,9 @@ def test_a_session_stays_on_its_replica_while_that_is_there(session: str) -> Non
     demand = Demand(session_id=session)
     first, *others = flat(order_candidates(FLEET, demand))
     assert flat(order_candidates(list(reversed(FLEET)), demand))[0] == first
-    survivors = [candidate for candidate in FLEET if candidate.replica_id != others[-1]]
-    assert flat(order_candidates(survivors, demand))[0] == first, "the loss of another changes nothing"
-    without_first = [candidate for candidate in FLEET if candidate.replica_id != first]
-    assert flat(order_candidates(without_first, demand)) == others, "its own loss moves it to the next"
+    for lost in others:
+        assert flat(order_candidates(without(lost), demand))[0] == first, "the loss of another moves nobody"
+    assert flat(order_candidates(without(first), demand)) == others, "its own loss moves it to the next"
 
 
 def test_sessions_spread_over_the_fleet() -> None:

@@ -1,37 +1,96 @@
-from typing import Any
+"""When the trainer publishes because the committed version exists nowhere."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
-from deployments.trainer.lost_version import is_lost
+from deployments.errors import FleetUnavailable
+from deployments.protocol import FleetStatus, RoundStatus
+from deployments.trainer.lost_version import CONFIRMATIONS, is_lost, watch
+from tests.deployments.fake_controller import FakeController, member_status
+
+ROUND = RoundStatus(round_id=5, version=5, label=None, phase="open", age_s=1.0, participants=("r0",))
 
 
 def fleet(
-    *members: tuple[str, int], committed: int = 4, stored: int | None = 3, **fields: Any
-) -> dict[str, Any]:
-    return {
-        "committed_version": committed,
-        "stored_version": stored,
-        "round": None,
-        "members": [
-            {"state": state, "version": version, "admitted": state == "serving"} for state, version in members
-        ],
-        **fields,
-    }
+    *members: tuple[str, int],
+    committed: int = 4,
+    stored: int | None = 3,
+    current_round: RoundStatus | None = None,
+) -> FleetStatus:
+    return replace(
+        FakeController().on_fleet(),
+        committed_version=committed,
+        stored_version=stored,
+        round=current_round,
+        members=tuple(
+            member_status(state, version, f"r{index}") for index, (state, version) in enumerate(members)
+        ),
+    )
+
+
+LOST = fleet(("joining", 3), ("joining", 3))
+SERVED = fleet(("serving", 4))
 
 
 @pytest.mark.parametrize(
-    ("state", "lost"),
+    ("status", "lost"),
     [
-        (fleet(("joining", 3), ("joining", 3)), True),
+        (LOST, True),
         (fleet(("joining", 0), stored=None), True),
         (fleet(("joining", 3), ("fenced", 3)), True),
         (fleet(("joining", 3), stored=4), False),  # it catches up from the store
-        (fleet(("joining", 3), ("serving", 4)), False),  # one still has it, and the store may be on its way
+        (fleet(("joining", 3), ("serving", 4)), False),  # one has it, and may be writing it to the store
         (fleet(("joining", 4)), False),  # about to be admitted
-        (fleet(("joining", 0), committed=0, stored=None), False),  # the first version is the checkpoint
-        (fleet(), False),  # nobody waits
-        (fleet(("joining", 3), round={"round_id": 5}), False),  # the round brings a newer one
+        (fleet(("joining", 0), committed=0, stored=None), False),  # version 0 is the checkpoint
+        (fleet(), False),  # no replica waits
+        (fleet(("joining", 3), current_round=ROUND), False),  # the round brings a newer version
     ],
 )
-def test_a_version_is_lost_when_joiners_wait_for_what_nobody_has(state: dict[str, Any], lost: bool) -> None:
-    assert is_lost(state) is lost
+def test_a_version_is_lost_when_joiners_wait_for_what_nobody_has(status: FleetStatus, lost: bool) -> None:
+    assert is_lost(status) is lost
+
+
+async def labels_published(statuses: Sequence[FleetStatus | Exception], publish_fails: int = 0) -> list[str]:
+    """What `watch` publishes while the controller gives these answers, one per check."""
+    answers: Iterator[FleetStatus | Exception] = iter(statuses)
+    published: list[str] = []
+    exhausted = asyncio.Event()
+
+    async def status() -> FleetStatus:
+        answer = next(answers, None)
+        if answer is None:
+            exhausted.set()
+            await asyncio.Event().wait()
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer is not None
+        return answer
+
+    async def publish(label: str) -> None:
+        published.append(label)
+        if len(published) <= publish_fails:
+            raise FleetUnavailable("no replica is registered")
+
+    watching = asyncio.create_task(watch(status, publish, period_s=0.0))
+    await exhausted.wait()
+    watching.cancel()
+    return published
+
+
+async def test_a_version_that_is_lost_in_several_checks_in_a_row_is_published_anew() -> None:
+    assert await labels_published([LOST] * CONFIRMATIONS) == ["version 4 was lost"]
+    assert await labels_published([LOST] * (CONFIRMATIONS - 1)) == []
+
+
+async def test_a_store_that_is_written_in_time_needs_no_new_version() -> None:
+    assert await labels_published([LOST, LOST, SERVED, LOST, LOST]) == []
+
+
+async def test_the_watch_survives_an_unreachable_controller_and_a_failed_round() -> None:
+    unreachable = FleetUnavailable("the controller is away")
+    checks: list[FleetStatus | Exception] = [LOST, LOST, unreachable, LOST]
+    assert await labels_published(checks) == ["version 4 was lost"], "a missed check resets nothing"
+    assert await labels_published([LOST] * 6, publish_fails=1) == ["version 4 was lost"] * 2

@@ -1,0 +1,154 @@
+"""A publisher's rounds and its lease, on a virtual clock."""
+
+import pytest
+
+from deployments.errors import Conflict, RoundAborted, StalePublisher
+from deployments.protocol import CommitMode, RoundOptions
+from deployments.trainer.fleet_client import CALL_TIMEOUT_S, FleetWeightSyncClient
+from tests.deployments.fake_controller import LEASE_S, FakeController
+
+OPTIONS = RoundOptions(commit=CommitMode.ROLLING)
+ONE_ROUND = ["acquire", "connect", "open_round", "send", "close_round", "release"]
+
+
+def client_of(controller: FakeController, publisher: str = "trainer") -> FleetWeightSyncClient:
+    return FleetWeightSyncClient(controller, publisher, OPTIONS, clock=lambda: controller.now)
+
+
+def run_round(client: FleetWeightSyncClient) -> None:
+    client.init_weight_transfer_engine({"world_size": 2})
+    client.start_weight_update()
+    client.update_weights({"chunk": 0})
+    client.finish_weight_update()
+
+
+def test_a_round_is_four_calls_under_one_lease_that_is_released_at_the_end() -> None:
+    controller = FakeController()
+    client = client_of(controller)
+    client.label = "step-1"
+    run_round(client)
+    assert controller.calls == ONE_ROUND
+    assert controller.options is OPTIONS
+    assert client.report is not None
+    assert (client.report.version, client.report.label) == (1, "step-1")
+    assert controller.lease is None
+
+
+def test_the_next_round_takes_a_new_lease_and_needs_no_new_connection() -> None:
+    controller = FakeController()
+    client = client_of(controller)
+    run_round(client)
+    reports = [client.report]
+    client.start_weight_update()
+    reports.append(client.report)
+    client.finish_weight_update()
+    reports.append(client.report)
+    assert controller.calls[len(ONE_ROUND) :] == ["acquire", "open_round", "close_round", "release"]
+    assert [None if report is None else report.version for report in reports] == [1, None, 2]
+
+
+def test_a_version_that_vllm_states_takes_precedence_over_the_label() -> None:
+    controller = FakeController()
+    client = client_of(controller)
+    client.label = "mine"
+    client.init_weight_transfer_engine({})
+    client.start_weight_update()
+    client.finish_weight_update("vllm's")
+    assert client.report is not None and client.report.label == "vllm's"
+
+
+@pytest.mark.parametrize("method", ["connect", "open_round", "send", "close_round"])
+def test_the_lease_is_renewed_while_a_call_outlasts_it(method: str) -> None:
+    controller = FakeController()
+    controller.takes_s[method] = 2.5 * LEASE_S
+    client = client_of(controller)
+    run_round(client)
+    assert client.report is not None and client.report.phase == "committed"
+    assert controller.now == 2.5 * LEASE_S
+    renewed = controller.calls.index(method) + 1
+    assert controller.calls[renewed : renewed + 7] == ["renew"] * 7, "three times per duration of the lease"
+    assert [call for call in controller.calls if call != "renew"] == ONE_ROUND
+
+
+def test_a_lease_that_is_lost_while_a_call_runs_raises_stale_publisher() -> None:
+    controller = FakeController()
+    controller.takes_s["send"] = LEASE_S
+    client = client_of(controller)
+    client.init_weight_transfer_engine({})
+    client.start_weight_update()
+    # A restarted trainer acquires under the same name.
+    controller.at(30.0, lambda: controller.answer("acquire", "trainer"))
+    with pytest.raises(StalePublisher, match="token 1 is stale"):
+        client.update_weights({})
+    assert controller.now == 40.0, "noticed by the second renewal"
+    assert client.report is None
+
+
+def test_an_old_publisher_cannot_close_its_round_under_its_successors_lease() -> None:
+    controller = FakeController()
+    old, new = client_of(controller), client_of(controller)
+    old.init_weight_transfer_engine({})
+    old.start_weight_update()
+    new.init_weight_transfer_engine({})
+    new.start_weight_update()
+    with pytest.raises(StalePublisher, match="token 1 is stale"):
+        old.finish_weight_update()
+    with pytest.raises(StalePublisher, match="token 1 is stale"):
+        old.abort("stale")
+    new.finish_weight_update()
+    assert new.report is not None and new.report.version == 1
+
+
+def test_another_publishers_lease_is_a_conflict() -> None:
+    controller = FakeController()
+    client_of(controller).init_weight_transfer_engine({})
+    with pytest.raises(Conflict, match="'trainer' publishes"):
+        client_of(controller, "other").init_weight_transfer_engine({})
+
+
+def test_a_round_without_a_connection_is_a_conflict() -> None:
+    with pytest.raises(Conflict, match="connect before opening a round"):
+        client_of(FakeController()).start_weight_update()
+
+
+def test_abort_ends_the_open_round_and_releases_the_lease() -> None:
+    controller = FakeController()
+    client = client_of(controller)
+    client.init_weight_transfer_engine({})
+    client.start_weight_update()
+    client.abort("the trainer ran out of memory")
+    assert controller.abort_reasons == ["the trainer ran out of memory"]
+    assert controller.open_round_id is None and controller.lease is None
+    run_round(client)
+    assert controller.version == 1
+
+
+def test_abort_without_a_round_only_releases_the_lease() -> None:
+    controller = FakeController()
+    client = client_of(controller)
+    client.init_weight_transfer_engine({})
+    client.abort("not needed")
+    assert controller.calls == ["acquire", "connect", "release"]
+    client.abort("not needed")
+    assert controller.calls == ["acquire", "connect", "release"], "no lease, no call"
+
+
+def test_a_round_that_the_controller_aborted_is_not_open_and_the_lease_is_released_all_the_same() -> None:
+    controller = FakeController()
+    controller.abort_next = RoundAborted("replicas disagree")
+    client = client_of(controller)
+    with pytest.raises(RoundAborted, match="replicas disagree"):
+        run_round(client)
+    with pytest.raises(Conflict, match="round 1 is not open"):
+        client.abort("replicas disagree")
+    assert controller.lease is None
+    assert client.report is None
+
+
+def test_a_call_to_a_controller_that_does_not_answer_ends_with_a_timeout() -> None:
+    controller = FakeController()
+    controller.takes_s["close_round"] = 10 * CALL_TIMEOUT_S
+    client = client_of(controller)
+    with pytest.raises(TimeoutError):
+        run_round(client)
+    assert controller.now == CALL_TIMEOUT_S
