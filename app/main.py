@@ -12,7 +12,8 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from app.http.ingress import Ingress
-from app.settings.config import AppConfig, Device, Placement
+from app.settings.config import AppConfig
+from app.settings.devices import Device, Placement
 from app.settings.engine_args import check_engine_args
 from app.settings.gpus import check_gpus, slot_plan
 from app.settings.models import resolve_model
@@ -162,9 +163,9 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
     return EngineSpec(
         model=model,
         served_model_name=args.public_model_name,
-        backend=backend(args.weights.transport.value, args.weights.staging.value),
+        backend=backend(args.weights.transport, args.weights.staging.value),
         staging=args.weights.staging.value,
-        staging_share=args.weights.chosen_staging_share,
+        staging_share=args.weights.effective_staging_share,
         arguments=arguments,
     )
 

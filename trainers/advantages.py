@@ -1,4 +1,4 @@
-"""How good each answer of a group was, compared with the others that answered the same prompt."""
+"""Advantages: the reward of each answer relative to the other answers to the same prompt."""
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -7,6 +7,8 @@ import torch
 
 
 class AdvantageEstimator(StrEnum):
+    """The formula for advantages; the functions below have the sources."""
+
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
     RLOO = "rloo"
@@ -25,7 +27,7 @@ def centred(rewards: torch.Tensor) -> torch.Tensor:
     """r - mean within the group; float [G] -> float [G].
 
     Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-Like Training", https://arxiv.org/abs/2503.20783:
-    dividing by the standard deviation makes prompts that are nearly all right or all wrong count more.
+    dividing by the standard deviation gives more weight to prompts that are nearly always or never solved.
     """
     return rewards - rewards.mean()
 
@@ -52,14 +54,14 @@ def group_advantages(
     """Advantages of one group of answers to one prompt; all zero if all rewards are equal.
 
     Raises:
-        ValueError: fewer than two rewards (there is nothing to compare with), or one is not finite.
+        ValueError: fewer than two rewards (there is nothing to compare with), or one that is not finite.
     """
     if len(rewards) < 2:
         raise ValueError(f"a group needs at least 2 rewards, got {len(rewards)}")
     group = torch.tensor(rewards, dtype=torch.float64)
     if not bool(torch.isfinite(group).all()):
         raise ValueError(f"rewards must be finite numbers, got {list(rewards)}")
-    # Equal rewards differ from their mean by rounding, which a tiny deviation would blow up.
+    # Equal rewards differ from their mean by rounding errors, which division by a tiny deviation amplifies.
     if bool((group == group[0]).all()):
         return [0.0] * len(rewards)
     return [float(value) for value in ESTIMATORS[estimator](group)]

@@ -1,17 +1,17 @@
-"""From trajectories of any length to padded tensors and micro-batches of bounded size.
+"""Batching: from trajectories of any length to padded tensors and micro-batches of bounded size.
 
-Answers to one prompt share it: a row is a prompt and up to G answers side by side, which see the
-prompt and themselves but not each other, at the positions they would have alone. With eight answers
-of a few tokens to a prompt of a hundred, this is a sixth of the work of eight separate rows, and
-the same numbers. Prompts are padded on the left and answers on the right, so that every answer
-starts in the same column of every row. One selection of the logits then holds every answer token of
-the batch, and none are computed for prompts (they would be the largest tensor of a step).
+Answers to one prompt can share it: a row is a prompt and up to G answers side by side, which attend to
+the prompt and to themselves but not to each other, at the positions they would have alone. With eight
+answers of a few tokens to a prompt of a hundred, this is a sixth of the work of eight separate rows,
+with the same result. Prompts are padded on the left and answers on the right, so every answer starts in
+the same column of every row. One selection of columns then has every answer token of the batch, and no
+logits are computed for prompts (they would be the largest tensor of a step).
 
     columns   0 ............ P-1 | P ...... P+T-1 | P+T ... P+2T-1
     row 0     pad pad p0 p1 p2   | r0 r1 r2 pad   | s0 s1 pad pad
     row 1     p0  p1  p2 p3 p4   | r0 pad pad pad | pad pad pad pad
 
-With G = 1 that is the plain layout, whose mask any attention kernel takes.
+With G = 1 this is the plain layout, whose mask every attention kernel accepts.
 """
 
 import math
@@ -29,7 +29,7 @@ Row = tuple[int, ...]  # indices of trajectories with one prompt
 class TokenBatch:
     """Padded tensors of R rows: P prompt columns, then G answers of T columns; L = P + G * T.
 
-    Answer g of row r is entry r * G + g of everything whose first dimension is R * G. An empty place
+    Answer g of row r is entry r * G + g of every tensor whose first dimension is R * G. An unused slot
     is an answer without tokens.
     """
 
@@ -44,7 +44,7 @@ class TokenBatch:
 
 
 def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool) -> list[Row]:
-    """Which trajectories share a row: those with the same prompt, as many as fit into the budget."""
+    """Group trajectories into rows: those with the same prompt, as many as the budget allows."""
     if not share_prompts:
         return [(index,) for index in range(len(trajectories))]
     rows: list[Row] = []
@@ -53,18 +53,21 @@ def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_pr
         groups.setdefault(trajectory.prompt_token_ids, []).append(index)
     for prompt, members in groups.items():
         longest = max(len(trajectories[index].token_ids) for index in members)
-        places = max(1, (token_budget - len(prompt)) // longest)
-        rows += [tuple(members[i : i + places]) for i in range(0, len(members), places)]
+        slots = max(1, (token_budget - len(prompt)) // longest)
+        rows += [tuple(members[i : i + slots]) for i in range(0, len(members), slots)]
     return rows
 
 
 def plan_micro_batches(
     trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = False
 ) -> list[list[Row]]:
-    """Rows that fit together into `token_budget` padded tokens, a micro-batch each.
+    """Micro-batches: lists of rows that together have at most `token_budget` padded tokens.
 
-    Longest first, so that similar lengths meet and little is padding. A trajectory that is longer
-    than the budget gets a micro-batch of its own.
+    Rows are packed longest first, so rows of similar length share a micro-batch and need little padding.
+    A trajectory longer than the budget gets its own micro-batch.
+
+    Raises:
+        ValueError: the budget is not positive.
     """
     if token_budget <= 0:
         raise ValueError(f"token_budget must be positive, got {token_budget}")
@@ -74,8 +77,8 @@ def plan_micro_batches(
         return len(trajectories[row[0]].prompt_token_ids), len(row), longest
 
     def size(measures: Iterable[tuple[int, int, int]]) -> int:
-        prompt, places, longest = (max(column) for column in zip(*measures, strict=True))
-        return prompt + places * longest
+        prompt, slots, longest = (max(column) for column in zip(*measures, strict=True))
+        return prompt + slots * longest
 
     rows = plan_rows(trajectories, token_budget=token_budget, share_prompts=share_prompts)
     plan: list[list[Row]] = []
@@ -91,11 +94,14 @@ def plan_micro_batches(
 
 
 def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> list[tuple[list[Row], bool]]:
-    """The micro-batches of one rank, each with whether it counts.
+    """The micro-batches of one rank, each with a flag: false if it must not contribute to the loss.
 
-    Every rank gets as many as every other: a sharded model gathers its layers in every forward and
-    backward, so a rank that runs one less leaves the others waiting for good. What is missing is
-    filled with a micro-batch that is run but does not count.
+    Every rank gets the same number: a sharded model gathers its layers in every forward and backward,
+    so a rank with fewer would leave the others blocked in a collective. A rank that is short of one
+    runs a filler, which contributes nothing.
+
+    Raises:
+        ValueError: the plan is empty.
     """
     if not plan:
         raise ValueError("a plan needs at least one micro-batch, got none")
@@ -108,7 +114,11 @@ def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> l
 def collate(
     trajectories: Sequence[Trajectory], rows: Sequence[Row], *, pad_token_id: int, device: torch.device
 ) -> TokenBatch:
-    """Pad rows of trajectories to one rectangle, see the module's picture."""
+    """Pad rows of trajectories to one rectangle, see the picture in the module's docstring.
+
+    Raises:
+        ValueError: there are no rows.
+    """
     if not rows:
         raise ValueError("collate needs at least one row, got none")
     P = max(len(trajectories[row[0]].prompt_token_ids) for row in rows)
@@ -121,10 +131,10 @@ def collate(
     advantages = torch.zeros(len(rows), G)
     for r, row in enumerate(rows):
         prompt = trajectories[row[0]].prompt_token_ids
-        _put(input_ids[r], real[r], positions[r], prompt, column=P - len(prompt), position=0)
+        _write(input_ids[r], real[r], positions[r], prompt, column=P - len(prompt), position=0)
         for g, index in enumerate(row):
             answer = trajectories[index]
-            _put(
+            _write(
                 input_ids[r], real[r], positions[r], answer.token_ids, column=P + g * T, position=len(prompt)
             )
             rollout_logprobs[r, g, : len(answer.token_ids)] = torch.tensor(answer.logprobs)
@@ -141,7 +151,7 @@ def collate(
     )
 
 
-def _put(
+def _write(
     ids: torch.Tensor,
     real: torch.Tensor,
     positions: torch.Tensor,
@@ -150,24 +160,24 @@ def _put(
     column: int,
     position: int,
 ) -> None:
-    where = slice(column, column + len(tokens))
-    ids[where] = torch.tensor(tokens)
-    real[where] = True
-    positions[where] = torch.arange(position, position + len(tokens))
+    columns = slice(column, column + len(tokens))
+    ids[columns] = torch.tensor(tokens)
+    real[columns] = True
+    positions[columns] = torch.arange(position, position + len(tokens))
 
 
 def _side_by_side(real: torch.Tensor, P: int, G: int, T: int) -> torch.Tensor:
-    """Who sees whom, bool [R, 1, L, L]: causal, and an answer never sees another answer."""
+    """The attention mask, bool [R, 1, L, L]: causal, and no answer attends to another answer."""
     length = P + G * T
     segment = torch.cat([torch.zeros(P, dtype=torch.int64), 1 + torch.arange(G).repeat_interleave(T)])
-    related = (segment[:, None] == segment[None, :]) | (segment[None, :] == 0)
-    allowed = related & torch.ones(length, length, dtype=torch.bool).tril()
-    # A padded column sees itself: a softmax over nothing is NaN, and NaN spreads through gradients.
+    visible = (segment[:, None] == segment[None, :]) | (segment[None, :] == 0)
+    allowed = visible & torch.ones(length, length, dtype=torch.bool).tril()
+    # A padded column attends to itself: a softmax over nothing is NaN, and NaN spreads through gradients.
     return (allowed & real[:, None, None, :]) | torch.eye(length, dtype=torch.bool)
 
 
 def _predictors(P: int, G: int, T: int) -> torch.Tensor:
-    """The first token of every answer is predicted by the prompt's last column."""
+    """int64 [G * T]; the prompt's last column predicts the first token of every answer."""
     columns = P + torch.arange(G * T).reshape(G, T) - 1
     columns[:, 0] = P - 1
     return columns.reshape(-1)

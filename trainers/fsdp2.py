@@ -1,8 +1,8 @@
 """FSDP2: a policy's layers sharded over the ranks of a process group.
 
-Each decoder layer is one unit (`fully_shard`), the rest is the root's: a forward or backward holds
-one gathered layer at a time. Every rank must run the same sequence of forwards, backwards and
-parameter reads, because each of them gathers.
+Each decoder layer is one unit (`fully_shard`), everything else belongs to the root unit: a forward or
+backward pass has one gathered layer in memory at a time. Every rank must run the same sequence of
+forwards, backwards and parameter reads, because each of them gathers.
 """
 
 import torch
@@ -23,13 +23,13 @@ def shard_policy(
     """Shard the policy's model in place; call on every rank, before its optimizer is built.
 
     Args:
-        device: where the shards go; by default where the model is. A model in host memory moves there
-            layer by layer, so that no device ever holds a whole copy.
+        device: the device of the shards; by default the model's. A model in host memory is moved
+            layer by layer, so no device ever holds a full copy.
         mesh: one-dimensional; by default all ranks of the default process group.
         compute_dtype: of gathered parameters in forward and backward; gradients are reduced in float32.
 
     Raises:
-        ValueError: no process group, or a model in which no stack of layers is found.
+        ValueError: there is no process group, or the model has no list of layers.
     """
     if not dist.is_initialized():
         raise ValueError("FSDP2 needs torch.distributed.init_process_group to be called first")
@@ -46,7 +46,11 @@ def shard_policy(
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of every outermost `layers` list: what is sharded as one unit each."""
+    """The members of every `layers` list; each is sharded as one unit.
+
+    Raises:
+        ValueError: the model has no list of layers.
+    """
     layers = [
         layer
         for name, module in model.named_modules()

@@ -3,44 +3,37 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trainers.batching import Row, TokenBatch, collate, plan_micro_batches, share_of_rank
-from trainers.losses import LossConfig, LossTerms, policy_loss, token_weights
-from trainers.optimizer import OptimizerConfig, build_optimizer, learning_rate_factor
+from trainers.losses import LossTerms, policy_loss, token_weights
+from trainers.optimizer import build_optimizer, learning_rate_factor
 from trainers.policy import Policy
+from trainers.settings import LearnerConfig
 from trainers.trajectory import Trajectory
 
 Metrics = dict[str, float | int | bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerConfig:
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    max_grad_norm: float = 1.0
-    micro_batch_tokens: int = 4096  # padded tokens of one forward: bounds the memory of activations
-    updates_per_step: int = 1  # optimizer steps over the same batch; the clip matters from the second on
-    share_prompts: bool = True  # where the model's attention can, see trainers.batching
-    with_entropy: bool = True
-
-
 class Learner:
     """A policy and its optimizer.
 
-    On several ranks each takes its share of the micro-batches; every rank must call `step` with the
-    same trajectories, because all of them join the collectives inside.
+    Each rank processes its share of the micro-batches. Every rank must call `step` with the same
+    trajectories, because the collectives inside need all ranks.
+
+    Raises:
+        ValueError: a reference policy without a KL coefficient, or a coefficient without a reference.
     """
 
     def __init__(self, policy: Policy, config: LearnerConfig, *, reference: Policy | None = None) -> None:
         if (reference is not None) != (config.loss.kl_coefficient != 0.0):
             raise ValueError(
                 "a reference policy is needed if and only if loss.kl_coefficient is not 0, "
-                f"got kl_coefficient {config.loss.kl_coefficient} and {'a' if reference else 'no'} reference"
+                f"got kl_coefficient {config.loss.kl_coefficient} and "
+                f"{'no' if reference is None else 'a'} reference"
             )
         self.policy = policy
         self.config = config
@@ -51,10 +44,10 @@ class Learner:
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
 
     def step(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """Change the weights once (`updates_per_step` times) by the policy loss of these trajectories.
+        """Run `updates_per_step` optimizer steps on the policy loss of these trajectories.
 
-        A loss or gradient that is not finite changes nothing: `skipped` is true in the metrics, and
-        the schedule does not advance.
+        An update whose loss or gradient is not finite is not applied: `skipped` is true in the metrics,
+        and the schedule does not advance.
 
         Raises:
             ValueError: there are no trajectories.
@@ -74,9 +67,9 @@ class Learner:
         return metrics | {"step": self.steps_done, "step_s": time.perf_counter() - started}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a restarted learner needs besides the weights: optimizer, schedule, step.
+        """Everything besides the weights that a restarted learner needs: optimizer, schedule, step.
 
-        Under FSDP2 the moments in it are this rank's shards: save it once a rank.
+        Under FSDP2 its moments are this rank's shards: every rank saves its own.
         """
         return {
             "optimizer": self._optimizer.state_dict(),
@@ -85,12 +78,18 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned on the same rank."""
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         self.steps_done = state["steps_done"]
 
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
-        """Go on from a step other than that of the optimizer's state: the schedule is set to it."""
+        """Continue from another step than the optimizer's state has: the schedule is set to that step.
+
+        Args:
+            steps_done: steps that the current weights have had.
+            keep_moments: whether AdamW's moments are kept; else they start at zero.
+        """
         factor = learning_rate_factor(self.config.optimizer)(steps_done)
         if not keep_moments:
             self._optimizer.state.clear()
@@ -105,7 +104,7 @@ class Learner:
     def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[TokenBatch, bool]]:
         plan: list[list[Row]] = plan_micro_batches(
             trajectories,
-            token_budget=self.config.micro_batch_tokens,
+            token_budget=self.config.max_tokens_per_microbatch,
             share_prompts=self.config.share_prompts and self.policy.can_share_prompts,
         )
         pad, device = self.policy.pad_token_id, self.policy.device
@@ -128,15 +127,15 @@ class Learner:
         terms: list[LossTerms] = []
         entropy = 0.0
         for number, (batch, counts) in enumerate(micro_batches):
-            scores = self.policy.scores(batch, with_entropies=self.config.with_entropy)
+            scores = self.policy.scores(batch, with_entropies=True)
             before = old[number] if old is not None else None
             term = self._loss(batch, scores.logprobs, before, total_tokens, len(trajectories))
-            # A sharded model averages gradients over ranks; the loss is normalised over all of them.
+            # FSDP2 averages gradients over ranks, but the loss is normalised over all ranks: scale it back.
             (term.loss * (self._world_size if counts else 0.0)).backward()
             if counts:
                 terms.append(term)
-                if scores.entropies is not None:
-                    entropy += float(scores.entropies[batch.response_mask].sum())
+                assert scores.entropies is not None
+                entropy += float(scores.entropies[batch.response_mask].sum())
         return self._apply(self._over_ranks(LossTerms.sums(terms) | {"entropy": entropy}))
 
     def _loss(
@@ -149,7 +148,7 @@ class Learner:
         counts = batch.response_mask.sum(dim=1).clamp(min=1)
         return policy_loss(
             logprobs=logprobs,
-            # With one update the policy has not moved yet: old is current, the ratio is 1.
+            # With one update per step the policy is still the old one: the ratio is 1.
             old_logprobs=logprobs.detach() if old is None else old,
             rollout_logprobs=batch.rollout_logprobs,
             advantages=batch.advantages,
@@ -167,7 +166,7 @@ class Learner:
         return dict(zip(sums, values.tolist(), strict=True))
 
     def _apply(self, sums: dict[str, float]) -> Metrics:
-        """Clip the gradient and let the optimizer step, unless something is not finite."""
+        """Clip the gradient and step the optimizer, unless the loss or the gradient is not finite."""
         norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         learning_rate = float(self._schedule.get_last_lr()[0])

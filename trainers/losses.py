@@ -1,69 +1,49 @@
-"""The policy loss: PPO's clipped surrogate, corrected for what the rollout engine really sampled.
+"""The policy loss: PPO's clipped surrogate with truncated importance weights.
 
-Three policies are in play. *current* is what is being optimised, *old* is the trainer's model at the
-beginning of the step, and *rollout* is what the inference engine sampled from: older weights, and
-other kernels even for the same weights. The clip bounds current / old; the truncated importance
-weight min(old / rollout, cap) accounts for the rest.
+It involves three policies. *current* is being optimised, *old* is the trainer's model at the beginning
+of the step, and *rollout* is the one that the inference engine sampled from: older weights, and other
+kernels even with the same weights. The clip bounds current / old; the truncated importance weight
+min(old / rollout, cap) corrects the remaining difference.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Self
 
 import torch
 
-
-class Aggregation(StrEnum):
-    """What one token counts in the loss of a batch.
-
-    TOKEN: every token of the batch counts the same (DAPO: Yu et al. 2025,
-    https://arxiv.org/abs/2503.14476, section 3.3). SEQUENCE: every answer counts the same, whatever
-    its length (GRPO: https://arxiv.org/abs/2402.03300). CONSTANT: the sum divided by answers times
-    `max_tokens`, so that length does not enter at all (Dr. GRPO: https://arxiv.org/abs/2503.20783).
-    """
-
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-    CONSTANT = "constant"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossConfig:
-    clip_low: float = 0.2
-    clip_high: float = 0.2  # DAPO's "clip higher" is 0.28
-    importance_cap: float = 2.0
-    kl_coefficient: float = 0.0  # 0 switches the reference model off: it is not even loaded
-    aggregation: Aggregation = Aggregation.TOKEN
-    max_tokens: int = 1024  # for Aggregation.CONSTANT
+from trainers.settings import Aggregation, LossConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """The loss of a micro-batch, and sums over its tokens that metrics are made of (detached)."""
+    """The loss of a micro-batch (with gradient), and detached sums over its tokens for metrics; all 0-d."""
 
     loss: torch.Tensor
     tokens: torch.Tensor
     importance: torch.Tensor  # old / rollout, before the cap
     ratio: torch.Tensor  # current / old
-    clipped: torch.Tensor  # tokens whose gradient the clip took away
-    truncated: torch.Tensor  # tokens whose importance weight hit the cap
+    clipped: torch.Tensor  # tokens without gradient because of the clip
+    truncated: torch.Tensor  # tokens whose importance weight exceeds the cap
     rollout_kl: torch.Tensor  # KL(rollout || old)
 
     @classmethod
-    def sums(cls, terms: "list[Self]") -> dict[str, float]:
+    def sums(cls, terms: Iterable[Self]) -> dict[str, float]:
+        """Sums over micro-batches, by field name."""
         names = ("loss", "tokens", "importance", "ratio", "clipped", "truncated", "rollout_kl")
-        return {name: sum(float(getattr(term, name).detach()) for term in terms) for name in names}
+        rows = [[float(getattr(term, name).detach()) for name in names] for term in terms]
+        return {name: sum(row[i] for row in rows) for i, name in enumerate(names)}
 
 
 def token_weights(
     counts: torch.Tensor, total_tokens: int, sequences: int, config: LossConfig
 ) -> torch.Tensor:
-    """What each token of each answer counts; float [B], to be spread over the answer's tokens.
+    """The weight of each token in the loss, one number per answer; float32 [B].
 
     Args:
-        counts: tokens of each answer of this micro-batch, [B].
-        total_tokens: of the whole batch, over all micro-batches and ranks.
-        sequences: answers of the whole batch.
+        counts: tokens of each answer of this micro-batch, int64 [B].
+        total_tokens: of the batch, over all micro-batches and ranks.
+        sequences: answers of the batch, over all micro-batches and ranks.
     """
     match config.aggregation:
         case Aggregation.TOKEN:
@@ -83,7 +63,7 @@ def importance_weights(
     (the rho of V-trace); for the mismatch between rollout and training engines: Yao et al. 2025, "Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training", https://fengyao.notion.site/off-policy-rl.
     """
-    # A difference of 20 is already far above any cap; exp of more overflows into the metrics.
+    # A difference of 20 is far above any cap; a larger one would overflow in the metrics.
     weights = (old_logprobs - rollout_logprobs).detach().clamp(max=20.0).exp()
     return weights, weights.clamp(max=cap)
 
@@ -117,7 +97,9 @@ def policy_loss(
     Args:
         logprobs: of the current policy, with gradient, [B, T].
         old_logprobs, rollout_logprobs, reference_logprobs: without gradient, [B, T].
-        advantages: [B]. mask: bool [B, T], true for real tokens. weights: see `token_weights`, [B].
+        advantages: float [B].
+        mask: bool [B, T], true for real tokens.
+        weights: float [B], see `token_weights`.
     """
     ratio = (logprobs - old_logprobs).clamp(max=20.0).exp()
     importance, truncated = importance_weights(old_logprobs, rollout_logprobs, config.importance_cap)
@@ -126,9 +108,9 @@ def policy_loss(
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * signal
     per_token = -truncated * torch.minimum(plain, clipped)
     if config.kl_coefficient != 0.0:
-        assert reference_logprobs is not None
+        assert reference_logprobs is not None  # Learner checks that there is a reference
         per_token = per_token + config.kl_coefficient * k3(logprobs, reference_logprobs)
-    # where, not a product: 0 * inf of a padded column would be NaN.
+    # where, not a product: 0 * inf in a padded column would be NaN.
     per_token = torch.where(mask, per_token, 0.0)
 
     def total(values: torch.Tensor) -> torch.Tensor:

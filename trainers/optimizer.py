@@ -1,51 +1,28 @@
-"""AdamW and learning-rate schedules, torch's own."""
+"""AdamW and learning-rate schedules on torch's own implementations."""
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-
-class Schedule(StrEnum):
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE = "cosine"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerConfig:
-    learning_rate: float = 1e-6
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    schedule: Schedule = Schedule.CONSTANT
-    warmup_steps: int = 0
-    total_steps: int | None = None  # where a decaying schedule ends; required for linear and cosine
-    final_fraction: float = 0.0  # of the learning rate, at total_steps and after
+from trainers.settings import OptimizerConfig, Schedule
 
 
 def learning_rate_factor(config: OptimizerConfig) -> Callable[[int], float]:
     """The factor on the learning rate in step 0, 1, ...: a linear warm-up, then the schedule."""
-    total, warmup, schedule = config.total_steps, config.warmup_steps, Schedule(config.schedule)
-    if schedule is not Schedule.CONSTANT and (total is None or total <= warmup):
-        raise ValueError(
-            f"schedule {schedule.value!r} needs total_steps above warmup_steps ({warmup}), got {total}"
-        )
+    total, warmup = config.total_steps, config.warmup_steps
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        if schedule is Schedule.CONSTANT or total is None:
+        if config.schedule is Schedule.CONSTANT or total is None:
             return 1.0
         progress = min(1.0, (step - warmup) / (total - warmup))
-        left = 1.0 - progress
-        if schedule is Schedule.COSINE:
-            left = 0.5 * (1.0 + math.cos(math.pi * progress))
-        return config.final_fraction + (1.0 - config.final_fraction) * left
+        remaining = 1.0 - progress
+        if config.schedule is Schedule.COSINE:
+            remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return config.final_fraction + (1.0 - config.final_fraction) * remaining
 
     return factor
 

@@ -1,18 +1,19 @@
-"""The causal language model that learns: loading, log-probabilities of its answers, saving."""
+"""The causal language model that is trained: loading, log-probabilities of answers, saving."""
 
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, get_args
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainers.batching import TokenBatch
+from trainers.settings import Dtype
 from trainers.sources import load_parameters, tied_names
 
-# Copied as they are: reading and writing a tokenizer again may change it, and needs its libraries.
+# Copied unchanged: loading and saving a tokenizer may change it, and needs its libraries.
 TOKENIZER_FILES: Sequence[str] = (
     "tokenizer*",
     "chat_template*",
@@ -23,22 +24,23 @@ TOKENIZER_FILES: Sequence[str] = (
     "spiece.model",
     "generation_config.json",
 )
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What the model thinks of a batch's answers; both float32 [R * G, T], meaningless where padded."""
+    """The model's log-probabilities of a batch's answers; both float32 [R * G, T], undefined where padded."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor | None  # in nats, without gradient
 
 
 class Policy:
-    """A Hugging Face causal language model and the directory that it came from.
+    """A Hugging Face causal language model and the directory it was loaded from.
 
-    Log-probabilities are those of sampling at temperature 1, which is what vLLM reports by default
-    (`logprobs_mode: raw_logprobs`) at any temperature: roll out at 1, or they are of another policy.
+    Log-probabilities are those at temperature 1. vLLM reports the same by default, at any sampling
+    temperature (`logprobs_mode: raw_logprobs`): rollouts must sample at temperature 1, or their
+    log-probabilities are not those of the sampling policy.
     """
 
     def __init__(self, model: PreTrainedModel, directory: Path) -> None:
@@ -58,7 +60,7 @@ class Policy:
         """Read a checkpoint directory.
 
         Raises:
-            ValueError: no such directory, or a dtype that is not known.
+            ValueError: no such directory, or an unknown dtype.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -70,9 +72,9 @@ class Policy:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).to(device)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        # No dropout: the current policy must be the one whose log-probabilities are compared.
-        # Checkpointing needs train(); models of this kind differ in nothing else but dropout.
-        _without_dropout(model)
+        # No dropout: log-probabilities of different passes are compared. Gradient checkpointing needs
+        # train(), and dropout is the only thing that train() changes in models of this kind.
+        _disable_dropout(model)
         model.train(gradient_checkpointing)
         return cls(model, directory)
 
@@ -87,22 +89,22 @@ class Policy:
     @property
     def pad_token_id(self) -> int:
         pad = self.model.config.get_text_config().pad_token_id
-        return pad if pad is not None and pad >= 0 else 0  # masked everywhere: any valid id will do
+        return pad if pad is not None and pad >= 0 else 0  # masked everywhere, so any valid id works
 
     @property
     def can_share_prompts(self) -> bool:
-        """Whether its attention takes a mask of its own for each row, see `trainers.batching`."""
+        """Whether the attention accepts a separate mask per row, see `trainers.batching`."""
         config = self.model.config.get_text_config()
         windowed = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
         return config._attn_implementation == "sdpa" and not windowed
 
     @property
     def tied_names(self) -> frozenset[str]:
-        """Parameters that are another name of an earlier one; checkpoints and updates leave them out."""
+        """Names that are aliases of another parameter; checkpoints and updates leave them out."""
         return tied_names(self.model)
 
     def scores(self, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
-        """Log-probabilities of every answer token, with gradient unless the caller forbids it."""
+        """Log-probabilities of every answer token, with gradient unless gradients are disabled."""
         rows = batch.input_ids.shape[0]
         logits = self.model(
             input_ids=batch.input_ids,
@@ -117,6 +119,7 @@ class Policy:
         return TokenScores(logprobs=logprobs.reshape(batch.response_ids.shape), entropies=entropies)
 
     def copy_tokenizer(self, directory: Path) -> None:
+        """Copy the tokenizer's and the generation settings' files into another checkpoint directory."""
         for pattern in TOKENIZER_FILES:
             for file in self.directory.glob(pattern):
                 shutil.copyfile(file, directory / file.name)
@@ -128,16 +131,16 @@ class Policy:
         self.copy_tokenizer(directory)
 
     def load_weights(self, directory: Path) -> None:
-        """Replace the weights, in place, by those of another checkpoint of the same model.
+        """Copy the weights of another checkpoint of the same model into this one, in place.
 
         Raises:
-            ValueError: it is of another model; nothing has been changed then.
+            ValueError: the checkpoint is of another model; nothing has been changed then.
         """
         other = AutoModelForCausalLM.from_pretrained(directory, dtype=self.model.dtype)
         load_parameters(self.model, other.state_dict())
 
 
-def _without_dropout(model: torch.nn.Module) -> None:
+def _disable_dropout(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -147,7 +150,7 @@ def _without_dropout(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _entropies(logits: torch.Tensor) -> torch.Tensor:
-    """float [R, N, V] -> [R, N]; row by row, because it copies what is the largest tensor."""
+    """float [R, N, V] -> [R, N]; row by row, because it copies its input, the largest tensor of a step."""
     return torch.stack(
         [torch.distributions.Categorical(logits=row, validate_args=False).entropy() for row in logits]
     )

@@ -1,11 +1,11 @@
-"""What the trainer learns from: one sampled answer each, checked before it is used."""
+"""Trajectories: sampled answers with their advantages, validated before a step uses them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-MAX_NAMED = 3  # a message names this many bad trajectories, and counts the rest
+MAX_NAMED = 3  # problems that an error message names; it counts the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sampled answer, and how good it was relative to its group."""
+    """One sampled answer and its advantage within its group."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -29,7 +29,7 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """Read the wire form: the same names, lists in place of tuples.
+        """Read the JSON form: the same names, lists instead of tuples.
 
         Raises:
             ValueError: a field is missing or of the wrong type; the message names it.
@@ -65,7 +65,7 @@ def parse_trajectories(entries: Any, *, vocabulary_size: int, max_length: int) -
     """Read and check a whole batch; every problem is collected before one error is raised.
 
     Raises:
-        ValueError: with what was expected and what came, the first trajectories by number.
+        ValueError: what was expected and what came, for the first problems, with trajectory numbers.
     """
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) == 0:
         raise ValueError(f"trajectories must be a non-empty list, got {_describe(entries)}")
@@ -94,7 +94,7 @@ def _describe(value: Any) -> str:
 
 
 def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int) -> list[str]:
-    """What makes a trajectory useless for a step, a sentence each; empty if it is sound."""
+    """The reasons why a trajectory cannot be used, one sentence each; empty if it is valid."""
     found = []
     count = len(trajectory.token_ids)
     if not trajectory.prompt_token_ids:

@@ -1,55 +1,60 @@
-"""Where the tensors of a checkpoint lie in those that a model holds.
+"""Views of a checkpoint's tensors inside the tensors that a model holds.
 
-transformers' way back to a checkpoint's names is Python for every layer and copies fused experts to take
-them apart. Nearly always what comes out is a part of what went in. So the way is walked once, with
-tensors that have no content: a result that still lies in the memory of an input is a view of it, and
-from then on it is taken as one. A layer in which anything is computed has no views.
+transformers' conversion to checkpoint names runs Python code for every layer, and copies fused experts
+to split them. Nearly always the result is a slice of the input. So the conversion is traced once, on
+meta tensors: an output that shares storage with an input is recorded as a view of it, and later passes
+take the view instead of converting. A layer in which anything is computed has no views.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+
+# Tensors by their names in the model's state -> tensors by their names in its checkpoint.
+Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A tensor of the checkpoint, inside the contiguous tensor that the model holds under `held`."""
+    """A checkpoint tensor inside a contiguous tensor of the model's state."""
 
-    name: str
-    held: str
+    name: str  # in the checkpoint
+    state_name: str  # of the tensor that contains it
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int  # numbers, from the held tensor's first
+    stride: tuple[int, ...]  # in elements
+    offset: int  # in elements, from the first of the containing tensor
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+    def of(self, containing: torch.Tensor) -> torch.Tensor:
+        """The view of the tensor named `state_name`; shares its memory."""
+        return containing.as_strided(self.shape, self.stride, containing.storage_offset() + self.offset)
 
 
-def checkpoint_views(model: PreTrainedModel, held: Mapping[str, torch.Tensor]) -> list[View] | None:
-    """The views of one layer's tensors, in the order of `revert_weight_conversion`; None if it has none.
+def checkpoint_views(state: Mapping[str, torch.Tensor], convert: Convert) -> list[View] | None:
+    """The views of one layer's checkpoint tensors, in the order of `convert`.
 
     Args:
-        held: by their names in the model's state; only dtypes and shapes are read.
+        state: the layer's tensors by their names in the model's state; only dtypes and shapes are read.
+
+    Returns:
+        None if an output is computed, so that at least one tensor is not a view.
     """
-    empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in held.items()}
-    names = {_storage(tensor): name for name, tensor in empty.items()}
-    watcher = _WithoutCopies()
+    meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
+    names = {_storage(tensor): name for name, tensor in meta.items()}
+    tracer = _SkipCopies()
     try:
-        with watcher:
-            converted = revert_weight_conversion(model, empty)
-    except RuntimeError:  # what follows needs the copy that was left out
+        with tracer:
+            converted = convert(meta)
+    except RuntimeError:  # a later operation needs the copy that was skipped
         return None
-    if watcher.writes or any(_storage(tensor) not in names for tensor in converted.values()):
+    if tracer.has_writes or any(_storage(tensor) not in names for tensor in converted.values()):
         return None
     return [
         View(
             name=name,
-            held=names[_storage(tensor)],
+            state_name=names[_storage(tensor)],
             shape=tuple(tensor.shape),
             stride=tuple(tensor.stride()),
             offset=int(tensor.storage_offset()),
@@ -58,15 +63,15 @@ def checkpoint_views(model: PreTrainedModel, held: Mapping[str, torch.Tensor]) -
     ]
 
 
-class _WithoutCopies(TorchDispatchMode):
-    """Gives a tensor itself where it would be copied; notes whether anything is written in place."""
+class _SkipCopies(TorchDispatchMode):
+    """Returns the tensor itself where it would be cloned; records whether anything is written in place."""
 
-    writes = False
+    has_writes = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.writes = self.writes or func._schema.is_mutable
+        self.has_writes = self.has_writes or func._schema.is_mutable
         if func is torch.ops.aten.clone.default:
             return args[0]
         return func(*args, **(kwargs or {}))

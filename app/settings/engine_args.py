@@ -1,4 +1,4 @@
-"""Checks the free-form engine arguments (`engine.extra`) against those that the installed vLLM knows."""
+"""Checks of the free-form engine arguments (`engine.extra`) against those of the installed vLLM."""
 
 import dataclasses
 import difflib
@@ -9,7 +9,11 @@ from app.settings.errors import ConfigError
 
 
 def check_engine_args(extra: Mapping[str, Any]) -> None:
-    """Raise ConfigError for names that AsyncEngineArgs has not. Imports vLLM only if there is any name."""
+    """Check the names against vLLM's AsyncEngineArgs. Imports vLLM, unless there are no names.
+
+    Raises:
+        ConfigError: unknown names, each with a suggestion.
+    """
     if not extra:
         return
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -18,6 +22,11 @@ def check_engine_args(extra: Mapping[str, Any]) -> None:
 
 
 def check_names(extra: Mapping[str, Any], known: list[str]) -> None:
+    """Check the names against a list of known ones.
+
+    Raises:
+        ConfigError: unknown names, each with a suggestion.
+    """
     complaints = []
     for name in extra:
         if name not in known:

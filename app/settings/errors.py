@@ -1,4 +1,4 @@
-"""pydantic's complaints, as sentences for a person: which setting, what was expected, what came."""
+"""pydantic's errors as sentences: which setting is wrong, what was expected, and what it got."""
 
 import difflib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong; the text says where, what was expected and what came."""
+    """A wrong configuration; the message has one line per wrong setting."""
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -18,22 +18,36 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     return "\n".join(_sentence(detail, model) for detail in error.errors(include_url=False))
 
 
+def expected(setting: str, wanted: str, got: object, reason: str = "") -> str:
+    """The form of every message about a wrong value."""
+    return f"'{setting}': expected {wanted}, got {got}" + (f" ({reason})" if reason else "")
+
+
 def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
-    path = ".".join(str(part) for part in detail["loc"])
+    # A wrong key of a mapping has the key and a marker behind the setting's own name.
+    loc = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
+    path = ".".join(str(part) for part in loc)
     match detail["type"]:
         case "extra_forbidden":
             return f"unknown setting '{path}'{_suggestion(detail['loc'], model)}"
         case "missing":
-            return f"missing setting '{path}': expected a value, but none came"
+            return f"missing setting '{path}': expected a value, got none"
         case "value_error" | "assertion_error":
-            return str(detail.get("ctx", {}).get("error", detail["msg"]))
+            return _with_section(path, str(detail.get("ctx", {}).get("error", detail["msg"])))
         case "model_type" | "model_attributes_type" | "dict_type":
             keys = ", ".join(_section(detail["loc"], model))
-            asked = f"a section with settings of its own ({keys})" if keys else "a mapping"
-            return f"'{path or 'args'}': expected {asked}, but {_shown(detail['input'])} came"
-    asked = detail["msg"].removeprefix("Input should be ").split(", unable to ")[0]
-    asked = asked.replace("String should have", "a string with")
-    return f"'{path}': expected {asked}, but {_shown(detail['input'])} came"
+            wanted = f"a section with its own settings ({keys})" if keys else "a mapping"
+            return expected(path or "args", wanted, _shown(detail["input"]))
+    wanted = detail["msg"].removeprefix("Input should be ").split(", unable to ")[0]
+    wanted = wanted.replace("String should have", "a string with")
+    return expected(path, wanted, _shown(detail["input"]))
+
+
+def _with_section(path: str, message: str) -> str:
+    """A section's own rules name its settings without the path of the section."""
+    if not path:
+        return message
+    return "\n".join(line.replace("'", f"'{path}.", 1) for line in message.splitlines())
 
 
 def _shown(value: Any) -> str:
@@ -42,7 +56,7 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    """A setting of the same section that is spelt nearly so, else one of the same name elsewhere."""
+    """A setting of the same section with a similar name, else one with the same name in another section."""
     name, section = str(loc[-1]), _section(loc[:-1], model)
     if close := difflib.get_close_matches(name, section, n=1):
         return f" (did you mean '{close[0]}'?)"
@@ -52,7 +66,7 @@ def _suggestion(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def _section(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """The names of the settings in the section at `loc`; none if it is not a section."""
+    """The names of the settings in the section at `loc`; empty if it is not a section."""
     current: type[BaseModel] | None = model
     for part in loc:
         field = current.model_fields.get(str(part)) if current is not None else None

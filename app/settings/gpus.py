@@ -1,21 +1,23 @@
-"""How many GPUs a configuration takes, compared with those of the Ray cluster before anything starts."""
+"""The number of GPUs that a configuration needs, compared with the Ray cluster's before anything starts."""
 
 import hashlib
 import math
 from collections.abc import Sequence
 
-from app.settings.config import AppConfig, Device, Placement
+from app.settings.config import AppConfig
+from app.settings.devices import Device, Placement
 from app.settings.errors import ConfigError
 from deployments.placement import SlotPlan
 
 
 def check_gpus(config: AppConfig, hosts: Sequence[float]) -> None:
-    """
+    """Compare the GPUs that a configuration needs with those that there are.
+
     Args:
-        hosts: GPUs of each host of the cluster.
+        hosts: the number of GPUs of each host of the cluster.
 
     Raises:
-        ConfigError: there are too few, in the cluster or on one host; with the numbers.
+        ConfigError: the cluster, or its largest host, has too few.
     """
     if config.device is not Device.CUDA:
         return
@@ -23,17 +25,18 @@ def check_gpus(config: AppConfig, hosts: Sequence[float]) -> None:
     present, largest = sum(hosts), max(hosts, default=0.0)
     if present < needed:
         raise ConfigError(
-            f"this configuration needs {needed} GPUs ({_account(config)}), "
-            f"but the Ray cluster has {present:g}"
+            f"this configuration needs {needed} GPUs ({_breakdown(config)}): expected a Ray cluster with at "
+            f"least {needed}, got one with {present:g}"
         )
     if largest < on_one_host:
         raise ConfigError(
-            f"this configuration needs {on_one_host} GPUs on one host ({_account(config)}), but the largest "
-            f"host of the Ray cluster has {largest:g} of its {present:g}"
+            f"this configuration needs {on_one_host} GPUs on one host ({_breakdown(config)}): expected a Ray "
+            f"cluster with such a host, got one with {largest:g} of its {present:g} on the largest"
         )
 
 
 def total_gpus(config: AppConfig) -> int:
+    """GPUs of the fleet; a GPU that is shared counts once."""
     engine, trainer = config.engine, config.trainer
     ranks = engine.num_replicas * engine.world_size
     if config.placement is Placement.COLOCATED:
@@ -45,13 +48,17 @@ def total_gpus(config: AppConfig) -> int:
 
 
 def gpus_on_one_host(config: AppConfig) -> int:
+    """GPUs that must be on the same host: those of a replica, or of all replicas with a colocated trainer."""
     engine = config.engine
     together = engine.num_replicas if config.placement is Placement.COLOCATED else 1
     return together * engine.world_size
 
 
 def slot_plan(config: AppConfig) -> SlotPlan | None:
-    """The slots of a colocated fleet, named after its state directory, of which each fleet has its own."""
+    """The slots of a colocated fleet; None if it is not colocated.
+
+    Their name is made from the state directory, because every fleet has its own.
+    """
     if config.placement is not Placement.COLOCATED or config.trainer is None:
         return None
     digest = hashlib.sha256(str(config.state_dir).encode()).hexdigest()[:12]
@@ -64,7 +71,7 @@ def slot_plan(config: AppConfig) -> SlotPlan | None:
     )
 
 
-def _account(config: AppConfig) -> str:
+def _breakdown(config: AppConfig) -> str:
     engine, trainer = config.engine, config.trainer
     text = f"engine.num_replicas {engine.num_replicas} of {engine.world_size} ranks"
     if config.placement is Placement.COLOCATED:

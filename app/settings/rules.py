@@ -1,14 +1,22 @@
-"""Which settings do not go together: pure rules that yield sentences (what was expected, what came)."""
+"""Rules between sections: pure functions that yield one sentence per broken rule.
+
+The rules within the section `trainer` are in `trainers.settings`, which works without this application.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
+
+from app.settings.devices import Device, Placement
+from app.settings.errors import expected
+from app.settings.weights import StagingMode, quoted
+from deployments.weights.transports.registry import TRANSPORTS, SameGpu, Transport
 
 if TYPE_CHECKING:
     from app.settings.config import AppConfig
 
-# Set from settings of their own, so that there is one place for each.
+# Engine arguments that have their own settings.
 RESERVED_ENGINE_ARGS = {
     "model": "model",
     "tokenizer": "model",
@@ -17,8 +25,7 @@ RESERVED_ENGINE_ARGS = {
     "data_parallel_rank": "engine.data_parallel_size",
 }
 
-
-# Variables of the engine that have settings of their own, or that placement decides.
+# Variables of the engine that have their own settings, or that placement decides.
 RESERVED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "placement",
     "VLLM_CPU_KVCACHE_SPACE": "engine.cpu_kv_cache_gib",
@@ -26,6 +33,7 @@ RESERVED_VARIABLES = {
 
 
 def broken_rules(config: AppConfig) -> Iterator[str]:
+    """One sentence for each rule that the configuration breaks."""
     yield from _device_rules(config)
     yield from _count_rules(config)
     yield from _gpu_share_rules(config)
@@ -33,31 +41,34 @@ def broken_rules(config: AppConfig) -> Iterator[str]:
     yield from _extra_rules(config)
 
 
-def _expected(setting: str, expected: str, came: object, why: str) -> str:
-    return f"'{setting}': expected {expected}, but {came} came ({why})"
+def _names(accept: Callable[[Transport], bool]) -> str:
+    """The configuration's names of the transports with a property, for a sentence."""
+    return quoted([name for name, transport in TRANSPORTS.items() if accept(transport)])
 
 
 def _device_rules(config: AppConfig) -> Iterator[str]:
-    transport, staging = config.weights.transport.value, config.weights.staging.value
-    if config.device == "cpu":
-        if transport in ("ipc", "nccl"):
-            why = "CUDA IPC and NCCL need GPUs: device 'cuda'"
-            yield _expected("weights.transport", "'shm' or 'gloo' with device 'cpu'", repr(transport), why)
-        if staging == "device":
-            why = "a shadow of the parameters needs a GPU: device 'cuda'"
-            yield _expected("weights.staging", "'host' with device 'cpu'", repr(staging), why)
-        if config.placement == "colocated":
-            why = "there is no GPU to share with device 'cpu'"
-            yield _expected("placement", "'separate'", repr(config.placement.value), why)
-        if config.engine.enable_sleep_mode:
-            why = "only GPU memory can be given back"
-            yield _expected("engine.enable_sleep_mode", "false with device 'cpu'", "true", why)
-    elif transport in ("shm", "gloo"):
-        why = "'shm' and 'gloo' connect CPU engines"
-        yield _expected("weights.transport", "'ipc' or 'nccl' with device 'cuda'", repr(transport), why)
-    if staging == "none" and transport in ("shm", "gloo"):
-        why = "'none' means vLLM's own engines, which are 'ipc' and 'nccl'"
-        yield _expected("weights.staging", f"'host' with transport {transport!r}", "'none'", why)
+    device, weights = config.device.value, config.weights
+    transport = weights.transport_record
+    if transport.device != device:
+        wanted = f"{_names(lambda other: other.device == device)} with device {device!r}"
+        reason = f"{transport.name!r} connects processes on device {transport.device!r}"
+        yield expected("weights.transport", wanted, repr(transport.name), reason)
+    if weights.staging is StagingMode.NONE and not transport.native:
+        reason = f"'none' selects vLLM's own engines, which are {_names(lambda other: other.native)}"
+        yield expected("weights.staging", f"'host' with transport {transport.name!r}", "'none'", reason)
+    if config.device is Device.CPU:
+        yield from _cpu_rules(config)
+
+
+def _cpu_rules(config: AppConfig) -> Iterator[str]:
+    if config.weights.staging is StagingMode.DEVICE:
+        reason = "a shadow of the parameters needs a GPU: device 'cuda'"
+        yield expected("weights.staging", "'host' with device 'cpu'", "'device'", reason)
+    if config.placement is Placement.COLOCATED:
+        yield expected("placement", "'separate' with device 'cpu'", "'colocated'", "there is no GPU to share")
+    if config.engine.enable_sleep_mode:
+        reason = "sleep releases GPU memory"
+        yield expected("engine.enable_sleep_mode", "false with device 'cpu'", "true", reason)
 
 
 def _count_rules(config: AppConfig) -> Iterator[str]:
@@ -65,101 +76,86 @@ def _count_rules(config: AppConfig) -> Iterator[str]:
     for name in ("min_replicas", "max_unavailable"):
         count = getattr(config.weights, name)
         if count > replicas:
-            why = f"'engine.num_replicas' is {replicas}"
-            yield _expected(f"weights.{name}", f"at most {replicas}", count, why)
+            reason = f"'engine.num_replicas' is {replicas}"
+            yield expected(f"weights.{name}", f"at most {replicas}", count, reason)
     if config.weights.lease_s < config.weights.heartbeat_timeout_s:
-        why = "a publisher must not lose its lease sooner than a replica its membership"
+        reason = "a lease must not expire before a replica's membership does"
         least = f"at least 'weights.heartbeat_timeout_s', {config.weights.heartbeat_timeout_s:g}"
-        yield _expected("weights.lease_s", least, f"{config.weights.lease_s:g}", why)
+        yield expected("weights.lease_s", least, f"{config.weights.lease_s:g}", reason)
     if config.engine.enable_expert_parallel and config.engine.world_size == 1:
-        why = "experts are spread over the ranks of one replica"
-        yield _expected(
+        reason = "experts are distributed over the ranks of one replica"
+        yield expected(
             "engine.enable_expert_parallel",
             "more than one rank in a replica, or false",
             "true with 1 rank",
-            why,
+            reason,
         )
 
 
 def _gpu_share_rules(config: AppConfig) -> Iterator[str]:
-    if config.device == "cpu":
+    if config.device is Device.CPU:
         return
     shares = {"engine.gpus_per_rank": config.engine.gpus_per_rank}
     if config.trainer is not None:
         shares["trainer.gpus_per_rank"] = config.trainer.gpus_per_rank
     for name, share in shares.items():
         if share > 1:
-            yield _expected(name, "at most 1", f"{share:g}", "a rank runs on one GPU")
+            yield expected(name, "at most 1", f"{share:g}", "a rank runs on one GPU")
     yield from _whole_gpu_rules(config, shares)
-    if config.placement == "colocated" and config.trainer is not None and (total := sum(shares.values())) > 1:
+    total = sum(shares.values())
+    if config.placement is Placement.COLOCATED and config.trainer is not None and total > 1:
         parts = " + ".join(f"{share:g}" for share in shares.values())
-        why = "an engine rank and a trainer rank share each GPU when colocated"
-        yield _expected(
-            "engine.gpus_per_rank + trainer.gpus_per_rank", "at most 1", f"{parts} = {total:g}", why
+        reason = "an engine rank and a trainer rank share each GPU when colocated"
+        yield expected(
+            "engine.gpus_per_rank + trainer.gpus_per_rank", "at most 1", f"{parts} = {total:g}", reason
         )
 
 
 def _whole_gpu_rules(config: AppConfig, shares: Mapping[str, float]) -> Iterator[str]:
-    """Ranks of one group must be on different GPUs, which Ray ensures for whole ones and slots."""
-    if config.placement == "colocated":
+    """Ranks of one group must be on different GPUs, which Ray ensures only for whole GPUs and for slots."""
+    if config.placement is Placement.COLOCATED:
         return
     ranks = {"engine.gpus_per_rank": config.engine.world_size}
     if config.trainer is not None:
         ranks["trainer.gpus_per_rank"] = config.trainer.world_size
     for name, count in ranks.items():
         if count > 1 and shares[name] < 1:
-            why = f"{count} ranks need a GPU each, and fractions could put them on one"
-            yield _expected(name, "1 with placement 'separate'", f"{shares[name]:g}", why)
+            reason = f"{count} ranks need a GPU each, and Ray could place fractions on the same one"
+            yield expected(name, "1 with placement 'separate'", f"{shares[name]:g}", reason)
 
 
 def _trainer_rules(config: AppConfig) -> Iterator[str]:
-    trainer = config.trainer
+    is_colocated = config.placement is Placement.COLOCATED
+    transport, engine, trainer = config.weights.transport_record, config.engine, config.trainer
     if trainer is None:
-        if config.placement == "colocated":
-            why = "nothing shares the GPUs without one"
-            yield _expected("trainer", "a trainer with placement 'colocated'", "none", why)
+        if is_colocated:
+            reason = "without a trainer nothing shares the GPUs"
+            yield expected("trainer", "a trainer with placement 'colocated'", "none", reason)
         return
-    if trainer.strategy == "single" and trainer.world_size != 1:
-        why = "more than one rank needs strategy 'fsdp2'"
-        yield _expected("trainer.world_size", "1 with strategy 'single'", trainer.world_size, why)
-    if config.placement == "colocated":
-        if config.weights.transport == "nccl":
-            why = "NCCL does not connect two processes on one GPU"
-            yield _expected("weights.transport", "'ipc' with placement 'colocated'", "'nccl'", why)
-        engine = config.engine
-        gpus = engine.num_replicas * engine.world_size
-        if trainer.world_size != gpus:
-            replicas = "1 replica" if engine.num_replicas == 1 else f"{engine.num_replicas} replicas"
-            why = f"one trainer rank on every GPU of the replicas: {replicas} of {engine.world_size}"
-            yield _expected(
-                "trainer.world_size", f"{gpus} with placement 'colocated'", trainer.world_size, why
-            )
-    elif config.weights.transport == "ipc":
-        why = "CUDA IPC reaches only processes on the same GPU"
-        yield _expected("placement", "'colocated' with transport 'ipc' and a trainer", "'separate'", why)
-    yield from _schedule_rules(config)
-
-
-def _schedule_rules(config: AppConfig) -> Iterator[str]:
-    assert config.trainer is not None
-    optimizer, name = config.trainer.optimizer, "trainer.optimizer.total_steps"
-    if optimizer.schedule == "constant":
+    if not is_colocated:
+        if transport.same_gpu is SameGpu.REQUIRED:
+            wanted = f"'colocated' with transport {transport.name!r} and a trainer"
+            reason = f"{transport.name!r} connects only processes on the same GPU"
+            yield expected("placement", wanted, "'separate'", reason)
         return
-    if optimizer.total_steps is None:
-        yield _expected(
-            name, f"a number with schedule {optimizer.schedule!r}", "none", "it says where to end"
-        )
-    elif optimizer.total_steps <= optimizer.warmup_steps:
-        least = f"more than 'warmup_steps', {optimizer.warmup_steps}"
-        yield _expected(name, least, optimizer.total_steps, "the warm-up is part of it")
+    if transport.same_gpu is SameGpu.IMPOSSIBLE:
+        names = _names(lambda other: other.same_gpu is SameGpu.REQUIRED)
+        reason = f"{transport.name!r} does not connect two processes on the same GPU"
+        wanted = f"{names} with placement 'colocated'"
+        yield expected("weights.transport", wanted, repr(transport.name), reason)
+    gpus = engine.num_replicas * engine.world_size
+    if trainer.world_size != gpus:
+        replicas = "1 replica" if engine.num_replicas == 1 else f"{engine.num_replicas} replicas"
+        reason = f"one trainer rank on every GPU of the replicas: {replicas} of {engine.world_size}"
+        yield expected("trainer.world_size", f"{gpus} with placement 'colocated'", trainer.world_size, reason)
 
 
 def _extra_rules(config: AppConfig) -> Iterator[str]:
     own = {name: f"engine.{name}" for name in type(config.engine).model_fields} | RESERVED_ENGINE_ARGS
     for name in config.engine.extra:
         if name in own:
-            yield f"'engine.extra.{name}': set '{own[name]}' instead (one place for each setting)"
+            yield f"'engine.extra.{name}': set '{own[name]}' instead (every setting has one name)"
     for name in config.engine.env:
         if name in RESERVED_VARIABLES:
             owner = RESERVED_VARIABLES[name]
-            yield f"'engine.env.{name}': set '{owner}' instead (one place for each setting)"
+            yield f"'engine.env.{name}': set '{owner}' instead (every setting has one name)"

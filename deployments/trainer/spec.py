@@ -1,55 +1,37 @@
 """What a trainer is started with."""
 
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
-from trainers.learner import LearnerConfig
+from trainers.settings import TrainerConfig
 
-PUBLISHER = "trainer"  # its name at the fleet
-
-
-class Strategy(StrEnum):
-    SINGLE = "single"
-    FSDP2 = "fsdp2"
+PUBLISHER = "trainer"  # its name in the fleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """Attributes:
-    model: a checkpoint directory; what the trainer starts from while the store is empty.
-    store_dir: the store of committed versions, the same that the controller reads.
-    keep: how many versions stay in it.
-    transport, chunk_bytes: how weights travel, see deployments.weights.
-    native: by vLLM's own engines of that name, which load inside a pause (`staging: none`).
-    wire_dtype: floating-point weights are cast to it when published and stored; None leaves them.
-    optimizer_state_every: write the optimizer's state with every n-th stored version; 0 never.
-        It is twice the size of the weights in float32; without it a restarted trainer begins
-        with empty moments.
-    cpu_threads: of each worker; 0 means all cores.
+    """A trainer: its settings, and what the rest of the configuration determines for it.
+
+    Attributes:
+        config: the section `trainer` of the configuration.
+        model: a checkpoint directory, loaded when the store has no version yet.
+        device: "cpu" or "cuda".
+        store_dir: the store of committed versions, shared with the controller.
+        keep: how many versions the store retains.
+        transport: its name in deployments.weights.transports.registry.
+        chunk_bytes: the size of the pieces in which weights are sent.
+        native: whether vLLM's own engine of the transport's name sends, inside a pause (`staging: none`).
+        optimizer_state_every: every n-th stored version has the optimizer's state; 0: none. The state is
+            twice the size of the weights in float32. A trainer that restarts without it begins with
+            moments of zero.
     """
 
+    config: TrainerConfig
     model: str
+    device: str
     store_dir: str
+    keep: int
     transport: str
-    chunk_bytes: int = 64 << 20
-    native: bool = False
-    keep: int = 3
-    strategy: Strategy = Strategy.SINGLE
-    world_size: int = 1
-    device: str = "cpu"
-    dtype: str = "float32"
-    wire_dtype: str | None = None
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    chunk_bytes: int
+    native: bool
     optimizer_state_every: int = 10
-    seed: int = 0
-    gpus_per_rank: float = 1.0  # where device is cuda
-    cpu_threads: int = 0
-    start_timeout_s: float = 600.0
-    step_timeout_s: float = 600.0
     publish_timeout_s: float = 900.0
-
-    def __post_init__(self) -> None:
-        if self.strategy == Strategy.SINGLE and self.world_size != 1:
-            raise ValueError(f"strategy 'single' needs world_size 1, got {self.world_size}")
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {self.world_size}")

@@ -29,7 +29,7 @@ def test_rloo_compares_with_the_others() -> None:
 
 @settings(deadline=None)  # other processes share the cores
 @given(REWARDS, st.sampled_from(AdvantageEstimator))
-def test_advantages_of_a_group_sum_to_nothing_and_keep_the_order(
+def test_advantages_of_a_group_sum_to_zero_and_the_best_answer_has_the_highest(
     rewards: list[float], estimator: AdvantageEstimator
 ) -> None:
     advantages = group_advantages(rewards, estimator)
@@ -40,7 +40,7 @@ def test_advantages_of_a_group_sum_to_nothing_and_keep_the_order(
 
 @settings(deadline=None)  # other processes share the cores
 @given(st.floats(min_value=-1e6, max_value=1e6), st.integers(2, 9))
-def test_equal_rewards_teach_nothing(reward: float, count: int) -> None:
+def test_equal_rewards_have_no_advantage(reward: float, count: int) -> None:
     assert group_advantages([reward] * count) == [0.0] * count
 
 

@@ -21,7 +21,7 @@ BATCHES = st.lists(
 )
 
 
-def test_one_answer_a_row_is_the_plain_layout() -> None:
+def test_one_answer_per_row_is_the_plain_layout() -> None:
     batch = collate(
         [trajectory((5, 6), (7,), logprobs=(-0.5,)), trajectory((8,), (9, 10))],
         [(0,), (1,)],
@@ -37,7 +37,7 @@ def test_one_answer_a_row_is_the_plain_layout() -> None:
     assert batch.rollout_logprobs.tolist() == [[-0.5, 0.0], [-1.0, -1.0]]
 
 
-def test_answers_beside_each_other_see_the_prompt_and_themselves() -> None:
+def test_answers_in_one_row_attend_to_the_prompt_and_themselves() -> None:
     batch = collate(
         [trajectory((5, 6), (7, 8), advantage=1.0), trajectory((5, 6), (9,), advantage=-1.0)],
         [(0, 1)],
@@ -77,11 +77,11 @@ def test_every_trajectory_is_planned_once_and_budgets_hold(
 def test_collating_loses_no_token(batch: list[Trajectory], share: bool) -> None:
     (rows,) = plan_micro_batches(batch, token_budget=10**6, share_prompts=share)
     tensors = collate(batch, rows, pad_token_id=0, device=CPU)
-    places = len(tensors.advantages) // len(rows)
+    slots = len(tensors.advantages) // len(rows)
     for r, row in enumerate(rows):
         for g, index in enumerate(row):
-            mask = tensors.response_mask[r * places + g]
-            assert tuple(tensors.response_ids[r * places + g][mask].tolist()) == batch[index].token_ids
+            mask = tensors.response_mask[r * slots + g]
+            assert tuple(tensors.response_ids[r * slots + g][mask].tolist()) == batch[index].token_ids
     assert int(tensors.response_mask.sum()) == sum(len(t.token_ids) for t in batch)
 
 
@@ -95,6 +95,6 @@ def test_every_rank_runs_as_many_micro_batches_as_every_other(count: int, world_
     assert sorted(counted) == sorted(plan)
 
 
-def test_a_budget_of_nothing_is_refused() -> None:
+def test_a_budget_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="token_budget must be positive, got 0"):
         plan_micro_batches([trajectory((1,), (2,))], token_budget=0)

@@ -1,4 +1,4 @@
-"""Two processes over Gloo: sharding must change where the weights lie and nothing else."""
+"""Two processes over Gloo: sharding must not change any result."""
 
 import os
 from datetime import timedelta
@@ -11,13 +11,13 @@ import torch.multiprocessing as mp
 
 from tests.trainers import tiny
 from trainers.fsdp2 import decoder_layers, shard_policy
-from trainers.learner import Learner, LearnerConfig
-from trainers.optimizer import OptimizerConfig
+from trainers.learner import Learner
 from trainers.policy import Policy
+from trainers.settings import LearnerConfig, OptimizerConfig
 from trainers.sources import ParameterSource
 
 CONFIG = LearnerConfig(
-    optimizer=OptimizerConfig(learning_rate=1e-3), micro_batch_tokens=8, share_prompts=False
+    optimizer=OptimizerConfig(learning_rate=1e-3), max_tokens_per_microbatch=8, share_prompts=False
 )
 BATCH = [
     tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),

@@ -1,18 +1,22 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.trainers import tiny
-from trainers.learner import Learner, LearnerConfig
-from trainers.losses import LossConfig
-from trainers.optimizer import OptimizerConfig
+from trainers.learner import Learner
 from trainers.policy import Policy
+from trainers.settings import LearnerConfig, LossConfig, OptimizerConfig
 from trainers.trajectory import Trajectory
 
 CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=3))
 PROMPT = (3, 4, 5)
+
+
+def with_changes(**changes: Any) -> LearnerConfig:
+    return LearnerConfig(**(CONFIG.model_dump() | changes))
 
 
 def on_policy(policy: Policy, answers: dict[tuple[int, ...], float]) -> list[Trajectory]:
@@ -65,14 +69,14 @@ def test_the_gradient_is_that_of_reinforce_written_out(tmp_path: Path) -> None:
 def test_micro_batches_change_nothing_but_memory(tmp_path: Path, share_prompts: bool) -> None:
     whole, parts = tiny.policy(tmp_path), Policy.load(tmp_path)
     batch = on_policy(whole, ANSWERS)
-    Learner(whole, replace(CONFIG, share_prompts=True)).step(batch)
-    Learner(parts, replace(CONFIG, micro_batch_tokens=6, share_prompts=share_prompts)).step(batch)
+    Learner(whole, with_changes(share_prompts=True)).step(batch)
+    Learner(parts, with_changes(max_tokens_per_microbatch=6, share_prompts=share_prompts)).step(batch)
     for left, right in zip(state(whole), state(parts), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("field", ["advantage", "logprobs"])
-def test_what_is_not_finite_changes_nothing(tmp_path: Path, field: str) -> None:
+def test_a_loss_that_is_not_finite_changes_nothing(tmp_path: Path, field: str) -> None:
     policy = tiny.policy(tmp_path)
     learner = Learner(policy, CONFIG)
     before = state(policy)
@@ -83,7 +87,7 @@ def test_what_is_not_finite_changes_nothing(tmp_path: Path, field: str) -> None:
     assert learner.step(on_policy(policy, ANSWERS))["skipped"] is False
 
 
-def test_a_learner_that_resumes_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_a_restored_learner_continues_exactly(tmp_path: Path) -> None:
     straight = tiny.policy(tmp_path / "a")
     batch = on_policy(straight, ANSWERS)
     learner = Learner(straight, CONFIG)
@@ -101,19 +105,19 @@ def test_a_learner_that_resumes_goes_on_as_if_it_had_not_stopped(tmp_path: Path)
 
 def test_several_updates_on_a_batch_move_the_ratio_away_from_one(tmp_path: Path) -> None:
     policy = tiny.policy(tmp_path)
-    config = replace(CONFIG, updates_per_step=3, optimizer=OptimizerConfig(learning_rate=1e-2))
+    config = with_changes(updates_per_step=3, optimizer=OptimizerConfig(learning_rate=1e-2))
     metrics = Learner(policy, config).step(on_policy(policy, ANSWERS))
     assert metrics["ratio_mean"] != pytest.approx(1.0, abs=1e-3)
     assert metrics["clipped_fraction"] > 0
     assert metrics["step"] == 1
 
 
-def test_a_reference_holds_the_policy_back(tmp_path: Path) -> None:
+def test_a_kl_penalty_keeps_the_policy_near_its_reference(tmp_path: Path) -> None:
     moved = []
     for coefficient in (0.0, 10.0):
         policy, reference = tiny.policy(tmp_path), Policy.load(tmp_path)
-        config = replace(
-            CONFIG, optimizer=OptimizerConfig(learning_rate=1e-3), loss=LossConfig(kl_coefficient=coefficient)
+        config = with_changes(
+            optimizer=OptimizerConfig(learning_rate=1e-3), loss=LossConfig(kl_coefficient=coefficient)
         )
         learner = Learner(policy, config, reference=reference if coefficient else None)
         batch = on_policy(policy, ANSWERS)
@@ -132,10 +136,9 @@ def test_a_missing_reference_and_an_empty_batch_are_refused(tmp_path: Path) -> N
         Learner(policy, CONFIG).step([])
 
 
-def test_a_learner_without_its_optimizer_state_keeps_its_place_in_the_schedule(tmp_path: Path) -> None:
+def test_a_learner_restarted_without_moments_continues_its_schedule(tmp_path: Path) -> None:
     policy = tiny.policy(tmp_path)
-    config = replace(CONFIG, optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=3))
-    straight, second = Learner(policy, config), Learner(policy, config)
+    straight, second = Learner(policy, CONFIG), Learner(policy, CONFIG)
     batch = on_policy(policy, ANSWERS)
     straight.step(batch)
     straight.step(batch)

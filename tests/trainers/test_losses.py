@@ -3,15 +3,8 @@ import math
 import pytest
 import torch
 
-from trainers.losses import (
-    Aggregation,
-    LossConfig,
-    LossTerms,
-    importance_weights,
-    k3,
-    policy_loss,
-    token_weights,
-)
+from trainers.losses import LossTerms, importance_weights, k3, policy_loss, token_weights
+from trainers.settings import Aggregation, LossConfig
 
 
 def loss(
@@ -23,16 +16,16 @@ def loss(
     config: LossConfig | None = None,
     reference: list[list[float]] | None = None,
 ) -> tuple[torch.Tensor, LossTerms]:
-    config = config or LossConfig()
+    config = LossConfig() if config is None else config
     logprobs = torch.tensor(current, requires_grad=True)
-    held = torch.tensor(mask)
+    real = torch.tensor(mask)
     terms = policy_loss(
         logprobs=logprobs,
         old_logprobs=torch.tensor(old),
         rollout_logprobs=torch.tensor(rollout),
         advantages=torch.tensor(advantages),
-        mask=held,
-        weights=token_weights(held.sum(1), int(held.sum()), len(mask), config),
+        mask=real,
+        weights=token_weights(real.sum(1), int(real.sum()), len(mask), config),
         config=config,
         reference_logprobs=None if reference is None else torch.tensor(reference),
     )
@@ -53,7 +46,7 @@ def test_on_policy_it_is_the_negative_mean_advantage_over_tokens() -> None:
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-1 / 3, -1 / 3], [2 / 3, 0.0]]))
 
 
-def test_the_clip_takes_the_gradient_of_a_good_token_that_has_moved_far() -> None:
+def test_the_clip_removes_the_gradient_of_a_good_token_whose_ratio_is_high() -> None:
     up = math.log(1.5)
     logprobs, terms = loss([[-1.0 + up]], [[-1.0]], [[-1.0]], [2.0], [[True]])
     assert float(terms.loss.detach()) == pytest.approx(-1.2 * 2.0)
@@ -62,7 +55,7 @@ def test_the_clip_takes_the_gradient_of_a_good_token_that_has_moved_far() -> Non
     assert float(terms.clipped) == 1.0
 
 
-def test_the_clip_lets_a_bad_token_come_back() -> None:
+def test_the_clip_does_not_stop_a_bad_token_from_becoming_less_likely() -> None:
     up = math.log(1.5)
     logprobs, terms = loss([[-1.0 + up]], [[-1.0]], [[-1.0]], [-2.0], [[True]])
     assert float(terms.loss.detach()) == pytest.approx(1.5 * 2.0)
@@ -100,7 +93,7 @@ def test_the_gradient_agrees_with_finite_differences() -> None:
     assert torch.autograd.gradcheck(objective, (current,))
 
 
-def test_what_is_padded_may_even_be_infinite() -> None:
+def test_padding_may_be_infinite() -> None:
     _, terms = loss([[-1.0, -math.inf]], [[-1.0, -math.inf]], [[-1.0, 0.0]], [1.0], [[True, False]])
     assert float(terms.loss.detach()) == pytest.approx(-1.0)
     terms.loss.backward()
@@ -115,12 +108,12 @@ def test_what_is_padded_may_even_be_infinite() -> None:
         (Aggregation.CONSTANT, [1 / 20, 1 / 20]),
     ],
 )
-def test_what_a_token_counts(aggregation: Aggregation, expected: list[float]) -> None:
+def test_token_weights_of_each_aggregation(aggregation: Aggregation, expected: list[float]) -> None:
     config = LossConfig(aggregation=aggregation, max_tokens=10)
     assert token_weights(torch.tensor([3, 1]), 4, 2, config).tolist() == pytest.approx(expected)
 
 
-def test_k3_is_never_negative_and_nothing_for_equal_policies() -> None:
+def test_k3_is_never_negative_and_zero_for_equal_policies() -> None:
     p, q = -torch.rand(100) * 5, -torch.rand(100) * 5
     assert bool((k3(p, q) >= 0).all())
     assert float(k3(p, p).abs().max()) == 0.0

@@ -18,7 +18,7 @@ ANSWERS = [
 
 
 def alone(policy: Policy, answer: Trajectory) -> torch.Tensor:
-    """Log-probabilities of one answer, the plainest way."""
+    """Log-probabilities of one answer, computed without padding."""
     ids = torch.tensor([answer.prompt_token_ids + answer.token_ids])
     logits = policy.model(input_ids=ids).logits[0].float()
     start = len(answer.prompt_token_ids)
@@ -36,10 +36,10 @@ def test_scores_of_a_padded_batch_equal_those_of_each_answer_alone(
     batch = collate(ANSWERS, rows, pad_token_id=policy.pad_token_id, device=policy.device)
     scores = policy.scores(batch, with_entropies=True)
     assert scores.entropies is not None and not scores.entropies.requires_grad
-    places = len(batch.advantages) // len(rows)
+    slots = len(batch.advantages) // len(rows)
     for r, row in enumerate(rows):
         for g, index in enumerate(row):
-            entry = r * places + g
+            entry = r * slots + g
             expected = alone(policy, ANSWERS[index])
             torch.testing.assert_close(
                 scores.logprobs[entry][batch.response_mask[entry]], expected, rtol=1e-4, atol=1e-4
@@ -54,7 +54,7 @@ def test_a_padded_batch_gives_finite_gradients(tmp_path: Path) -> None:
     assert all(bool(torch.isfinite(p.grad).all()) for p in policy.model.parameters() if p.grad is not None)
 
 
-def test_what_is_saved_is_a_checkpoint_with_its_tokenizer_files(tmp_path: Path) -> None:
+def test_saving_writes_a_checkpoint_with_its_tokenizer_files(tmp_path: Path) -> None:
     policy = tiny.policy(tmp_path / "a")
     (tmp_path / "a" / "tokenizer.json").write_text("{}")
     policy.save_pretrained(tmp_path / "b")
@@ -78,12 +78,12 @@ def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path: Path)
     policy = tiny.policy(tmp_path / "a", "llama")
     before = [p.detach().clone() for p in policy.model.parameters()]
     tiny.policy(tmp_path / "b", "qwen3-moe")
-    with pytest.raises(ValueError, match="do not fit the model"):
+    with pytest.raises(ValueError, match="do not match the model"):
         policy.load_weights(tmp_path / "b")
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
 
-def test_tied_names_are_those_that_the_file_leaves_out(tmp_path: Path) -> None:
+def test_tied_names_are_not_in_the_checkpoint(tmp_path: Path) -> None:
     assert tiny.policy(tmp_path / "a", "llama-tied").tied_names == {"lm_head.weight"}
     assert "lm_head.weight" not in load_file(tmp_path / "a" / "model.safetensors")
     assert tiny.policy(tmp_path / "b", "llama").tied_names == frozenset()

@@ -6,7 +6,6 @@ from safetensors.torch import load_file
 
 from tests.trainers import tiny
 from trainers.sources import ParameterSource, layer_groups
-from trainers.views import checkpoint_views
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -25,7 +24,7 @@ def test_names_shapes_and_values_are_those_of_the_saved_checkpoint(tmp_path: Pat
     ]
 
 
-def test_fused_experts_come_as_one_tensor_an_expert() -> None:
+def test_fused_experts_are_split_into_one_tensor_per_expert() -> None:
     names = {spec.name for spec in ParameterSource(tiny.model("qwen3-moe")).specs()}
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in names
     assert "model.layers.0.mlp.experts.0.gate_proj.weight" in names
@@ -33,7 +32,7 @@ def test_fused_experts_come_as_one_tensor_an_expert() -> None:
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_dtypes_are_cast_on_the_way(kind: str) -> None:
+def test_floating_point_tensors_are_cast(kind: str) -> None:
     model = tiny.model(kind)
     source = ParameterSource(model, dtype=torch.bfloat16)
     assert {tensor.dtype for _, tensor in source} == {torch.bfloat16}
@@ -41,7 +40,7 @@ def test_dtypes_are_cast_on_the_way(kind: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_an_iteration_reads_the_weights_as_they_are_now() -> None:
+def test_an_iteration_reads_the_current_weights() -> None:
     model = tiny.model("llama")
     source = ParameterSource(model)
     before = {name: tensor.clone() for name, tensor in source}
@@ -64,7 +63,7 @@ def test_a_layer_is_a_group_and_an_expert_is_not() -> None:
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_what_is_resident_is_what_a_pass_yields_and_changes_with_the_model(kind: str) -> None:
+def test_resident_tensors_equal_those_of_an_iteration_and_change_with_the_model(kind: str) -> None:
     model = tiny.model(kind)
     source = ParameterSource(model)
     resident = source.resident()
@@ -79,7 +78,7 @@ def test_what_is_resident_is_what_a_pass_yields_and_changes_with_the_model(kind:
         assert tensor.untyped_storage().data_ptr() in own
 
 
-def test_what_is_cast_is_resident_as_it_is_before_the_cast() -> None:
+def test_resident_tensors_have_the_dtype_before_the_cast() -> None:
     source = ParameterSource(tiny.model("qwen3"), dtype=torch.bfloat16)
     resident = source.resident()
     assert resident is not None and {tensor.dtype for tensor in resident} == {torch.float32}
@@ -87,7 +86,7 @@ def test_what_is_cast_is_resident_as_it_is_before_the_cast() -> None:
         assert torch.equal(tensor.to(torch.bfloat16), yielded), name
 
 
-def test_what_has_moved_is_not_resident_any_more() -> None:
+def test_a_replaced_parameter_makes_a_new_resident_list() -> None:
     model = tiny.model("qwen3")
     source = ParameterSource(model)
     before = source.resident()
@@ -99,18 +98,16 @@ def test_what_has_moved_is_not_resident_any_more() -> None:
     )
 
 
-def test_a_layer_in_which_something_is_computed_has_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    def double(_: object, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def test_computed_tensors_are_converted_in_every_pass_and_never_resident() -> None:
+    def doubled(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor * 2 for name, tensor in state.items()}
 
-    def transpose(_: object, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.t().contiguous() for name, tensor in state.items()}
-
-    held = {"w": torch.arange(6.0).view(2, 3)}
     model = tiny.model("llama")
-    monkeypatch.setattr("trainers.views.revert_weight_conversion", double)
-    assert checkpoint_views(model, held) is None
-    monkeypatch.setattr("trainers.views.revert_weight_conversion", transpose)
-    views = checkpoint_views(model, held)
-    assert views is not None
-    assert torch.equal(views[0].of(held["w"]), held["w"].t())
+    source = ParameterSource(model, convert=doubled)
+    assert source.resident() is None
+    for _ in range(2):
+        yielded = dict(source)
+        assert list(yielded) == [spec.name for spec in source.specs()]
+        assert all(torch.equal(yielded[name], 2 * model.state_dict()[name]) for name in yielded)
+        with torch.no_grad():
+            model.model.norm.weight.add_(1.0)

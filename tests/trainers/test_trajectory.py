@@ -15,7 +15,7 @@ def parse(*entries: object) -> list[Trajectory]:
     return parse_trajectories(list(entries), vocabulary_size=10, max_length=8)
 
 
-def test_the_wire_form_is_read() -> None:
+def test_a_trajectory_is_read_from_json() -> None:
     (read,) = parse(GOOD)
     assert read == Trajectory(
         prompt_token_ids=(1, 2),
@@ -59,7 +59,7 @@ def test_every_problem_is_counted_and_the_first_are_named() -> None:
 
 
 @pytest.mark.parametrize("entries", [None, {}, "abc", 3])
-def test_what_is_no_list_is_refused(entries: object) -> None:
+def test_anything_but_a_list_is_refused(entries: object) -> None:
     with pytest.raises(ValueError, match="non-empty list"):
         parse_trajectories(entries, vocabulary_size=10, max_length=8)
     with pytest.raises(ValueError, match="an empty list"):

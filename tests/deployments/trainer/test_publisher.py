@@ -9,9 +9,9 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta
 
 from deployments.trainer.publisher import trainer_init_info
-from deployments.trainer.spec import TrainerSpec
+from tests.deployments.trainer.trainer_specs import trainer_spec
 
-SPEC = TrainerSpec(model="m", store_dir="s", transport="shm", chunk_bytes=1 << 20)
+SPEC = trainer_spec(chunk_bytes=1 << 20)
 TENSORS = [
     ParamMeta("small", torch.bfloat16, (8, 8)),
     ParamMeta("large", torch.bfloat16, (1024, 1024)),

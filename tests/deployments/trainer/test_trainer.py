@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,13 @@ import pytest
 import ray
 
 from deployments.errors import FleetUnavailable, InvalidRequest, RoundAborted, TransferAborted
-from deployments.trainer.spec import Strategy, TrainerSpec
+from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import Trainer
 from deployments.trainer.worker_group import WorkerGroup
 from tests.deployments.fake_controller import FakeController
+from tests.deployments.trainer.trainer_specs import trainer_spec, with_config
 from tests.tiny_models import save_tiny_llama
+from trainers.settings import Strategy
 
 pytestmark = [pytest.mark.serve, pytest.mark.asyncio]
 
@@ -43,7 +44,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def spec(tmp_path: Path) -> TrainerSpec:
     model = str(save_tiny_llama(tmp_path / "model", seed=0))
-    return TrainerSpec(model=model, store_dir=str(tmp_path / "store"), transport="shm", cpu_threads=1)
+    return trainer_spec(model, tmp_path / "store")
 
 
 @contextlib.asynccontextmanager
@@ -116,7 +117,7 @@ async def test_a_round_whose_transfer_broke_is_sent_again_by_all_ranks(
 ) -> None:
     controller = FakeController()
     controller.abort_next = TransferAborted("r0 is gone", {"send_again": True})
-    async with running(replace(spec, strategy=strategy, world_size=ranks), controller) as trainer:
+    async with running(with_config(spec, strategy=strategy, world_size=ranks), controller) as trainer:
         with caplog.at_level("WARNING", "ray.serve"):
             report = await trainer.publish("second try")
         assert (report["version"], report["label"]) == (1, "second try")

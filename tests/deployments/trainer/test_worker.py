@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.errors import InvalidRequest, RoundAborted
-from deployments.trainer.spec import Strategy, TrainerSpec
+from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 from tests.deployments.fake_controller import FakeController
+from tests.deployments.trainer.trainer_specs import trainer_spec, with_config
 from tests.tiny_models import save_tiny_llama
-from trainers.learner import LearnerConfig
-from trainers.optimizer import OptimizerConfig
+from trainers.settings import OptimizerConfig, TrainerConfig
 
 BATCH: dict[str, Any] = {
     "trajectories": [
@@ -27,12 +27,11 @@ BATCH: dict[str, Any] = {
 
 @pytest.fixture
 def spec(tmp_path: Path) -> TrainerSpec:
-    return TrainerSpec(
-        model=str(save_tiny_llama(tmp_path / "model", seed=0, tied=True)),
-        store_dir=str(tmp_path / "state" / "store"),
-        transport="shm",
+    return trainer_spec(
+        save_tiny_llama(tmp_path / "model", seed=0, tied=True),
+        tmp_path / "state" / "store",
         chunk_bytes=1 << 18,
-        learner=LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4)),
+        config=TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4)),
         optimizer_state_every=1,
     )
 
@@ -82,7 +81,7 @@ def test_a_restarted_trainer_goes_on_from_the_newest_version(spec: TrainerSpec) 
     for _ in range(2):
         straight.step(BATCH)
         straight.publish(None)
-        straight.keep_optimizer_state()
+        straight.save_optimizer_state()
         assert straight.flush(30.0)
     resumed = started(spec, FakeController())
     assert resumed.load(("", 0)) | {"parameters": 0} == {"version": 2, "step": 2, "parameters": 0}
@@ -94,7 +93,7 @@ def test_a_restart_without_optimizer_state_keeps_its_place(spec: TrainerSpec) ->
     worker = started(replace(spec, optimizer_state_every=0), FakeController())
     worker.step(BATCH)
     worker.publish(None)
-    worker.keep_optimizer_state()
+    worker.save_optimizer_state()
     assert worker.flush(30.0)
     metrics = started(spec, FakeController()).step(BATCH)
     assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(1e-3 * 2 / 5)
@@ -143,7 +142,7 @@ def test_a_connection_lasts_as_long_as_the_membership(spec: TrainerSpec) -> None
 
 def test_weights_are_cast_for_the_wire_and_the_store(spec: TrainerSpec) -> None:
     controller = FakeController()
-    worker = started(replace(spec, wire_dtype="bfloat16"), controller)
+    worker = started(with_config(spec, wire_dtype="bfloat16"), controller)
     worker.publish(None)
     assert {tensor.dtype for tensor in controller.received.values()} == {torch.bfloat16}
     assert worker.flush(30.0)
@@ -181,9 +180,3 @@ def test_a_disk_that_fails_does_not_end_training(spec: TrainerSpec) -> None:
     worker.publish(None)
     assert worker.flush(30.0)
     assert worker.store_status() == {"stored_version": 2, "store_problem": None}
-
-
-def test_a_group_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="'single' needs world_size 1, got 2"):
-        TrainerSpec(model="m", store_dir="s", transport="shm", world_size=2)
-    assert TrainerSpec(model="m", store_dir="s", transport="shm", strategy=Strategy.FSDP2, world_size=2)

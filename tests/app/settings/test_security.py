@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from app.settings.config import SecurityConfig
 from app.settings.errors import ConfigError
+from app.settings.security import SecurityConfig
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])

@@ -1,0 +1,67 @@
+"""The section `weights`: how an update is transferred, staged and committed."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from deployments.ledger.limits import LedgerConfig
+from deployments.weights.transports.registry import TRANSPORTS, Transport
+
+
+def quoted(names: list[str]) -> str:
+    """Names for a sentence: 'a', 'b' or 'c'."""
+    *others, last = [repr(name) for name in names]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _registered(name: str) -> str:
+    if name not in TRANSPORTS:
+        raise PydanticCustomError("transport", quoted(list(TRANSPORTS)))
+    return name
+
+
+TransportName = Annotated[str, AfterValidator(_registered)]
+
+
+class StagingMode(StrEnum):
+    """Where received tensors are held until the commit."""
+
+    HOST = "host"  # in host memory, and loaded inside the pause
+    DEVICE = "device"  # in a shadow of the parameters, filled while generating: the pause is one copy
+    NONE = "none"  # nowhere: vLLM's own engines load inside the pause. Least memory, longest pause
+
+
+class WeightsConfig(LedgerConfig):
+    """How an update is transferred and staged, and the ledger's rules for it (deadlines, lease, commit)."""
+
+    transport: TransportName = "shm"
+    staging: StagingMode = StagingMode.HOST
+    # A trainer rank has two chunks on its GPU (ipc, nccl). None: the transport's default.
+    chunk_bytes: int | None = Field(default=None, ge=1 << 16, le=4 << 30)
+    # The share of a GPU's time that staging may take while requests run: below 1 it pauses between chunks, so
+    # decoding stays fast and an update takes longer. None: the transport's default. On an idle replica it
+    # never pauses.
+    staging_share: float | None = Field(default=None, gt=0.0, le=1.0)
+    # CUDA IPC handles arrive pickled only. Even then a restricted unpickler reads them.
+    allow_pickled_ipc_over_http: bool = False
+
+    @property
+    def transport_record(self) -> Transport:
+        """The registry's facts about the transport."""
+        return TRANSPORTS[self.transport]
+
+    @property
+    def effective_chunk_bytes(self) -> int:
+        """The configured chunk size, else the transport's default."""
+        return self.transport_record.chunk_bytes if self.chunk_bytes is None else self.chunk_bytes
+
+    @property
+    def effective_staging_share(self) -> float:
+        """The configured share, else the transport's default."""
+        return self.transport_record.staging_share if self.staging_share is None else self.staging_share
+
+    def ledger(self) -> LedgerConfig:
+        """The ledger's part of the section."""
+        return LedgerConfig(**{name: getattr(self, name) for name in LedgerConfig.model_fields})

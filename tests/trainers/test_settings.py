@@ -1,0 +1,74 @@
+"""Settings that cannot be right are refused when they are made."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trainers.settings import LearnerConfig, LossConfig, OptimizerConfig, Schedule, Strategy, TrainerConfig
+
+
+def problem(make: type[TrainerConfig] | type[OptimizerConfig], **settings: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        make(**settings)
+    (error,) = caught.value.errors()
+    return str(error["msg"])
+
+
+@pytest.mark.parametrize("schedule", [Schedule.LINEAR, Schedule.COSINE])
+def test_a_decaying_schedule_needs_an_end(schedule: Schedule) -> None:
+    assert problem(OptimizerConfig, schedule=schedule) == (
+        f"Value error, 'total_steps': expected a number with schedule '{schedule}', got none "
+        "(the schedule ends there)"
+    )
+
+
+def test_a_decaying_schedule_ends_after_the_warmup() -> None:
+    assert problem(OptimizerConfig, schedule="cosine", warmup_steps=5, total_steps=5) == (
+        "Value error, 'total_steps': expected more than 'warmup_steps', 5, got 5 "
+        "(the total includes the warm-up)"
+    )
+    made = OptimizerConfig(schedule=Schedule.COSINE, warmup_steps=5, total_steps=6)
+    assert made.total_steps == 6
+
+
+def test_a_constant_schedule_needs_no_end() -> None:
+    assert OptimizerConfig(warmup_steps=5).total_steps is None
+
+
+def test_several_ranks_need_the_strategy_for_them() -> None:
+    assert problem(TrainerConfig, world_size=2) == (
+        "Value error, 'world_size': expected 1 with strategy 'single', got 2 "
+        "(more than one rank needs strategy 'fsdp2')"
+    )
+    assert TrainerConfig(strategy=Strategy.FSDP2, world_size=2).world_size == 2
+    assert TrainerConfig(strategy=Strategy.FSDP2).world_size == 1
+
+
+def test_no_threads_is_refused_because_all_cores_are_none() -> None:
+    expected = "a number above 0, or null (the default) for all cores of the host"
+    assert problem(TrainerConfig, cpu_threads=0) == expected
+    assert TrainerConfig().cpu_threads is None
+    assert TrainerConfig(cpu_threads=3).cpu_threads == 3
+
+
+def test_a_trainers_settings_are_a_learners() -> None:
+    learner: LearnerConfig = TrainerConfig(loss=LossConfig(kl_coefficient=0.1), max_grad_norm=2.0)
+    assert (learner.loss.kl_coefficient, learner.max_grad_norm) == (0.1, 2.0)
+
+
+def test_settings_cannot_change_and_have_no_unknown_names() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        LossConfig().clip_low = 0.1  # type: ignore[misc]
+    assert problem(TrainerConfig, wold_size=1) == "Extra inputs are not permitted"
+
+
+def test_importing_the_settings_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, trainers.settings\n"
+        "print([name for name in ('torch', 'transformers', 'numpy', 'ray', 'vllm') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

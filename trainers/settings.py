@@ -1,0 +1,157 @@
+"""The settings of training, free of torch.
+
+The application's configuration, the trainer deployment and the learner use these classes directly, so
+a setting and its default exist once. Importing this module imports pydantic and nothing heavier.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+
+class Strategy(StrEnum):
+    """How the trainer's ranks hold the model."""
+
+    SINGLE = "single"  # one process
+    FSDP2 = "fsdp2"  # parameters sharded over the ranks, layer by layer
+
+
+class Schedule(StrEnum):
+    """How the learning rate changes after the warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class Aggregation(StrEnum):
+    """The weight of one token in the loss of a batch.
+
+    TOKEN: all tokens of the batch have the same weight (DAPO: Yu et al. 2025,
+    https://arxiv.org/abs/2503.14476, section 3.3). SEQUENCE: all answers have the same weight, whatever
+    their length (GRPO: https://arxiv.org/abs/2402.03300). CONSTANT: the sum is divided by the number of
+    answers times `max_tokens`, so length has no effect (Dr. GRPO: https://arxiv.org/abs/2503.20783).
+    """
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+    CONSTANT = "constant"
+
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+def _not_zero(value: Any) -> Any:
+    if type(value) is int and value == 0:
+        raise PydanticCustomError(
+            "zero_threads", "a number above 0, or null (the default) for all cores of the host"
+        )
+    return value
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class OptimizerConfig(_Settings):
+    """AdamW and its learning-rate schedule.
+
+    Raises:
+        ValidationError: a value out of range, or a decaying schedule that does not end after the warm-up.
+    """
+
+    learning_rate: PositiveFloat = 1e-6
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    schedule: Schedule = Schedule.CONSTANT
+    warmup_steps: NonNegativeInt = 0
+    total_steps: PositiveInt | None = None  # where a decaying schedule ends; required for linear and cosine
+    final_fraction: float = Field(default=0.0, ge=0, le=1)  # of the learning rate, from total_steps on
+
+    @model_validator(mode="after")
+    def _schedule_ends_after_the_warmup(self) -> Self:
+        if self.schedule is Schedule.CONSTANT:
+            return self
+        if self.total_steps is None:
+            raise ValueError(
+                f"'total_steps': expected a number with schedule {self.schedule.value!r}, got none "
+                "(the schedule ends there)"
+            )
+        if self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"'total_steps': expected more than 'warmup_steps', {self.warmup_steps}, "
+                f"got {self.total_steps} (the total includes the warm-up)"
+            )
+        return self
+
+
+class LossConfig(_Settings):
+    """The policy loss: clipping, importance weights, the KL penalty.
+
+    Raises:
+        ValidationError: a value out of range.
+    """
+
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2  # DAPO's "clip higher" is 0.28
+    importance_cap: PositiveFloat = 2.0  # truncated importance sampling on rollout log-probabilities
+    kl_coefficient: NonNegativeFloat = 0.0  # 0: no reference model is loaded
+    aggregation: Aggregation = Aggregation.TOKEN
+    max_tokens: PositiveInt = 1024  # of one answer; the divisor of Aggregation.CONSTANT
+
+
+class LearnerConfig(_Settings):
+    """One optimisation step.
+
+    Raises:
+        ValidationError: a value out of range.
+    """
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    max_grad_norm: PositiveFloat = 1.0
+    max_tokens_per_microbatch: PositiveInt = 8192  # padded tokens of one forward: bounds activation memory
+    updates_per_step: PositiveInt = 1  # optimizer steps on one batch; clipping has no effect on the first
+    share_prompts: bool = True  # where the model's attention allows it, see trainers.batching
+
+
+class TrainerConfig(LearnerConfig):
+    """The trainer: what it learns with, and the processes it runs in.
+
+    Raises:
+        ValidationError: a value out of range, or more than one rank with the strategy of one process.
+    """
+
+    strategy: Strategy = Strategy.SINGLE
+    world_size: PositiveInt = 1  # ranks
+    dtype: Dtype = "float32"  # of parameters, gradients and moments
+    # Published and stored weights are cast to it on the device. None: they keep their dtypes.
+    wire_dtype: Dtype | None = None
+    seed: int = 0
+    gpus_per_rank: PositiveFloat = 1.0  # on device 'cuda'
+    cpu_threads: Annotated[PositiveInt | None, BeforeValidator(_not_zero)] = None  # per rank; None: all cores
+    start_timeout_s: PositiveFloat = 600.0
+    step_timeout_s: PositiveFloat = 600.0
+
+    @model_validator(mode="after")
+    def _one_process_is_one_rank(self) -> Self:
+        if self.strategy is Strategy.SINGLE and self.world_size != 1:
+            raise ValueError(
+                f"'world_size': expected 1 with strategy 'single', got {self.world_size} "
+                "(more than one rank needs strategy 'fsdp2')"
+            )
+        return self
