@@ -1,10 +1,10 @@
 """One rank of the trainer: the policy, its optimizer and its part of every publish."""
 
-import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +14,76 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
-from deployments.trainer.publisher import Publisher, free_port, own_address
-from deployments.trainer.spec import Strategy, TrainerSpec
-from deployments.weights.store.version_writer import STATE_FILE, CommittedVersion, VersionWriter
+from deployments.protocol import RoundReport, StoreResult
+from deployments.trainer.addresses import free_port, own_address
+from deployments.trainer.messages import LoadedTrainer, SavedCheckpoint, StoreStatus
+from deployments.trainer.publisher import Publisher
+from deployments.trainer.spec import TrainerSpec
+from deployments.weights.store.safetensors_file import write_safetensors
+from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner, Metrics
 from trainers.policy import DTYPES, Policy
+from trainers.settings import Strategy
 from trainers.sources import ParameterSource
 from trainers.trajectory import parse_trajectories
 
+STATE_FILE = "trainer_state.rank{rank}.pt"
 STORED_TIMEOUT_S = 60.0
 logger = serve_logger()
 
 
 class TrainerWorker:
-    """A Ray actor. Every method but `meeting_point` and `process_id` is called on all ranks alike."""
+    """A Ray actor: one rank. Every method is called on all ranks alike, except `rendezvous_address` and
+    `store_status` (rank 0) and `process_id`."""
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: DeploymentHandle) -> None:
         self._spec = spec
         self._rank = rank
         self._controller = controller
-        self._store = Store(Path(spec.store_dir), keep=spec.keep)
+        self._store = Store(Path(spec.store_dir), max_versions=spec.keep)
 
-    def meeting_point(self) -> tuple[str, int]:
-        """Where the ranks' process group can meet: this rank's host, and a port that is free there."""
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Where the ranks can form a process group: this rank's host, and a port that is free there."""
         return own_address(), free_port()
 
     @ray.method(concurrency_group="control")
     def process_id(self) -> int:
+        """Of this rank; answered also during a step."""
         return os.getpid()
 
-    def load(self, meeting_point: tuple[str, int]) -> dict[str, Any]:
-        """Join the group, load the newest stored version or the model, and be ready."""
+    def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
+        """Join the group, load the newest stored version or the model, and be ready for steps.
+
+        Raises:
+            ValueError: the model does not suit the trainer, or the manifest of the version cannot be read.
+            OSError: the checkpoint or the optimizer's state cannot be read.
+        """
         spec = self._spec
-        torch.manual_seed(spec.seed)
-        # One process needs no group: collectives are only ever inside the workers of a trainer.
-        if spec.strategy == Strategy.FSDP2:
-            self._join(meeting_point)
+        torch.manual_seed(spec.config.seed)
+        # One process needs no group: all collectives are among the ranks of this trainer.
+        if spec.config.strategy == Strategy.FSDP2:
+            self._join(rendezvous_address)
         version = max(self._store.list(), default=0)
         self._policy = self._read(self._store.path_of(version) if version else Path(spec.model))
-        reference = self._read(Path(spec.model)) if spec.learner.loss.kl_coefficient != 0.0 else None
-        self._learner = Learner(self._policy, spec.learner, reference=reference)
+        reference = self._read(Path(spec.model)) if spec.config.loss.kl_coefficient != 0.0 else None
+        self._learner = Learner(self._policy, spec.config, reference=reference)
         if version:
             self._resume(version)
-        source = ParameterSource(
-            self._policy.model, dtype=None if spec.wire_dtype is None else DTYPES[spec.wire_dtype]
-        )
+        wire_dtype = spec.config.wire_dtype
+        source = ParameterSource(self._policy.model, dtype=None if wire_dtype is None else DTYPES[wire_dtype])
         self._publisher = Publisher(spec, self._rank, source, self._controller)
-        self._writer = VersionWriter(self._store, write_files=self._write_files, stored=self._tell_stored)
-        return {"version": version, "step": self._learner.steps_done, "parameters": self._parameters()}
+        self._writer = VersionWriter(
+            write_files=partial(self._write_files, dtype=wire_dtype), on_stored=self._report_stored
+        )
+        return LoadedTrainer(version=version, step=self._learner.steps_done, parameters=self._parameters())
 
     def step(self, body: Mapping[str, Any]) -> Metrics:
-        """Raises InvalidRequest: what was expected of the batch, and what came."""
+        """One optimizer step on `{"trajectories": [...]}`, see `trainers.trajectory`.
+
+        Raises:
+            InvalidRequest: the batch is not valid: what was expected and what came; nothing has changed.
+        """
         unknown = sorted(set(body) - {"trajectories"})
         if unknown:
             raise InvalidRequest(f"a step takes 'trajectories' and nothing else, got {unknown}")
@@ -79,35 +97,48 @@ class TrainerWorker:
             raise InvalidRequest(str(error)) from error
         return self._learner.step(trajectories)
 
-    def publish(self, label: str | None) -> dict[str, Any]:
-        """Move the fleet to this policy; the report as JSON types, on rank 0 (empty elsewhere)."""
+    def publish(self, label: str | None) -> RoundReport | None:
+        """Move the fleet to this policy, and begin to write the version to the store.
+
+        Returns:
+            The report on rank 0, None elsewhere.
+
+        Raises:
+            SlipstreamError: as `Publisher.publish`; the fleet is as it was.
+        """
         report = self._publisher.publish(label)
         if report is None:
-            return {}
-        weights = self._publisher.source.take_copy()
-        self._writer.put(
-            CommittedVersion(
-                version=report.version,
-                label=report.label,
-                weights=weights,
-                trainer_step=self._learner.steps_done,
-            )
+            return None
+        version = CommittedVersion(
+            version=report.version,
+            label=report.label,
+            tensors=self._publisher.source.take_copy(),
+            trainer_step=self._learner.steps_done,
         )
-        return asdict(report)
+        self._writer.put(version, self._store)
+        return report
 
-    def keep_optimizer_state(self) -> None:
-        """Write the optimizer's state for a restart; called between steps, now and then."""
+    def save_optimizer_state(self) -> None:
+        """Write the optimizer's state for a restart, after every n-th step (`optimizer_state_every`).
+
+        Raises:
+            OSError: the file cannot be written; the former one stays.
+        """
         every = self._spec.optimizer_state_every
         if every == 0 or self._learner.steps_done % every != 0:
             return
         target = self._state_file()
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_suffix(".partial")
-        torch.save(self._learner.state_dict(), aside)
-        aside.replace(target)
+        partial_file = target.with_suffix(".partial")
+        torch.save(self._learner.state_dict(), partial_file)
+        partial_file.replace(target)
 
     def load_version(self, version: int) -> None:
-        """Take the weights of a stored version back; the optimizer forgets what led away from it."""
+        """Go back to the weights of a stored version; the optimizer's moments start at zero.
+
+        Raises:
+            InvalidRequest: the version is not in the store.
+        """
         try:
             with self._store.reading(version) as directory:
                 self._policy.load_weights(directory)
@@ -115,8 +146,15 @@ class TrainerWorker:
             raise InvalidRequest(str(error)) from error
         self._learner.restart(self._learner.steps_done, keep_moments=False)
 
-    def save(self, path: str | None) -> dict[str, Any]:
-        """An ordinary checkpoint of the weights as they are now; by default beside the store."""
+    def save(self, path: str | None) -> SavedCheckpoint:
+        """Write an ordinary checkpoint of the weights as they are now.
+
+        Args:
+            path: the directory; None: one beside the store, named by the step.
+
+        Raises:
+            InvalidRequest: `path` is not a directory that can be written.
+        """
         default = self._store.directory.parent / f"checkpoint-{self._learner.steps_done:06d}"
         directory = default if path is None else Path(path).expanduser()
         started = time.perf_counter()
@@ -127,45 +165,48 @@ class TrainerWorker:
                 f"path must be a directory that can be written, got {path}: {error}"
             ) from error
         weights = {}
-        for name, tensor in ParameterSource(self._policy.model):  # every rank gathers, one keeps
+        for name, tensor in ParameterSource(self._policy.model):  # every rank gathers, rank 0 writes
             if self._rank == 0:
                 weights[name] = tensor.to("cpu")
         if self._rank == 0:
-            from safetensors.torch import save_file
-
-            self._write_files(directory, wire=False)
-            save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-        return {
-            "path": str(directory.absolute()),
-            "step": self._learner.steps_done,
-            "save_s": time.perf_counter() - started,
-        }
+            self._write_files(directory, dtype=None)
+            write_safetensors(weights, directory / "model.safetensors")
+        return SavedCheckpoint(
+            path=str(directory.absolute()),
+            step=self._learner.steps_done,
+            save_s=time.perf_counter() - started,
+        )
 
     @ray.method(concurrency_group="control")
-    def store_status(self) -> dict[str, Any]:
-        return {"stored_version": self._writer.newest, "store_problem": self._writer.problem}
+    def store_status(self) -> StoreStatus:
+        """What became of the versions that this rank wrote to the store; answered also during a step."""
+        result = self._writer.result
+        problem = None
+        if result is not None and result.problem:
+            problem = f"version {result.version} is not in the store: {result.problem}"
+        return StoreStatus(stored_version=self._writer.newest, store_problem=problem)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait for the store; for an orderly end."""
+        """Wait until all versions are written; False if that takes longer than `timeout_s`."""
         return self._writer.wait(timeout_s)
 
-    def _join(self, meeting_point: tuple[str, int]) -> None:
-        host, port = meeting_point
+    def _join(self, rendezvous_address: tuple[str, int]) -> None:
+        host, port = rendezvous_address
         os.environ |= {
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "RANK": str(self._rank),
-            "WORLD_SIZE": str(self._spec.world_size),
+            "WORLD_SIZE": str(self._spec.config.world_size),
             "LOCAL_RANK": "0",  # Ray shows each actor only its own devices
         }
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
 
     def _read(self, directory: Path) -> Policy:
-        if self._spec.strategy == Strategy.SINGLE:
-            return Policy.load(directory, dtype=self._spec.dtype, device=self._device())
+        if self._spec.config.strategy == Strategy.SINGLE:
+            return Policy.load(directory, dtype=self._spec.config.dtype, device=self._device())
         from trainers.fsdp2 import shard_policy
 
-        policy = Policy.load(directory, dtype=self._spec.dtype)
+        policy = Policy.load(directory, dtype=self._spec.config.dtype)
         shard_policy(policy, device=self._device())
         return policy
 
@@ -176,8 +217,9 @@ class TrainerWorker:
         return sum(parameter.numel() for parameter in self._policy.model.parameters())
 
     def _resume(self, version: int) -> None:
-        manifest = json.loads((self._store.path_of(version) / "manifest.json").read_text())
-        step = int(manifest.get("trainer_step", 0))  # an outside publisher's version has none
+        step = self._store.manifest_of(version).trainer_step
+        if step is None:  # another publisher's version
+            step = 0
         try:
             state = torch.load(self._state_file(), weights_only=True)
             # Moments that are a few steps older than the weights are better than none.
@@ -190,17 +232,15 @@ class TrainerWorker:
     def _state_file(self) -> Path:
         return self._store.directory.parent / "trainer" / STATE_FILE.format(rank=self._rank)
 
-    def _write_files(self, directory: Path, wire: bool = True) -> None:
-        from copy import deepcopy
-
+    def _write_files(self, directory: Path, dtype: str | None) -> None:
+        """Config and tokenizer files of a checkpoint whose weights have `dtype`; None: the trainer's own."""
         model = self._policy.model
         config = deepcopy(model.config)
-        config.dtype = (
-            self._spec.wire_dtype if wire and self._spec.wire_dtype is not None else self._spec.dtype
-        )
+        config.dtype = self._spec.config.dtype if dtype is None else dtype
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         config.save_pretrained(directory)
         self._policy.copy_tokenizer(directory)
 
-    def _tell_stored(self, version: int, path: str, label: str | None) -> None:
-        self._controller.stored.remote(version, path, label).result(timeout_s=STORED_TIMEOUT_S)
+    def _report_stored(self, result: StoreResult) -> None:
+        response = self._controller.stored.remote(result.version, result.path, result.label)
+        response.result(timeout_s=STORED_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What the store writes is what went out, whatever the model does meanwhile."""
+"""What the store writes is what was sent, however the model changes meanwhile."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.tiny_models import tiny_llama
 from trainers.sources import ParameterSource
 
 
-def taken(snapshots: Snapshots, source: ParameterSource) -> Snapshot:
+def take(snapshots: Snapshots, source: ParameterSource) -> Snapshot:
     snapshots.begin()
     for name, tensor in source:
         snapshots.add(name, tensor)
@@ -26,11 +26,11 @@ def check(device: str, tmp_path: Path, dtype: torch.dtype | None) -> None:
     model = tiny_llama(1).to(device)
     source = ParameterSource(model, dtype=dtype)
     snapshots = Snapshots(source)
-    expected, snapshot = published(source), taken(snapshots, source)
+    expected, snapshot = published(source), take(snapshots, source)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    second = taken(snapshots, source)
+    second = take(snapshots, source)
     save_file(snapshot, tmp_path / "first.safetensors")
     found = load_file(tmp_path / "first.safetensors")
     assert list(snapshot) == list(expected) and found.keys() == expected.keys()
@@ -39,36 +39,36 @@ def check(device: str, tmp_path: Path, dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_snapshot_stays_though_the_model_changes(tmp_path: Path, dtype: torch.dtype | None) -> None:
+def test_a_snapshot_does_not_change_with_the_model(tmp_path: Path, dtype: torch.dtype | None) -> None:
     check("cpu", tmp_path, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_snapshot_of_a_gpu_stays_though_the_model_changes(
+def test_a_snapshot_from_a_gpu_does_not_change_with_the_model(
     tmp_path: Path, dtype: torch.dtype | None
 ) -> None:
     check("cuda", tmp_path, dtype)
 
 
 @pytest.mark.gpu
-def test_the_memory_of_a_snapshot_is_used_again_once_it_is_dropped() -> None:
+def test_the_memory_of_a_snapshot_is_reused_once_it_is_freed() -> None:
     source = ParameterSource(tiny_llama(1).cuda())
     snapshots = Snapshots(source)
-    first = taken(snapshots, source)
+    first = take(snapshots, source)
     name = next(iter(first))
     address = first[name].data_ptr()
-    second = taken(snapshots, source)
+    second = take(snapshots, source)
     assert second[name].data_ptr() != address, "the first is still held"
     del first
-    assert taken(snapshots, source)[name].data_ptr() == address
+    assert take(snapshots, source)[name].data_ptr() == address
 
 
-def test_a_round_that_broke_off_leaves_nothing_in_the_next_snapshot() -> None:
+def test_a_failed_round_leaves_nothing_in_the_next_snapshot() -> None:
     source = ParameterSource(tiny_llama(1))
     snapshots = Snapshots(source)
     snapshots.begin()
     snapshots.add("model.norm.weight", torch.full((128,), 7.0))
-    snapshot = taken(snapshots, source)
+    snapshot = take(snapshots, source)
     assert bool((snapshot["model.norm.weight"] != 7.0).all())
     assert snapshots.finish() == {}
