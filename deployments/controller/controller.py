@@ -1,58 +1,59 @@
-"""The controller: the ledger with a clock, a disk and somebody to wait for.
+"""The controller: the ledger with a clock, a disk and long polls.
 
-    replica    poll ──► waits up to `poll_s` for news of its own ──► Directive
-    publisher  connect, open_round, send, close_round ──► waits until the replicas are through
-    here       a ticker: deadlines, leases, and whether quiet members' processes still exist
+    replica    poll ──► waits up to `poll_s` for updates of its own ──► Directive
+    publisher  connect, send, close_round ──► waits until the replicas have answered
 
-Every call changes the ledger and makes its decisions durable within one step of the event loop, so
-nobody can hear of a decision that is not on disk. If the disk fails, the controller stops answering
-and its health check fails: the next process recovers from what is written.
+What waits, ticks and writes to the disk is in `durable_ledger`.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from deployments.controller.journal import Journal
+from pydantic import JsonValue
+
+from deployments.controller.durable_ledger import DurableLedger
 from deployments.controller.liveness import IsAlive
 from deployments.errors import FleetUnavailable, InvalidRequest
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
-from deployments.ledger.members import Task
-from deployments.ledger.store_assignment import StorePlace
-from deployments.logs import serve_logger
+from deployments.ledger.store_assignment import StoreLocation
 from deployments.protocol import (
     Directive,
-    FleetOperation,
+    Event,
+    FleetStatus,
     JoinAnswer,
     Lease,
-    Manifest,
+    Operation,
+    PublisherSession,
     Report,
     RoundOptions,
     RoundReport,
+    json_only,
 )
 from deployments.weights.store.versions import DEFAULT_MAX_VERSIONS, Store
 
-logger = serve_logger()
-
-BUSY_POLL_S = 0.2  # a replica that works paces itself, and wants to get back to its work
+BUSY_POLL_S = 0.2  # a replica that carries out an instruction paces itself, and polls again soon
 MAX_EVENTS_WAIT_S = 30.0
 
 
 class Controller:
-    """One per fleet.
+    """Serve's deployment class of the controller; one per fleet.
 
     Args:
         state_dir: where decisions are kept; a restarted controller needs the same one.
         store_dir: where committed versions are kept.
-        keep: how many of them.
+        max_versions: how many of them.
         outside_versions: whether replicas write those that their publisher does not write.
         is_alive: whether the process of a replica (by id) exists; called in a thread.
-        poll_s: how long a poll without news waits.
-        quiet_s: a member that has not polled for this long is looked up; more than `poll_s`.
-        clock: seconds, never going back.
+        poll_s: how long a poll without updates waits.
+        silent_s: the process of a member that has not polled for this long is looked up; more than `poll_s`.
+        clock: seconds, monotonic.
+
+    Raises:
+        JournalError: the state directory cannot be used.
     """
 
     def __init__(
@@ -62,53 +63,51 @@ class Controller:
         state_dir: str,
         store_dir: str,
         is_alive: IsAlive,
-        keep: int = DEFAULT_MAX_VERSIONS,
+        max_versions: int = DEFAULT_MAX_VERSIONS,
         outside_versions: bool = True,
         poll_s: float = 1.0,
-        quiet_s: float = 2.0,
+        silent_s: float = 2.0,
         tick_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._poll_s = poll_s
-        self._quiet_s = quiet_s
-        self._tick_s = tick_s
-        self._is_alive = is_alive
-        self._store = Store(Path(store_dir), max_versions=keep)
-        self._journal = Journal(Path(state_dir))
-        place = StorePlace(directory=store_dir, keep=keep) if outside_versions else None
-        self._ledger = Ledger(config, place)
-        self._ledger.recover(self._journal.recovered, clock())
-        self._journal.append(self._ledger.take_decisions())
-        self._changed = asyncio.Event()
-        self._polls: dict[str, object] = {}  # incarnation -> its newest poll; an older one is void
-        self._ticker: asyncio.Task[None] | None = None
-        self._broken: str | None = None
+        self._store = Store(Path(store_dir), max_versions=max_versions)
+        location = StoreLocation(directory=store_dir, max_versions=max_versions)
+        self._ledger = Ledger(config, location if outside_versions else None)
+        self._durable = DurableLedger(
+            self._ledger, Path(state_dir), is_alive=is_alive, silent_s=silent_s, tick_s=tick_s, clock=clock
+        )
+        self._polls: dict[str, object] = {}  # incarnation -> its newest poll; older ones are superseded
 
     # -- replicas -----------------------------------------------------------------------------
 
     async def join(self, replica_id: str, incarnation: str) -> JoinAnswer:
-        self._enter()
+        self._durable.enter()
         answer = self._ledger.join(replica_id, incarnation, self._clock())
-        self._publish()
+        self._durable.publish()
         return answer
 
     async def poll(self, report: Report) -> Directive:
-        """Waits until there is something to say to this replica, at most `poll_s`."""
-        self._enter()
+        """Wait for updates for this replica, at most `poll_s`.
+
+        Raises:
+            FleetUnavailable: a newer poll of the same replica superseded this one.
+        """
+        self._durable.enter()
         mine = self._polls[report.incarnation] = object()
-        self._ledger.hear(report, self._clock())
-        self._publish()
+        self._ledger.on_report(report, self._clock())
+        self._durable.publish()
         try:
             wait_s = BUSY_POLL_S if self._ledger.is_busy(report) else self._poll_s
-            await self._wait(
-                lambda: self._polls.get(report.incarnation) is not mine or self._ledger.has_news(report),
+            await self._durable.wait(
+                lambda: self._polls.get(report.incarnation) is not mine or self._ledger.has_updates(report),
                 wait_s,
             )
             if self._polls.get(report.incarnation) is not mine:
-                raise FleetUnavailable(f"a newer poll of {report.replica_id} took this one's place")
+                raise FleetUnavailable(f"a newer poll of {report.replica_id} superseded this one")
             directive = self._ledger.directive(report, self._clock())
-            self._publish()
+            self._durable.publish()
             return directive
         finally:
             if self._polls.get(report.incarnation) is mine:
@@ -118,182 +117,169 @@ class Controller:
 
     async def acquire(self, publisher: str) -> Lease:
         """Raises Conflict while another publisher holds the lease."""
-        self._enter()
+        self._durable.enter()
         lease = self._ledger.acquire(publisher, self._clock())
-        self._publish()
+        self._durable.publish()
         return lease
 
-    async def session(self, publisher: str) -> tuple[int, int | None]:
-        """The token and the open round of a publisher whose calls carry no token; acquires if need be."""
-        self._enter()
+    async def session(self, publisher: str) -> PublisherSession:
+        """The token and the open round of a publisher whose calls carry no token; acquires if needed.
+
+        Raises:
+            Conflict: another publisher holds the lease.
+        """
+        self._durable.enter()
         session = self._ledger.session(publisher, self._clock())
-        self._publish()
+        self._durable.publish()
         return session
 
     async def renew(self, token: int) -> Lease:
-        """To be called well within the lease's duration, also while waiting for another call."""
-        self._enter()
+        """To be called well within the lease's duration, also while waiting for another call.
+
+        Raises:
+            StalePublisher: the token is not the current one, as in all calls of a publisher below.
+        """
+        self._durable.enter()
         lease = self._ledger.renew(token, self._clock())
-        self._publish()
+        self._durable.publish()
         return lease
 
     async def release(self, token: int) -> None:
-        self._enter()
+        """Give the lease back; an undecided round is aborted."""
+        self._durable.enter()
         self._ledger.release(token, self._clock())
-        self._publish()
+        self._durable.publish()
 
-    async def connect(self, token: int, init_info: Mapping[str, Any]) -> int:
-        """Returns a connection id once every replica is connected."""
-        self._enter()
-        task = self._ledger.connect(token, init_info, self._clock())
-        return int(await self._result(task))
+    async def connect(self, token: int, init_info: Mapping[str, JsonValue]) -> int:
+        """Returns a connection id once every replica is connected.
 
-    async def disconnect(self, token: int) -> dict[str, Any]:
-        self._enter()
-        task = self._ledger.disconnect(token, self._clock())
-        return dict(await self._result(task))
+        Raises:
+            InvalidRequest: `init_info` is not JSON, does not fit the members, or no replica could connect.
+            Conflict: a replica is gone; connect again.
+        """
+        self._durable.enter()
+        checked = json_only(init_info, "init_info")
+        if not isinstance(checked, dict):
+            raise InvalidRequest(f"init_info: expected an object, got {type(init_info).__name__}")
+        return int(await self._durable.result(self._ledger.connect(token, checked, self._clock())))
 
-    async def open_round(
-        self, token: int, manifest: Manifest | None = None, options: RoundOptions | None = None
-    ) -> int:
-        """Returns the round's id once every participant is ready to receive."""
-        self._enter()
-        await self._wait(self._ledger.is_complete, None)
+    async def disconnect(self, token: int) -> dict[str, JsonValue]:
+        """Every serving replica closes its end of the connection."""
+        self._durable.enter()
+        return dict(await self._durable.result(self._ledger.disconnect(token, self._clock())))
+
+    async def open_round(self, token: int, options: RoundOptions | None = None) -> int:
+        """Returns the round's id.
+
+        Raises:
+            Conflict: another round is open, the weights sleep, or the publisher must connect again.
+            FleetUnavailable: too few replicas.
+        """
+        self._durable.enter()
+        await self._durable.wait(self._ledger.is_complete, None)
         chosen = RoundOptions() if options is None else options
-        task = self._ledger.open_round(token, manifest, chosen, self._clock())
-        return int(await self._result(task))
+        round_id = self._ledger.open_round(token, chosen, self._clock())
+        self._durable.publish()
+        return round_id
 
-    async def send(self, token: int, round_id: int, payload: Any) -> None:
-        """Returns once every participant has received. A collective's data must flow meanwhile."""
-        self._enter()
-        await self._result(self._ledger.send(token, round_id, payload, self._clock()))
+    async def send(self, token: int, round_id: int, payload: JsonValue) -> None:
+        """Returns once every participant has received. A collective's data must flow meanwhile.
 
-    async def close_round(
-        self, token: int, round_id: int, manifest: Manifest | None = None, label: str | None = None
-    ) -> RoundReport:
-        """Raises RoundAborted, or InvalidRequest when every replica rejected what was sent."""
-        self._enter()
-        task = self._ledger.close_round(token, round_id, manifest, label, self._clock())
-        report: RoundReport = await self._result(task)
+        Raises:
+            InvalidRequest: the payload is not JSON, or every replica rejected it.
+            RoundAborted: the round ended.
+        """
+        self._durable.enter()
+        checked = json_only(payload, "payload")
+        await self._durable.result(self._ledger.send(token, round_id, checked, self._clock()))
+
+    async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:
+        """Verify and commit; returns when every participant has swapped.
+
+        Raises:
+            InvalidRequest: every replica rejected what was sent.
+            RoundAborted: the round was aborted for another reason.
+        """
+        self._durable.enter()
+        call = self._ledger.close_round(token, round_id, label, self._clock())
+        report: RoundReport = await self._durable.result(call)
         return report
 
     async def abort_round(self, token: int, round_id: int, reason: str) -> None:
-        self._enter()
+        """The fleet goes on serving the old version."""
+        self._durable.enter()
         self._ledger.abort_round(token, round_id, reason, self._clock())
-        self._publish()
+        self._durable.publish()
 
-    async def call(self, operation: FleetOperation | str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Carry an operation out on every serving replica: {replica id: value}, or an error naming those
-        that did not."""
-        self._enter()
+    async def call(self, operation: Operation) -> dict[str, JsonValue]:
+        """Carry an operation out on every serving replica: its answers by replica id.
+
+        Raises:
+            InvalidRequest: replicas rejected it.
+            Conflict: it is not possible in the fleet's condition, or during a round.
+            ReplicaUnavailable: names the replicas that did not carry it out.
+        """
+        self._durable.enter()
         # After a restart: not without those that still serve.
-        await self._wait(self._ledger.is_complete, None)
-        task = self._ledger.call(FleetOperation(operation), arguments, self._clock())
-        return dict(await self._result(task))
+        await self._durable.wait(self._ledger.is_complete, None)
+        return dict(await self._durable.result(self._ledger.call(operation, self._clock())))
 
     # -- the store ----------------------------------------------------------------------------
 
     async def stored(self, version: int, path: str, label: str | None = None) -> None:
-        """The trainer wrote a committed version to the store: joiners may load it."""
-        self._enter()
+        """The trainer wrote a committed version to the store: joiners may load it.
+
+        Raises:
+            InvalidRequest: the fleet never committed it.
+        """
+        self._durable.enter()
         self._ledger.set_stored(version, path, label, self._clock())
-        self._publish()
+        self._durable.publish()
 
     async def rollback_source(self, version: int) -> str:
-        """The directory of a stored version, to be published as an ordinary round."""
-        kept = list(await asyncio.to_thread(self._store.list))
-        if version not in kept:
+        """The directory of a stored version, to be published as an ordinary round.
+
+        Raises:
+            InvalidRequest: the version is not in the store.
+        """
+        stored = list(await asyncio.to_thread(self._store.list))
+        if version not in stored:
             raise InvalidRequest(
-                f"version: expected one in the store {kept}, got {version}",
-                {"expected": kept, "actual": version},
+                f"version: expected one in the store {stored}, got {version}",
+                {"expected": stored, "actual": version},
             )
         return str(self._store.path_of(version))
 
     async def set_label(self, label: str) -> None:
-        """Name the committed version anew."""
-        self._enter()
+        """Give the committed version another label."""
+        self._durable.enter()
         self._ledger.set_label(label, self._clock())
-        self._publish()
+        self._durable.publish()
 
     # -- queries ------------------------------------------------------------------------------
 
-    async def fleet(self) -> dict[str, Any]:
-        self._enter()
+    async def fleet(self) -> FleetStatus:
+        self._durable.enter()
         return self._ledger.status(self._clock())
 
     async def rounds(self) -> list[RoundReport]:
         """Rounds that ended, oldest first."""
-        self._enter()
+        self._durable.enter()
         return self._ledger.history()
 
-    async def events(self, since: int = 0, wait_s: float = 0.0) -> list[dict[str, Any]]:
-        """Events with a greater id than `since`; waits for the first one, at most `wait_s`."""
-        self._enter()
-        await self._wait(lambda: bool(self._ledger.events_since(since)), min(wait_s, MAX_EVENTS_WAIT_S))
+    async def events(self, since: int = 0, wait_s: float = 0.0) -> list[Event]:
+        """Events with a greater id than `since`; waits for the first one, at most `wait_s` seconds."""
+        self._durable.enter()
+        await self._durable.wait(
+            lambda: bool(self._ledger.events_since(since)), min(wait_s, MAX_EVENTS_WAIT_S)
+        )
         wall = time.time() - self._clock()
-        return [{**event, "at": round(event["at"] + wall, 3)} for event in self._ledger.events_since(since)]
+        return [replace(event, at=round(event.at + wall, 3)) for event in self._ledger.events_since(since)]
 
     async def check_health(self) -> None:
         """Serve's health check."""
-        self._enter()
-
-    # -- waiting ------------------------------------------------------------------------------
-
-    def _enter(self) -> None:
-        if self._broken is not None:
-            raise FleetUnavailable(f"the controller cannot write its decisions: {self._broken}")
-        if self._ticker is None:
-            self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
-
-    def _publish(self) -> None:
-        """Make decisions durable, then let those who wait look again."""
-        decisions = self._ledger.take_decisions()
-        try:
-            self._journal.append(decisions)
-        except Exception as error:  # whatever it was, the decision is not on the disk
-            self._broken = str(error)
-            logger.error("decisions lost: %s", error)
-            self._enter()
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _result(self, task: Task) -> Any:
-        """Wait for an errand. The ledger's deadlines bound the wait."""
-        self._publish()
-        await self._wait(lambda: task.done, None)
-        if task.error is not None:
-            raise type(task.error)(task.error.message, task.error.detail)
-        return task.result
-
-    async def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not ready():
-                    await self._changed.wait()
-                    self._enter()
-        except TimeoutError:
-            return
-
-    # -- time ---------------------------------------------------------------------------------
-
-    async def _tick_forever(self) -> None:
-        while self._broken is None:
-            await asyncio.sleep(self._tick_s)
-            try:
-                self._ledger.tick(self._clock())
-                self._publish()
-                await self._look_for_the_dead()
-            except Exception:  # the ticker is the only guard of every deadline: it must go on
-                logger.exception("controller tick failed")
-
-    async def _look_for_the_dead(self) -> None:
-        for replica_id, incarnation in self._ledger.silent_since(self._clock() - self._quiet_s):
-            if not await asyncio.to_thread(self._is_alive, replica_id):
-                self._ledger.lost(replica_id, incarnation, "its process is gone", self._clock())
-                self._publish()
+        self._durable.enter()
 
     async def aclose(self) -> None:
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
-        self._journal.close()
+        """Stop the ticker and close the journal."""
+        await self._durable.aclose()

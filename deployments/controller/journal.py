@@ -1,7 +1,7 @@
 """The decisions on disk: JSON lines in a state directory, each synced before anybody acts on it.
 
-A line that a crash tore is dropped: what it said was never acted on. On opening, the file is
-rewritten without what later decisions made void.
+A line that a crash truncated is dropped: nobody acted on it. On opening, the file is rewritten without
+what later decisions supersede.
 """
 
 import json
@@ -21,7 +21,11 @@ class JournalError(OSError):
 
 
 class Journal:
-    """One process writes it. Open it, take `recovered`, then `append`."""
+    """The file of decisions. One process writes it: open it, take `recovered`, then `append`.
+
+    Raises:
+        JournalError: the directory cannot be written, or holds something else.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
@@ -38,7 +42,11 @@ class Journal:
             ) from error
 
     def append(self, decisions: Iterable[Decision]) -> None:
-        """Durable when it returns."""
+        """Durable when it returns.
+
+        Raises:
+            OSError: the disk is full, or gone.
+        """
         lines = b"".join(encode(decision) + b"\n" for decision in decisions)
         if lines:
             self._file.write(lines)
@@ -63,15 +71,15 @@ def _read(path: Path) -> list[Decision]:
     content = path.read_bytes()
     header, *lines = content.split(b"\n")
     _check_schema(path, header)
-    torn = lines.pop() if lines else b""  # what follows the last newline; empty after a clean write
+    truncated = lines.pop() if lines else b""  # what follows the last newline; empty after a clean write
     decisions = [_decode(path, number, line) for number, line in enumerate(lines, start=2)]
-    if torn:
-        decisions += _decode_torn(torn)
+    if truncated:
+        decisions += _decode_truncated(truncated)
     return decisions
 
 
-def _decode_torn(line: bytes) -> list[Decision]:
-    """A last line without its newline may still be whole."""
+def _decode_truncated(line: bytes) -> list[Decision]:
+    """A last line without its newline may still be complete."""
     try:
         return [decode(line)]
     except ValueError:

@@ -1,60 +1,181 @@
-"""The publisher's tie to the fleet: which replicas, and which ranks of the transfer group are theirs.
+"""The publisher's connection to the fleet: which replicas it reaches, and their ranks in the transfer group.
 
-Workers are counted over the members in the order in which they registered. A *collective*
-connection (its `init_info` has `rank_offset`) is one communicator: it is good for exactly those
-members, and a change of membership asks for a new one. Any other is a tie to each replica alone,
-which a joiner gets too.
+Ranks are counted over the members in the order of their registration. A *collective* connection (its
+`init_info` has `rank_offset`) is one communicator: it is valid for exactly those members, and a change of
+membership needs a new one. Any other connection reaches each replica separately, and a joiner gets it too.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
-from deployments.errors import Conflict, InvalidRequest
-from deployments.ledger.members import Member
+from pydantic import JsonValue
+
+from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
+from deployments.ledger.dispatch import Dispatch
+from deployments.ledger.members import Member, PendingCall
+from deployments.ledger.membership import Membership
+from deployments.ledger.verdict import classify, join_reasons
+from deployments.protocol import Connect, ConnectionStatus, Drop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
+    """One publisher's connection to the members of one epoch."""
+
     connection_id: int
     publisher: str
-    init_info: Mapping[str, Any]
+    init_info: Mapping[str, JsonValue]
+    rank_offset: int | None  # of the first replica's first worker; None: not collective
     members: tuple[Member, ...]
     epoch: int
 
     @property
     def collective(self) -> bool:
-        return "rank_offset" in self.init_info
+        return self.rank_offset is not None
 
-    def init_info_of(self, member: Member) -> dict[str, Any]:
-        if not self.collective:
-            return dict(self.init_info)
-        first = first_workers(self.members)[self.members.index(member)]
-        return {**self.init_info, "rank_offset": self.init_info["rank_offset"] + first}
+    def connect_body(self, member: Member) -> Connect:
+        """The instruction that connects this member, with its own rank offset."""
+        if self.rank_offset is None:
+            return Connect(init_info=self.init_info)
+        first = first_ranks(self.members)[self.members.index(member)]
+        return Connect(init_info={**self.init_info, "rank_offset": self.rank_offset + first})
 
     def check_members(self, members: Sequence[Member]) -> None:
-        """A communicator that lacks a member, or has a dead one, is never used again."""
+        """A communicator that lacks a member, or has a dead one, is never used again.
+
+        Raises:
+            Conflict: the membership changed; connect again.
+        """
         if not self.collective or set(members) == set(self.members):
             return
         connected = [member.replica_id for member in self.members]
         present = [member.replica_id for member in members]
         raise Conflict(
-            f"the membership changed since the transfer group was made: connected {connected}, "
+            f"the membership changed since the transfer group was formed: connected {connected}, "
             f"members now {present}; connect again",
             {"connect_again": True, "connected": connected, "members": present},
         )
 
+    def status(self) -> ConnectionStatus:
+        return ConnectionStatus(
+            connection_id=self.connection_id,
+            publisher=self.publisher,
+            collective=self.collective,
+            epoch=self.epoch,
+            replicas=tuple(member.replica_id for member in self.members),
+        )
 
-def first_workers(members: Sequence[Member]) -> list[int]:
-    """For each member, how many workers come before its own."""
+
+class Connections:
+    """Makes, keeps and drops the publisher's connection."""
+
+    def __init__(self, membership: Membership, dispatch: Dispatch) -> None:
+        self._membership = membership
+        self._dispatch = dispatch
+        self._last_id = 0
+        self._connecting: PendingCall | None = None
+        self._current: Connection | None = None
+
+    @property
+    def current(self) -> Connection | None:
+        return self._current
+
+    def connect(self, publisher: str, init_info: Mapping[str, JsonValue], now: float) -> PendingCall:
+        """Connect every member, each with its own rank offset. The call's result is the connection's id.
+
+        Raises:
+            FleetUnavailable: there is no member.
+            InvalidRequest: `rank_offset` or `world_size` do not fit the members.
+        """
+        members = self._membership.live()
+        if not members:
+            raise FleetUnavailable("no replica is registered to connect to", {"expected": 1, "actual": 0})
+        rank_offset = checked_rank_offset(init_info, members)
+        self.give_up(now)
+        self._last_id += 1
+        connection = Connection(
+            connection_id=self._last_id,
+            publisher=publisher,
+            init_info=init_info,
+            rank_offset=rank_offset,
+            members=tuple(members),
+            epoch=self._membership.epoch,
+        )
+        self._current = connection
+        bodies = {member: connection.connect_body(member) for member in members}
+        call = self._dispatch.send_each(Connect.name, bodies, now, on_complete=self._connected)
+        call.result = connection.connection_id
+        self._connecting = call
+        return call
+
+    def check_peers(self, now: float) -> None:
+        """Nobody waits in the rendezvous of a communicator that has lost a member."""
+        connection = self._current
+        if connection is not None and connection.collective and any(each.out for each in connection.members):
+            self.give_up(now)
+
+    def give_up(self, now: float) -> None:
+        """Cancel a connection that is being formed. Its members may be waiting for a peer."""
+        call, self._connecting = self._connecting, None
+        for member in () if call is None else tuple(call.waiting):
+            self._dispatch.withdraw(member, Connect, delivered=True)
+            self._dispatch.send_each(
+                Drop.name, {member: Drop(round_id=None)}, now, on_complete=self._fence_not_done
+            )
+
+    def taken_by(self, publisher: str) -> None:
+        """A connection belongs to its publisher; the next publisher makes its own."""
+        if self._current is not None and self._current.publisher != publisher:
+            self._current = None
+
+    def drop(self) -> None:
+        self._current = None
+
+    def on_join(self, member: Member, now: float) -> None:
+        """A joiner gets a connection that is not collective."""
+        connection = self._current
+        if connection is not None and not connection.collective:
+            bodies = {member: connection.connect_body(member)}
+            self._dispatch.send_each(Connect.name, bodies, now, on_complete=self._fence_not_done)
+
+    def _fence_not_done(self, call: PendingCall, now: float) -> None:
+        self._membership.fence_each(classify(call).not_done, call.name, now)
+
+    def _connected(self, call: PendingCall, now: float) -> None:
+        """If it failed everywhere the publisher or the network is at fault, and no weight was touched.
+
+        A member whose peers did not come is intact, and is not fenced for them.
+        """
+        verdict = classify(call)
+        not_done, absent = verdict.not_done, call.absent
+        if not not_done and not absent:
+            return
+        if self._current is not None and self._current.connection_id == call.result:
+            self._current = None
+        if not_done and not verdict.done and not verdict.transfer_failed:
+            reason = f"no replica could connect: {join_reasons(not_done)}"
+            call.finish(error=InvalidRequest(reason, {"replicas": not_done}))
+            return
+        self._membership.fence_each(verdict.to_fence, Connect.name, now)
+        missing = {**absent, **not_done}
+        reason = f"connect again, these replicas are gone or lack their peers: {join_reasons(missing)}"
+        call.finish(error=Conflict(reason, {"connect_again": True, "replicas": missing}))
+
+
+def first_ranks(members: Sequence[Member]) -> list[int]:
+    """For each member, the number of workers of the members before it."""
     return list(accumulate((member.world_size for member in members), initial=0))[:-1]
 
 
-def check_world_size(init_info: Mapping[str, Any], members: Sequence[Member]) -> None:
-    """The sender decides the size of the group; it must be its own ranks plus every worker."""
+def checked_rank_offset(init_info: Mapping[str, JsonValue], members: Sequence[Member]) -> int | None:
+    """The `rank_offset` of a collective connection; None if it is not collective.
+
+    Raises:
+        InvalidRequest: it is no rank, or `world_size` is not the publisher's ranks plus every worker.
+    """
     if "rank_offset" not in init_info:
-        return
+        return None
     offset, workers = init_info["rank_offset"], sum(member.world_size for member in members)
     if not isinstance(offset, int) or offset < 0:
         raise InvalidRequest(f"rank_offset: expected an integer of 0 or more, got {offset!r}")
@@ -65,20 +186,24 @@ def check_world_size(init_info: Mapping[str, Any], members: Sequence[Member]) ->
             f"{len(members)} replicas), got {world_size!r}",
             {"expected": offset + workers, "actual": world_size, "workers": workers},
         )
+    return offset
 
 
-def payload_of(payload: Any, members: Sequence[Member]) -> dict[str, Any]:
-    """Each member's own part, by replica id: a list is indexed by worker, anything else is for all."""
+def split_payload(payload: JsonValue, members: Sequence[Member]) -> dict[Member, JsonValue]:
+    """Each member's part: a list has one entry per worker, anything else is for all.
+
+    Raises:
+        InvalidRequest: a list of another length.
+    """
     if not isinstance(payload, list):
-        return {member.replica_id: payload for member in members}
+        return dict.fromkeys(members, payload)
     workers = sum(member.world_size for member in members)
     if len(payload) != workers:
         raise InvalidRequest(
             f"payload: expected one entry for each of {workers} workers, got {len(payload)}",
             {"expected": workers, "actual": len(payload)},
         )
-    firsts = first_workers(members)
     return {
-        member.replica_id: payload[first : first + member.world_size]
-        for member, first in zip(members, firsts, strict=True)
+        member: payload[first : first + member.world_size]
+        for member, first in zip(members, first_ranks(members), strict=True)
     }

@@ -1,16 +1,29 @@
-"""What the ledger must not forget: each decision is durable before any replica can hear of it.
+"""What the ledger must not forget: each decision is durable before any replica can learn of it.
 
 The set is closed and small; `recover` folds it back into a ledger, `compact` keeps what that fold
-still needs.
+still needs. The JSON form is a file format: journals of earlier releases must still open (golden files
+in the tests).
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter
 
-from deployments.protocol import CommitMode, FleetOperation, InFlight, KvCache, RoundReport
+from deployments.condition import Condition
+from deployments.protocol import (
+    CommitMode,
+    InFlight,
+    KvCache,
+    LastingOperation,
+    Pause,
+    Resume,
+    RoundReport,
+    Sleep,
+    Verification,
+    WakeUp,
+)
 
 KEPT_FENCES = 1000
 KEPT_ROUNDS = 200
@@ -64,6 +77,7 @@ class Committed:
     kv_cache: KvCache
     in_flight: InFlight
     persist: bool = False  # a replica writes it to the store
+    verification: Verification = Verification.NONE
     kind: Literal["committed"] = "committed"
 
 
@@ -128,20 +142,42 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One operation on a replica."""
+    """A lasting operation as the journal writes it."""
 
-    operation: FleetOperation
+    operation: str  # its name
     arguments: Mapping[str, Any]
+
+    def restored(self) -> LastingOperation:
+        """Raises ValueError for an unknown operation, or arguments that it does not have."""
+        if self.operation not in _OPERATIONS:
+            raise ValueError(f"operation: expected one of {sorted(_OPERATIONS)}, got {self.operation!r}")
+        return _OPERATIONS[self.operation].validate_python(self.arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioned:
-    """What a user makes of the fleet (paused, asleep): the operations that lead there from a fresh engine. A
-    later `Finished` brings back weights that one of them threw away."""
+    """The condition that users put the fleet in (paused, asleep). A later `Finished` makes discarded weights
+    intact."""
 
     steps: tuple[Step, ...]
     kind: Literal["conditioned"] = "conditioned"
 
+    @classmethod
+    def of(cls, condition: Condition) -> Self:
+        return cls(steps=tuple(Step(operation=each.name, arguments=asdict(each)) for each in condition))
+
+    def condition(self) -> Condition:
+        """The operations.
+
+        Raises:
+            ValueError: an unknown operation, or arguments that it does not have.
+        """
+        return tuple(step.restored() for step in self.steps)
+
+
+_OPERATIONS: Mapping[str, TypeAdapter[LastingOperation]] = {
+    kind.name: TypeAdapter(kind) for kind in (Pause, Resume, Sleep, WakeUp)
+}
 
 Decision = (
     Started
@@ -162,6 +198,21 @@ Decision = (
 _ADAPTER: TypeAdapter[Decision] = TypeAdapter(Annotated[Decision, Field(discriminator="kind")])
 
 
+class DecisionLog:
+    """Decisions that are not durable yet."""
+
+    def __init__(self) -> None:
+        self._decisions: list[Decision] = []
+
+    def append(self, decision: Decision) -> None:
+        self._decisions.append(decision)
+
+    def take(self) -> list[Decision]:
+        """The decisions since the last call, in order."""
+        taken, self._decisions = self._decisions, []
+        return taken
+
+
 def encode(decision: Decision) -> bytes:
     """One line of JSON, without the newline."""
     return _ADAPTER.dump_json(decision)
@@ -179,13 +230,13 @@ def compact(decisions: Iterable[Decision]) -> list[Decision]:
     lasting = [decided[index] for index in sorted(last.values())]
     fences = [each for each in lasting if isinstance(each, Fenced)]
     rounds = [each for each in lasting if isinstance(each, Ended)]
-    void = {each.incarnation for each in fences if each.told}
+    delivered = {each.incarnation for each in fences if each.told}
     forgotten = set(map(id, [*fences[:-KEPT_FENCES], *rounds[:-KEPT_ROUNDS]]))
-    return [each for each in lasting if id(each) not in forgotten and not _admits_one_of(each, void)]
+    return [each for each in lasting if id(each) not in forgotten and not _admits_one_of(each, delivered)]
 
 
 def _subject(decision: Decision) -> str:
-    """A later decision on the same subject makes an earlier one void."""
+    """A later decision on the same subject supersedes an earlier one."""
     match decision:
         case Admitted():
             return f"admitted {decision.member.incarnation}"

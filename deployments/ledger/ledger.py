@@ -1,68 +1,81 @@
-"""The ledger: who is a member, which version the fleet is at, and what everybody does next.
+"""The ledger: who is a member, which version the fleet is at, and what every member does next.
 
 A pure state machine. It never waits, reads no clock and does no I/O: `now` is an argument, in
-seconds; what others wait for is a `Task` that some later call completes. Each public method ends in
+seconds; what others wait for is a `PendingCall` that some later event completes. Each public method ends in
 `_advance`, which runs whatever became possible.
 
-    publisher   acquire, connect, open_round, send, close_round ─► Task      waits for the replicas
-    replica     poll(Report) ─► Directive                                    waits for news (the shell)
-    shell       tick, lost, take_decisions                                   waits for the disk
+    publisher   acquire, connect, open_round, send, close_round ─► PendingCall   waits for the replicas
+    replica     poll(Report) ─► Directive                                        waits for updates (the shell)
+    shell       tick, lost, take_decisions                                       waits for the disk
 
 Durability: the shell writes what `take_decisions` returns before anybody polls again; `recover`
 folds it into a new ledger.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+
+from pydantic import JsonValue
 
 from deployments.errors import Conflict, RoundAborted
 from deployments.ledger.admission import Admission
 from deployments.ledger.commit_phase import CommitPhase
-from deployments.ledger.connections import Connections
-from deployments.ledger.decisions import Decision, LeaseIssued
-from deployments.ledger.desired_state import Operations
+from deployments.ledger.connection import Connections
+from deployments.ledger.decisions import Decision, DecisionLog
+from deployments.ledger.desired_state import DesiredState
+from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
-from deployments.ledger.fleet import Fleet
-from deployments.ledger.lease import LeaseDesk
+from deployments.ledger.lease import LeaseDesk, Publishers
 from deployments.ledger.limits import LedgerConfig
-from deployments.ledger.members import MemberState, Task
+from deployments.ledger.members import PendingCall
+from deployments.ledger.membership import Membership
 from deployments.ledger.recovery import recover
 from deployments.ledger.staging_phase import StagingPhase
-from deployments.ledger.status import fleet_status
-from deployments.ledger.store_assignment import Persistence, StorePlace
-from deployments.ledger.version_state import RoundBook
+from deployments.ledger.store_assignment import StoreAssignment, StoreLocation
+from deployments.ledger.version_state import VersionState
 from deployments.protocol import (
     Directive,
-    FleetOperation,
+    Disconnect,
+    Event,
+    FleetStatus,
     JoinAnswer,
     Lease,
-    Manifest,
+    Operation,
+    PublisherSession,
     Report,
     RoundOptions,
     RoundReport,
+    Sleep,
 )
 
 
 class Ledger:
-    def __init__(self, config: LedgerConfig | None = None, store: StorePlace | None = None) -> None:
-        self.config = LedgerConfig() if config is None else config
+    """The whole state machine; its parts are one file each."""
+
+    def __init__(self, config: LedgerConfig | None = None, store: StoreLocation | None = None) -> None:
+        self._config = LedgerConfig() if config is None else config
         self._events = EventLog()
-        self._fleet = Fleet(self.config, self._events)
-        self._book = RoundBook(self._fleet)
-        self._lease = LeaseDesk(self.config.lease_s)
-        self._operations = Operations(self._fleet)
-        self._commit_phase = CommitPhase(self._fleet, self._book, self._operations)
-        self._connections = Connections(self._fleet)
-        self._staging = StagingPhase(self._fleet, self._book, self._commit_phase)
-        self._persistence = Persistence(self._fleet, self._book, store)
+        self._decisions = DecisionLog()
+        self._dispatch = dispatch = Dispatch(self._config)
+        self._membership = members = Membership(self._config, self._decisions, self._events, dispatch)
+        self._versions = versions = VersionState(self._decisions, self._events, dispatch)
+        self._lease = LeaseDesk(self._config.lease_s)
+        self._desired_state = DesiredState(members, dispatch, self._decisions, self._events)
+        self._commit_phase = CommitPhase(members, dispatch, versions, self._desired_state, self._decisions)
+        self._connections = Connections(members, dispatch)
+        self._staging = StagingPhase(members, dispatch, versions, self._commit_phase)
+        self._publishers = Publishers(
+            self._lease, versions, self._staging, self._connections, self._decisions, self._events
+        )
+        self._store_assignment = StoreAssignment(members, dispatch, versions, self._events, store)
         self._admission = Admission(
-            self._fleet,
-            self._book,
+            members,
+            dispatch,
+            versions,
             self._commit_phase,
             self._staging,
             self._connections,
-            self._persistence,
-            self._operations,
+            self._store_assignment,
+            self._desired_state,
         )
 
     # -- replicas -----------------------------------------------------------------------------
@@ -75,163 +88,156 @@ class Ledger:
 
     def poll(self, report: Report, now: float) -> Directive:
         """Registration, heartbeat and acknowledgements in one; idempotent."""
-        self.hear(report, now)
+        self.on_report(report, now)
         return self.directive(report, now)
 
-    def hear(self, report: Report, now: float) -> None:
-        self._admission.hear(report, now)
+    def on_report(self, report: Report, now: float) -> None:
+        """The first half of a poll: take the report in."""
+        self._admission.on_report(report, now)
         self._advance(now)
 
     def directive(self, report: Report, now: float) -> Directive:
-        """What this replica is told now; a fence counts as told from here on."""
+        """The second half of a poll: its answer. A fence counts as delivered from here on."""
         directive = self._admission.directive(report)
         self._advance(now)
         return directive
 
-    def has_news(self, report: Report) -> bool:
+    def has_updates(self, report: Report) -> bool:
         """Whether a directive would say anything that the last one to this replica did not."""
-        return self._admission.has_news(report)
+        return self._admission.has_updates(report)
 
     def is_complete(self) -> bool:
-        """Whether every replica that served before a restart was heard of again, or given up."""
-        return not any(each.state is MemberState.RETURNING for each in self._fleet.members.values())
+        """Whether every replica that served before a restart has polled again, or is given up."""
+        return not self._membership.returning()
 
     def is_busy(self, report: Report) -> bool:
         """Whether this replica has instructions that it did not acknowledge yet."""
-        member = self._fleet.members.get(report.replica_id)
-        return member is not None and bool(member.orders)
+        member = self._membership.get(report.replica_id)
+        return member is not None and bool(member.queue)
 
     def lost(self, replica_id: str, incarnation: str, reason: str, now: float) -> None:
         """The shell learned that this process is gone."""
-        member = self._fleet.members.get(replica_id)
-        if member is not None and member.incarnation == incarnation:
-            self._fleet.lose(member, reason, now)
+        member = self._membership.find(replica_id, incarnation)
+        if member is not None:
+            self._membership.lose(member, reason, now)
             self._advance(now)
 
     def silent_since(self, before: float) -> list[tuple[str, str]]:
         """(replica id, incarnation) of the members that have not polled since `before`."""
-        members = self._fleet.members.values()
-        return [(each.replica_id, each.incarnation) for each in members if each.seen < before]
+        members = self._membership.all()
+        return [(each.replica_id, each.incarnation) for each in members if each.last_poll < before]
 
     # -- publisher ----------------------------------------------------------------------------
 
     def acquire(self, publisher: str, now: float) -> Lease:
-        """The same publisher may come again: its old token is stale from then on, its open round gone."""
-        self._expire_lease(now)
-        before = self._lease.held
-        lease = self._lease.acquire(publisher, now)
-        self._fleet.decisions.append(LeaseIssued(token=lease.token, publisher=publisher))
-        self._events.record("lease", now, publisher=publisher, token=lease.token)
-        if before is not None:
-            self._abort_undecided(f"{publisher!r} took a new lease", now)
-        self._connections.taken_by(publisher)
+        """Issue the lease; see `Publishers.acquire`."""
+        lease = self._publishers.acquire(publisher, now)
         self._advance(now)
         return lease
 
-    def session(self, publisher: str, now: float) -> tuple[int, int | None]:
-        """The token and the open round of a publisher whose calls carry no token (vLLM's clients)."""
-        self._expire_lease(now)
-        held = self._lease.held
-        if held is None or held.publisher != publisher:
-            return self.acquire(publisher, now).token, None
-        self._lease.renew(held.token, now)
-        current = self._book.current
-        return held.token, None if current is None else current.round_id
+    def session(self, publisher: str, now: float) -> PublisherSession:
+        """The session of a publisher whose calls carry no token; see `Publishers.session`."""
+        session = self._publishers.session(publisher, now)
+        self._advance(now)
+        return session
 
     def renew(self, token: int, now: float) -> Lease:
-        self._expire_lease(now)
-        return self._lease.renew(token, now)
+        """Raises StalePublisher for any token but the current one, as do all calls of a publisher below."""
+        return self._publishers.renew(token, now)
 
     def release(self, token: int, now: float) -> None:
-        self.renew(token, now)
-        self._abort_undecided("its publisher released the lease", now)
-        self._lease.release()
+        """Give the lease back; an undecided round is aborted."""
+        self._publishers.release(token, now)
         self._advance(now)
 
-    def connect(self, token: int, init_info: Mapping[str, Any], now: float) -> Task:
-        """Every member joins the publisher's transfer group, each with its own rank offset."""
+    def connect(self, token: int, init_info: Mapping[str, JsonValue], now: float) -> PendingCall:
+        """Every member joins the publisher's transfer group; see `Connections.connect`."""
         publisher = self.renew(token, now).publisher
         self._no_round("connect")
-        task = self._connections.connect(publisher, init_info, now)
+        call = self._connections.connect(publisher, init_info, now)
         self._advance(now)
-        return task
+        return call
 
-    def disconnect(self, token: int, now: float) -> Task:
+    def disconnect(self, token: int, now: float) -> PendingCall:
+        """Every serving replica closes its end of the connection."""
         self.renew(token, now)
         self._no_round("disconnect")
         self._connections.drop()
-        return self.call(FleetOperation.DISCONNECT, {}, now)
+        return self.call(Disconnect(), now)
 
-    def open_round(self, token: int, manifest: Manifest | None, options: RoundOptions, now: float) -> Task:
-        """The task's result is the round's id; it is done when every participant has begun."""
+    def open_round(self, token: int, options: RoundOptions, now: float) -> int:
+        """The round's id; see `StagingPhase.open`. Raises Conflict while the weights sleep."""
         self.renew(token, now)
-        self._operations.check_awake()
-        options = self._persistence.allowed(options)
-        task = self._staging.open(manifest, options, self._connections.current, now)
+        self._desired_state.check_awake()
+        options = self._store_assignment.permitted(options)
+        round_id = self._staging.open(options, self._connections.current, now)
         self._advance(now)
-        return task
+        return round_id
 
-    def send(self, token: int, round_id: int, payload: Any, now: float) -> Task:
+    def send(self, token: int, round_id: int, payload: JsonValue, now: float) -> PendingCall:
+        """Every participant receives one payload; see `StagingPhase.send`."""
         self.renew(token, now)
-        task = self._staging.send(round_id, payload, now)
+        call = self._staging.send(round_id, payload, now)
         self._advance(now)
-        return task
+        return call
 
-    def close_round(
-        self, token: int, round_id: int, manifest: Manifest | None, label: str | None, now: float
-    ) -> Task:
-        """The task's result is a RoundReport, its error why the round was aborted."""
+    def close_round(self, token: int, round_id: int, label: str | None, now: float) -> PendingCall:
+        """The call's result is a RoundReport, its error why the round was aborted."""
         self.renew(token, now)
-        task = self._staging.close(round_id, manifest, label, now)
+        call = self._staging.close(round_id, label, now)
         self._advance(now)
-        return task
+        return call
 
     def abort_round(self, token: int, round_id: int, reason: str, now: float) -> None:
+        """Raises SlipstreamError if the round is not open, or is decided."""
         self.renew(token, now)
-        current = self._book.undecided(round_id)
+        current = self._versions.undecided(round_id)
         error = RoundAborted(f"round {round_id} aborted by its publisher: {reason}", {"round_id": round_id})
         self._staging.abort(current, error, now)
         self._advance(now)
 
-    def call(self, operation: FleetOperation, arguments: Mapping[str, Any], now: float) -> Task:
-        """The task's result is {replica id: value}; its error names the replicas that could not."""
-        if operation is FleetOperation.SLEEP and arguments.get("level", 1):
-            self._no_round("sleep")  # what is staged, and what it goes to, would be gone
-        task = self._operations.call(operation, arguments, now)
+    def call(self, operation: Operation, now: float) -> PendingCall:
+        """Carry an operation out on every serving replica; see `DesiredState.call`."""
+        if isinstance(operation, Sleep) and operation.level > 0:
+            self._no_round("sleep")  # the memory of what is staged, and of what it replaces, would be gone
+        call = self._desired_state.call(operation, now)
         self._advance(now)
-        return task
+        return call
 
     def set_stored(self, version: int, path: str, label: str | None, now: float) -> None:
-        """A version is on disk now. Joiners may load it from there."""
-        self._persistence.set_stored(version, path, label, now)
+        """A version is on disk now: joiners may load it. Raises InvalidRequest for one never committed."""
+        self._store_assignment.set_stored(version, path, label, now)
         self._advance(now)
 
     def set_label(self, label: str, now: float) -> None:
-        """Name the committed version anew."""
-        self._book.relabel(label, now)
+        """Give the committed version another label."""
+        self._versions.relabel(label, now)
 
     # -- time and memory ----------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        self._fleet.check_deadlines(now)
+        """Time has passed: check deadlines and the lease."""
+        self._membership.check_deadlines(now)
         self._advance(now)
-        self._expire_lease(now)
+        self._publishers.expire(now)
         self._advance(now)
 
     def take_decisions(self) -> list[Decision]:
         """Decisions made since the last call; to be durable before anybody polls."""
-        taken, self._fleet.decisions = self._fleet.decisions, []
-        return taken
+        return self._decisions.take()
 
     def recover(self, decisions: Iterable[Decision], now: float) -> None:
         """Fold an earlier process's decisions into this new ledger; called once, also with none."""
         recover(
             list(decisions),
-            fleet=self._fleet,
-            book=self._book,
+            membership=self._membership,
+            versions=self._versions,
             lease=self._lease,
             commit_phase=self._commit_phase,
-            operations=self._operations,
+            desired_state=self._desired_state,
+            dispatch=self._dispatch,
+            events=self._events,
+            log=self._decisions,
             now=now,
         )
         self._advance(now)
@@ -240,61 +246,51 @@ class Ledger:
 
     @property
     def committed_version(self) -> int:
-        return self._book.committed_version
+        return self._versions.committed_version
 
     def history(self) -> list[RoundReport]:
         """Rounds that ended, oldest first; bounded."""
-        return list(self._book.history)
+        return self._versions.history()
 
-    def events_since(self, event_id: int) -> list[dict[str, Any]]:
+    def events_since(self, event_id: int) -> list[Event]:
         return self._events.since(event_id)
 
-    def status(self, now: float) -> dict[str, Any]:
-        """JSON for `/fleet`."""
-        return {
-            **fleet_status(self._fleet, self._book, self._lease, self._connections.current, now),
-            "store_problem": self._persistence.problem,
-            "condition": [step.operation.value for step in self._operations.condition],
-        }
+    def status(self, now: float) -> FleetStatus:
+        stored, current = self._versions.stored, self._versions.current
+        connection, needed = self._connections.current, self._config.min_replicas
+        return FleetStatus(
+            committed_version=self._versions.committed_version,
+            label=self._versions.label,
+            stored_version=None if stored is None else stored.version,
+            epoch=self._membership.epoch,
+            ready=len(self._membership.serving()) >= needed,
+            min_replicas=needed,
+            workers=sum(member.world_size for member in self._membership.live()),
+            members=tuple(member.status(now) for member in self._membership.all()),
+            round=None if current is None else current.status(now),
+            lease=self._lease.status(now),
+            connection=None if connection is None else connection.status(),
+            store_problem=self._store_assignment.problem,
+            condition=self._desired_state.names(),
+        )
 
-    # -- what follows -------------------------------------------------------------------------
+    # -- progress -----------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
         """Run what became possible until nothing more does."""
         progress = True
         while progress:
-            self._connections.check_meeting(now)
-            progress = self._fleet.settle(now)
+            self._connections.check_peers(now)
+            progress = self._dispatch.run_completed(now)
             self._staging.check_quorum(now)
             self._staging.decide(now)
         self._admission.advance(now)
-        self._persistence.advance(now)
+        self._store_assignment.advance(now)
 
     def _no_round(self, action: str) -> None:
-        current = self._book.current
+        current = self._versions.current
         if current is not None:
             raise Conflict(
                 f"cannot {action} while round {current.round_id} is {current.phase}",
                 {"round_id": current.round_id},
             )
-
-    def _expire_lease(self, now: float) -> None:
-        """From the close on the round needs its publisher no more, and the wait is not held against it."""
-        held = self._lease.held
-        if held is None:
-            return
-        current = self._book.current
-        closing = current is not None and current.close is not None
-        if closing:
-            self._lease.renew(held.token, now)
-        elif self._lease.remaining_s(now) <= 0:
-            self._lease.release()
-            self._events.record("lease_expired", now, publisher=held.publisher, token=held.token)
-            self._abort_undecided(f"the lease of {held.publisher!r} expired", now)
-
-    def _abort_undecided(self, why: str, now: float) -> None:
-        self._connections.give_up(now)
-        current = self._book.current
-        if current is not None and not current.decided:
-            error = RoundAborted(f"round {current.round_id} aborted: {why}", {"round_id": current.round_id})
-            self._staging.abort(current, error, now)

@@ -1,12 +1,22 @@
-"""What the ledger decides by: how many replicas must stay, how long anyone may take, how a round commits."""
+"""The ledger's limits: how many replicas must stay, how long anyone may take, how a round commits."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.protocol import CommitMode, InFlight, InstructionKind, KvCache
+from deployments.protocol import (
+    Body,
+    Call,
+    Commit,
+    CommitMode,
+    Forget,
+    InFlight,
+    KvCache,
+    Release,
+    WriteVersion,
+)
 
 
 class LedgerConfig(BaseModel):
-    """`commit`, `kv_cache` and `in_flight` are what a round gets that does not say otherwise."""
+    """`commit`, `kv_cache` and `in_flight` apply to rounds that do not set their own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,10 +33,12 @@ class LedgerConfig(BaseModel):
     kv_cache: KvCache = KvCache.RECOMPUTE
     in_flight: InFlight = InFlight.KEEP
 
-    def deadline_s(self, kind: InstructionKind) -> float:
+    def deadline_s(self, body: Body) -> float:
         """How long a replica may take over one instruction, from when the one before it was done."""
-        if kind in (InstructionKind.COMMIT, InstructionKind.RELEASE):
-            return self.commit_timeout_s
-        if kind in (InstructionKind.CALL, InstructionKind.STORE, InstructionKind.FORGET):
-            return self.call_timeout_s
-        return self.stage_timeout_s
+        match body:
+            case Commit() | Release():
+                return self.commit_timeout_s
+            case Call() | WriteVersion() | Forget():
+                return self.call_timeout_s
+            case _:
+                return self.stage_timeout_s

@@ -1,8 +1,8 @@
-"""A restarted controller: what the decisions of its predecessor say about where the fleet is.
+"""A restarted controller: folds its predecessor's decisions into a new ledger.
 
 Replicas that served go on serving, so they are waited for until they register again. An undecided
 round is gone: replicas that still hold its staging are told to drop it. A decided one that had not
-finished is taken up again.
+finished is resumed.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from deployments.ledger.decisions import (
     Committed,
     Conditioned,
     Decision,
+    DecisionLog,
     Ended,
     EpochChanged,
     Fenced,
@@ -24,22 +25,28 @@ from deployments.ledger.decisions import (
     Started,
     Stored,
 )
-from deployments.ledger.desired_state import Operations
-from deployments.ledger.fleet import Fleet
+from deployments.ledger.desired_state import DesiredState
+from deployments.ledger.dispatch import Dispatch
+from deployments.ledger.event_log import EventLog
 from deployments.ledger.lease import LeaseDesk
-from deployments.ledger.version_state import RoundBook
+from deployments.ledger.membership import Membership
+from deployments.ledger.version_state import VersionState
 
 
 def recover(
     decisions: Sequence[Decision],
     *,
-    fleet: Fleet,
-    book: RoundBook,
+    membership: Membership,
+    versions: VersionState,
     lease: LeaseDesk,
     commit_phase: CommitPhase,
-    operations: Operations,
+    desired_state: DesiredState,
+    dispatch: Dispatch,
+    events: EventLog,
+    log: DecisionLog,
     now: float,
 ) -> None:
+    """Bring a new ledger to where the decisions say the fleet is, and start its generation."""
     generation = 0
     committed: Committed | None = None
     open_round: int | None = None
@@ -51,39 +58,42 @@ def recover(
             case LeaseIssued():
                 lease.restart_after(decision.token)
             case EpochChanged():
-                fleet.epoch = decision.epoch
+                membership.recover_epoch(decision.epoch)
             case Fenced():
-                fleet.fences[decision.incarnation] = decision
+                membership.recover_fence(decision)
             case Admitted():
                 admitted.append(decision)
             case Stored():
-                book.stored = decision
+                versions.recover_stored(decision)
             case Opened():
-                book.last_round_id = open_round = decision.round_id
+                open_round = decision.round_id
+                versions.recover_round_id(decision.round_id)
             case Committed():
                 committed, open_round = decision, None
-                book.committed_version, book.label = decision.version, decision.label
-                book.persist = decision.persist
-            case Labelled() if decision.version == book.committed_version:
-                book.label = decision.label
+                versions.recover_committed(decision)
+            case Labelled():
+                versions.recover_label(decision)
             case Aborted():
                 open_round = None
             case Finished():
                 committed = None
-                operations.weights_came()
+                desired_state.on_weights_replaced()
             case Ended():
-                book.history.append(decision.report)
+                versions.recover_report(decision.report)
             case Conditioned():
-                operations.recover(decision.steps)
-    fleet.start_generation(generation + 1)
-    fleet.decisions.append(Started(generation=generation + 1))
-    fleet.events.record("start", now, generation=generation + 1, version=book.committed_version)
+                desired_state.recover(decision.condition())
+    generation += 1
+    dispatch.start_generation(generation)
+    events.start_generation(generation)
+    log.append(Started(generation=generation))
+    events.record("start", now, generation=generation, version=versions.committed_version)
     if open_round is not None:
-        fleet.decisions.append(Aborted(round_id=open_round, reason="the controller restarted"))
-        fleet.events.record("round", now, round_id=open_round, phase="aborted", version=None)
+        log.append(Aborted(round_id=open_round, reason="the controller restarted"))
+        events.record("round", now, round_id=open_round, phase="aborted", version=None)
     for each in admitted:
-        member = fleet.returning(each.member, version=book.committed_version, was_serving=True, now=now)
+        version = versions.committed_version
+        member = membership.recover_member(each.member, version=version, was_serving=True, now=now)
         if member is not None:
-            member.condition = operations.condition  # as every replica that served
+            member.condition = desired_state.condition  # as every replica that served
     if committed is not None:
         commit_phase.resume(committed, now)

@@ -1,54 +1,55 @@
-"""How the members answered one errand, and what follows for each of them."""
+"""How members answered a pending call, classified by what follows for each of them."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deployments.ledger.members import Task
+from deployments.ledger.members import PendingCall
 from deployments.protocol import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How the members answered one errand, as sentences by replica id."""
+    """The answers to a call by outcome; reasons by replica id."""
 
     done: frozenset[str]
     rejected: Mapping[str, str]
-    broken: Mapping[str, str]
-    failed: Mapping[str, str]
+    transfer_failed: Mapping[str, str]
+    replica_failed: Mapping[str, str]
 
     @property
     def publisher_at_fault(self) -> bool:
-        """Nobody could use what was sent: all who have seen it with a sound engine say so."""
+        """Every intact replica rejected what was sent."""
         return bool(self.rejected) and not self.done
 
     @property
-    def all_wrong(self) -> dict[str, str]:
-        return {**self.rejected, **self.broken, **self.failed}
+    def not_done(self) -> dict[str, str]:
+        return {**self.rejected, **self.transfer_failed, **self.replica_failed}
 
     @property
     def to_fence(self) -> dict[str, str]:
-        """A broken replica always; one that rejects what others took as well."""
-        return {**self.failed, **({} if self.publisher_at_fault else self.rejected)}
+        """A failed replica always; one that rejects what others accepted as well."""
+        return {**self.replica_failed, **({} if self.publisher_at_fault else self.rejected)}
 
 
-def judge(task: Task) -> Verdict:
-    def messages(outcome: Outcome) -> dict[str, str]:
+def classify(call: PendingCall) -> Verdict:
+    def reasons(outcome: Outcome) -> dict[str, str]:
         return {
-            replica_id: answer.message or f"{task.kind} {outcome.value}"
-            for replica_id, answer in task.answers.items()
+            replica_id: answer.message or f"{call.name} {outcome.value}"
+            for replica_id, answer in call.answers.items()
             if answer.outcome is outcome
         }
 
     return Verdict(
-        done=frozenset(messages(Outcome.DONE)),
-        rejected=messages(Outcome.REJECTED),
-        broken=messages(Outcome.BROKEN),
-        failed=messages(Outcome.FAILED),
+        done=frozenset(reasons(Outcome.DONE)),
+        rejected=reasons(Outcome.REJECTED),
+        transfer_failed=reasons(Outcome.TRANSFER_FAILED),
+        replica_failed=reasons(Outcome.REPLICA_FAILED),
     )
 
 
-def sentence(reasons: Mapping[str, str]) -> str:
+def join_reasons(reasons: Mapping[str, str]) -> str:
+    """Reasons by replica id in one line."""
     return "; ".join(f"{replica_id}: {reason}" for replica_id, reason in reasons.items())
 
 

@@ -3,79 +3,177 @@
 from collections import OrderedDict, deque
 
 from deployments.errors import Conflict, SlipstreamError
-from deployments.ledger.decisions import KEPT_ROUNDS, Aborted, Ended, Finished, Labelled, Opened, Stored
-from deployments.ledger.fleet import Fleet
+from deployments.ledger.decisions import (
+    KEPT_ROUNDS,
+    Aborted,
+    Committed,
+    DecisionLog,
+    Ended,
+    Finished,
+    Labelled,
+    Opened,
+    Stored,
+)
+from deployments.ledger.dispatch import Dispatch
+from deployments.ledger.event_log import EventLog
 from deployments.ledger.round import Round, RoundPhase
 from deployments.protocol import RoundReport
 
 
-class RoundBook:
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self.committed_version = 0
-        self.label: str | None = None
-        self.persist = False  # replicas keep the committed version until one has written it to the store
-        self.stored: Stored | None = None  # the newest version on disk
-        self.current: Round | None = None
-        self.history: deque[RoundReport] = deque(maxlen=KEPT_ROUNDS)
-        self.last_round_id = 0
+class VersionState:
+    """The committed version, the newest stored one, and the rounds. Only its methods change them."""
+
+    def __init__(self, decisions: DecisionLog, events: EventLog, dispatch: Dispatch) -> None:
+        self._decisions = decisions
+        self._events = events
+        self._dispatch = dispatch
+        self._committed_version = 0
+        self._label: str | None = None
+        self._persist = False
+        self._stored: Stored | None = None
+        self._current: Round | None = None
+        self._history: deque[RoundReport] = deque(maxlen=KEPT_ROUNDS)
+        self._last_round_id = 0
         self._errors: OrderedDict[int, SlipstreamError] = OrderedDict()  # of aborted rounds, by id
+
+    @property
+    def committed_version(self) -> int:
+        return self._committed_version
+
+    @property
+    def label(self) -> str | None:
+        return self._label
+
+    @property
+    def stored(self) -> Stored | None:
+        """The newest version on disk."""
+        return self._stored
+
+    @property
+    def stored_version(self) -> int:
+        """The number of the newest version on disk; 0, the checkpoint of the start, needs no store."""
+        return 0 if self._stored is None else self._stored.version
 
     @property
     def unstored(self) -> int | None:
         """The committed version, if a replica has to write it to the store and none has."""
-        stored = 0 if self.stored is None else self.stored.version
-        return self.committed_version if self.persist and stored < self.committed_version else None
+        pending = self._persist and self.stored_version < self._committed_version
+        return self._committed_version if pending else None
 
-    def new_round_id(self) -> int:
-        self.last_round_id += 1
-        self._fleet.decisions.append(Opened(round_id=self.last_round_id))
-        return self.last_round_id
+    @property
+    def current(self) -> Round | None:
+        """The round in flight."""
+        return self._current
 
-    def enter(self, current: Round, phase: RoundPhase, now: float) -> None:
-        current.phase = phase
-        self._fleet.events.record(
-            "round", now, round_id=current.round_id, version=current.version, phase=phase.value
-        )
+    def history(self) -> list[RoundReport]:
+        """Rounds that ended, oldest first; bounded."""
+        return list(self._history)
 
     def undecided(self, round_id: int) -> Round:
-        """The round in flight, if it has this id. Raises what ended it, or Conflict."""
-        current = self.current
+        """The round in flight, if it has this id and no decision yet.
+
+        Raises:
+            SlipstreamError: what aborted this round.
+            Conflict: it is not in flight, or decided.
+        """
+        current = self._current
         if current is not None and current.round_id == round_id and not current.decided:
             return current
         if round_id in self._errors:
             raise self._errors[round_id]
         state = "no round is open" if current is None else f"round {current.round_id} is {current.phase}"
         raise Conflict(
-            f"round {round_id} is not open: {state}; the fleet is at version {self.committed_version}",
-            {"round_id": round_id, "committed_version": self.committed_version},
+            f"round {round_id} is not open: {state}; the fleet is at version {self._committed_version}",
+            {"round_id": round_id, "committed_version": self._committed_version},
         )
 
-    def relabel(self, label: str, now: float) -> None:
-        self.label = label
-        self._fleet.decisions.append(Labelled(version=self.committed_version, label=label))
-        self._fleet.events.record("label", now, version=self.committed_version, label=label)
+    # -- a round's life -----------------------------------------------------------------------
 
-    def finish(self, current: Round, now: float) -> None:
-        self._fleet.decisions.append(Finished(round_id=current.round_id))
+    def new_round_id(self) -> int:
+        self._last_round_id += 1
+        self._decisions.append(Opened(round_id=self._last_round_id))
+        return self._last_round_id
+
+    def open(self, opened: Round, now: float) -> None:
+        self._current = opened
+        self.enter(RoundPhase.OPEN, now)
+
+    def enter(self, phase: RoundPhase, now: float) -> None:
+        """The round in flight is in its next phase."""
+        current = self._in_flight()
+        current.phase = phase
+        self._events.record(
+            "round", now, round_id=current.round_id, version=current.version, phase=phase.value
+        )
+
+    def commit(self, decided: Round, now: float) -> None:
+        """The round's version is the fleet's from here on; also a round that a restart resumes."""
+        self._current = decided
+        self._committed_version, self._label = decided.version, decided.label
+        self._persist = decided.persist
+        self.enter(RoundPhase.COMMITTING, now)
+
+    def finish(self, now: float) -> None:
+        current = self._in_flight()
+        self._decisions.append(Finished(round_id=current.round_id))
         report = self._end(current, RoundPhase.COMMITTED, "", now)
         if current.close is not None:
             current.close.finish(result=report)
 
-    def abort(self, current: Round, error: SlipstreamError, now: float) -> None:
-        self._fleet.decisions.append(Aborted(round_id=current.round_id, reason=error.message))
+    def abort(self, error: SlipstreamError, now: float) -> None:
+        """End the round in flight without a commit; calls that wait for it fail with the error."""
+        current = self._in_flight()
+        self._decisions.append(Aborted(round_id=current.round_id, reason=error.message))
         self._errors[current.round_id] = error
         while len(self._errors) > KEPT_ROUNDS:
             self._errors.popitem(last=False)
         self._end(current, RoundPhase.ABORTED, error.message, now)
-        for task in [current.close, *self._fleet.tasks]:
-            if task is not None and (task is current.close or task.round_id == current.round_id):
-                task.finish(error=error)
+        for call in [current.close, *self._dispatch.pending]:
+            if call is not None and (call is current.close or call.round_id == current.round_id):
+                call.finish(error=error)
+
+    # -- label and store ----------------------------------------------------------------------
+
+    def relabel(self, label: str, now: float) -> None:
+        """Give the committed version another label."""
+        self._label = label
+        self._decisions.append(Labelled(version=self._committed_version, label=label))
+        self._events.record("label", now, version=self._committed_version, label=label)
+
+    def set_stored(self, stored: Stored, now: float) -> None:
+        """A version is complete on disk; an older one than the newest changes nothing."""
+        if self._stored is None or stored.version >= self._stored.version:
+            self._stored = stored
+            self._decisions.append(stored)
+        self._events.record("stored", now, version=stored.version, path=stored.path, label=stored.label)
+
+    # -- recovery -----------------------------------------------------------------------------
+
+    def recover_round_id(self, round_id: int) -> None:
+        self._last_round_id = round_id
+
+    def recover_committed(self, decision: Committed) -> None:
+        self._committed_version, self._label = decision.version, decision.label
+        self._persist = decision.persist
+
+    def recover_label(self, decision: Labelled) -> None:
+        if decision.version == self._committed_version:
+            self._label = decision.label
+
+    def recover_stored(self, decision: Stored) -> None:
+        self._stored = decision
+
+    def recover_report(self, report: RoundReport) -> None:
+        self._history.append(report)
+
+    def _in_flight(self) -> Round:
+        assert self._current is not None, "no round is in flight"
+        return self._current
 
     def _end(self, current: Round, phase: RoundPhase, reason: str, now: float) -> RoundReport:
-        self.enter(current, phase, now)
+        self.enter(phase, now)
         report = current.report(phase, reason, now)
-        self.history.append(report)
-        self._fleet.decisions.append(Ended(report=report))
-        self.current = None
+        self._history.append(report)
+        self._decisions.append(Ended(report=report))
+        self._current = None
         return report

@@ -2,10 +2,12 @@
 
 import asyncio
 import pickle
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import torch
 from ray.exceptions import RayTaskError
 
 from deployments.controller.controller import Controller
@@ -18,17 +20,30 @@ from deployments.errors import (
     StalePublisher,
 )
 from deployments.ledger.limits import LedgerConfig
-from deployments.protocol import InstructionKind, Manifest, Outcome, RoundOptions, TensorSpec
+from deployments.protocol import (
+    Call,
+    InFlight,
+    IsPaused,
+    Outcome,
+    Pause,
+    RoundReport,
+    Sleep,
+    Verification,
+    Verify,
+)
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 CONFIG = LedgerConfig(heartbeat_timeout_s=5, stage_timeout_s=5, commit_timeout_s=5, call_timeout_s=5)
+LONGER_THAN_ANY_DEADLINE_S = 60.0
 
 
 class Fleet:
-    """A controller with fake replicas that follow it."""
+    """A controller with fake replicas that follow it, and a clock that only the test moves."""
 
     def __init__(self, directory: Path, config: LedgerConfig = CONFIG) -> None:
+        self.now = 1000.0
         self.dead: set[str] = set()
+        self.polls: Counter[str] = Counter()
         self.replicas: dict[str, FakeReplica] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
         self.controller = Controller(
@@ -37,8 +52,9 @@ class Fleet:
             store_dir=str(directory / "store"),
             is_alive=lambda replica_id: replica_id not in self.dead,
             poll_s=0.05,
-            quiet_s=0.2,
+            silent_s=2.0,
             tick_s=0.02,
+            clock=lambda: self.now,
         )
 
     def start(self, *replica_ids: str) -> None:
@@ -54,12 +70,33 @@ class Fleet:
     async def _follow(self, replica: FakeReplica) -> None:
         while replica.fenced is None:
             replica.take(await self.controller.poll(replica.report()))
+            self.polls[replica.replica_id] += 1
             await asyncio.sleep(0)
+
+    def hang(self, replica_id: str) -> None:
+        """Its process exists and polls no more."""
+        self._followers.pop(replica_id).cancel()
+
+    async def pending(self, name: str) -> None:
+        """Until an instruction of this name waits for a replica."""
+        async with asyncio.timeout(5):
+            while not any(name in each.pending for each in (await self.controller.fleet()).members):
+                await asyncio.sleep(0.01)
+
+    async def members(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while len((await self.controller.fleet()).members) != count:
+                await asyncio.sleep(0.01)
 
     async def until(self, ready: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
             while not ready():
                 await asyncio.sleep(0.01)
+
+    async def polled(self, *replica_ids: str) -> None:
+        """Until each has polled twice more: what the controller wants of it has arrived, and is done."""
+        before = dict(self.polls)
+        await self.until(lambda: all(self.polls[each] >= before.get(each, 0) + 2 for each in replica_ids))
 
     async def admitted(self, *replica_ids: str) -> None:
         await self.until(lambda: all(self.replicas[each].admitted for each in replica_ids))
@@ -78,33 +115,59 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     await fleet.aclose()
 
 
-async def publish(fleet: Fleet, label: str | None = None) -> None:
+async def publish(fleet: Fleet, label: str | None = None) -> RoundReport:
     controller = fleet.controller
     lease = await controller.acquire("trainer")
     await controller.connect(lease.token, {})
-    round_id = await controller.open_round(lease.token, options=RoundOptions(label=label))
+    round_id = await controller.open_round(lease.token)
     await controller.send(lease.token, round_id, {"segment": "a"})
-    await controller.close_round(lease.token, round_id)
+    return await controller.close_round(lease.token, round_id, label)
 
 
 async def test_a_round_moves_every_replica_and_reports_timings(fleet: Fleet) -> None:
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
-    controller = fleet.controller
-    lease = await controller.acquire("trainer")
-    await controller.connect(lease.token, {})
-    manifest = Manifest(tensors={"w": TensorSpec(dtype="float32", shape=(2,), digest="aa")})
-    round_id = await controller.open_round(lease.token, manifest)
-    await controller.send(lease.token, round_id, {"segment": "a"})
-    report = await controller.close_round(lease.token, round_id, label="step-1")
+    report = await publish(fleet, "step-1")
     assert (report.phase, report.version, report.label) == ("committed", 1, "step-1")
     assert {each.version for each in fleet.replicas.values()} == {1}
     assert report.replicas["a"].bytes == 10 and report.replicas["b"].gap_s == 0.02
-    status = await controller.fleet()
-    assert (status["committed_version"], status["label"], status["ready"]) == (1, "step-1", True)
-    assert [each.round_id for each in await controller.rounds()] == [round_id]
-    verify = next(each for each in fleet.replicas["a"].ran if each.kind is InstructionKind.VERIFY)
-    assert verify.args["manifest"]["tensors"]["w"] == {"dtype": "float32", "shape": [2], "digest": "aa"}
+    status = await fleet.controller.fleet()
+    assert (status.committed_version, status.label, status.ready) == (1, "step-1", True)
+    assert [each.round_id for each in await fleet.controller.rounds()] == [report.round_id]
+
+
+@pytest.mark.parametrize(
+    ("compares", "replicas", "verification"),
+    [
+        (True, 2, Verification.PUBLISHER),
+        (True, 1, Verification.PUBLISHER),
+        (False, 2, Verification.REPLICAS),
+        (False, 1, Verification.NONE),
+    ],
+)
+async def test_a_report_says_what_its_digests_were_compared_with(
+    fleet: Fleet, compares: bool, replicas: int, verification: Verification
+) -> None:
+    names = ["a", "b"][:replicas]
+    fleet.start(*names)
+    await fleet.admitted(*names)
+    for replica in fleet.replicas.values():
+        replica.compares = compares
+    assert (await publish(fleet)).verification is verification
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), b"bytes", (1, 2), {"nested": [torch.zeros(1)]}])
+async def test_no_tensor_enters_the_controller(fleet: Fleet, value: object) -> None:
+    fleet.start("a")
+    await fleet.admitted("a")
+    controller = fleet.controller
+    lease = await controller.acquire("trainer")
+    with pytest.raises(InvalidRequest, match=r"init_info\.x.*: expected JSON types only"):
+        await controller.connect(lease.token, {"x": value})  # type: ignore[dict-item]
+    await controller.connect(lease.token, {})
+    round_id = await controller.open_round(lease.token)
+    with pytest.raises(InvalidRequest, match=r"payload\.0\.x.*: expected JSON types only"):
+        await controller.send(lease.token, round_id, [{"x": value}])  # type: ignore[list-item, dict-item]
 
 
 async def test_a_replica_whose_process_is_gone_is_lost_before_its_heartbeat_runs_out(
@@ -113,11 +176,34 @@ async def test_a_replica_whose_process_is_gone_is_lost_before_its_heartbeat_runs
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
     fleet.kill("b")
-    async with asyncio.timeout(2):
-        while len((await fleet.controller.fleet())["members"]) > 1:
-            await asyncio.sleep(0.01)
+    fleet.now += 2.5  # silent, and far from the heartbeat's end
+    await fleet.members(1)
     await publish(fleet)
     assert fleet.replicas["a"].version == 1
+
+
+async def test_a_replica_that_hangs_is_lost_when_its_heartbeat_runs_out(fleet: Fleet) -> None:
+    fleet.start("a", "b")
+    await fleet.admitted("a", "b")
+    fleet.hang("b")
+    fleet.now += 4.5
+    await fleet.polled("a")
+    assert len((await fleet.controller.fleet()).members) == 2, "its process exists, and it has time left"
+    fleet.now += 1.0
+    await fleet.members(1)
+
+
+async def test_a_replica_that_misses_a_deadline_is_fenced_and_the_round_goes_on(fleet: Fleet) -> None:
+    fleet.start("a", "b")
+    await fleet.admitted("a", "b")
+    fleet.replicas["b"].hangs_in.add(Verify)
+    publishing = asyncio.create_task(publish(fleet))
+    await fleet.pending("verify")
+    for _ in range(6):  # past the deadline and its grace, while both go on polling
+        fleet.now += 2.0
+        await fleet.polled("a")
+    report = await asyncio.wait_for(publishing, 5)
+    assert report.fenced == {"b": "missed the deadline of verify (5 s)"}
 
 
 async def test_a_late_joiner_loads_the_stored_version_and_is_told_to_catch_up(fleet: Fleet) -> None:
@@ -126,21 +212,20 @@ async def test_a_late_joiner_loads_the_stored_version_and_is_told_to_catch_up(fl
     assert (await fleet.controller.join("b", "b-1")).version == 0
     await publish(fleet, "step-1")
     fleet.start("b")
-    await fleet.until(lambda: fleet.replicas["b"].ran == [] and "b" in fleet.replicas)
-    await asyncio.sleep(0.05)
-    assert not fleet.replicas["b"].admitted
+    await fleet.polled("b")
+    assert not fleet.replicas["b"].admitted and "catch_up" not in fleet.replicas["b"].names()
     await fleet.controller.stored(1, "/store/v00000001", "step-1")
     await fleet.admitted("b")
     assert fleet.replicas["b"].version == 1
     answer = await fleet.controller.join("c", "c-1")
-    assert (answer.version, answer.path, answer.label) == (1, "/store/v00000001", "step-1")
+    assert (answer.version, answer.path) == (1, "/store/v00000001")
 
 
 async def test_a_payload_that_every_replica_rejects_is_the_publishers_fault(fleet: Fleet) -> None:
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
     for replica in fleet.replicas.values():
-        replica.outcomes[InstructionKind.VERIFY] = Outcome.REJECTED
+        replica.outcomes[Verify] = Outcome.REJECTED
     with pytest.raises(InvalidRequest, match="every replica rejected verify: a: rejected here"):
         await publish(fleet)
     assert all(each.admitted and each.version == 0 for each in fleet.replicas.values())
@@ -173,40 +258,40 @@ async def test_calls_out_of_order_and_stale_tokens_are_refused(fleet: Fleet) -> 
 async def test_an_aborted_round_ends_the_wait_of_its_close(fleet: Fleet) -> None:
     fleet.start("a")
     await fleet.admitted("a")
-    fleet.replicas["a"].mute.add(InstructionKind.VERIFY)
+    fleet.replicas["a"].hangs_in.add(Verify)
     controller = fleet.controller
     lease = await controller.acquire("trainer")
     await controller.connect(lease.token, {})
     round_id = await controller.open_round(lease.token)
+    await controller.send(lease.token, round_id, {})
     closing = asyncio.create_task(controller.close_round(lease.token, round_id))
-    await asyncio.sleep(0.05)
+    await fleet.pending("verify")
     await controller.abort_round(lease.token, round_id, "changed my mind")
     with pytest.raises(RoundAborted, match="changed my mind"):
         await closing
-    await fleet.until(lambda: "drop" in fleet.replicas["a"].kinds())
+    await fleet.until(lambda: "drop" in fleet.replicas["a"].names())
     assert fleet.replicas["a"].admitted
 
 
 async def test_a_call_returns_each_replicas_value_or_names_those_that_failed(fleet: Fleet) -> None:
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
-    assert await fleet.controller.call("pause", {"mode": "keep"}) == {"a": "pause on a", "b": "pause on b"}
-    fleet.replicas["b"].outcomes[InstructionKind.CALL] = Outcome.FAILED
-    with pytest.raises(ReplicaUnavailable, match="not done by b: failed here"):
-        await fleet.controller.call("sleep", {})
+    assert await fleet.controller.call(Pause(mode=InFlight.KEEP)) == {"a": "pause on a", "b": "pause on b"}
+    fleet.replicas["b"].outcomes[Call] = Outcome.REPLICA_FAILED
+    with pytest.raises(ReplicaUnavailable, match="not done by b: replica_failed here"):
+        await fleet.controller.call(Sleep())
     await fleet.until(lambda: fleet.replicas["b"].fenced is not None)
 
 
 async def test_events_are_waited_for_and_have_increasing_ids(fleet: Fleet) -> None:
     seen = await fleet.controller.events()
-    last = seen[-1]["id"]
-    waiting = asyncio.create_task(fleet.controller.events(last, 5.0))
-    await asyncio.sleep(0.02)
-    assert not waiting.done()
+    last = seen[-1].event_id
+    assert await fleet.controller.events(last) == []
+    waiting = asyncio.create_task(fleet.controller.events(last, LONGER_THAN_ANY_DEADLINE_S))
     fleet.start("a")
-    events = await waiting
-    assert [event["event"] for event in events][:1] == ["register"]
-    assert all(event["id"] > last for event in events)
+    events = await asyncio.wait_for(waiting, 5)
+    assert events[0].name == "register"
+    assert [event.event_id for event in events] == list(range(last + 1, last + 1 + len(events)))
 
 
 async def test_a_restarted_controller_knows_the_version_and_admits_who_holds_it(tmp_path: Path) -> None:
@@ -221,7 +306,7 @@ async def test_a_restarted_controller_knows_the_version_and_admits_who_holds_it(
         after.replicas["a"].version = 1
         await after.admitted("a")
         status = await after.controller.fleet()
-        assert (status["committed_version"], status["label"]) == (1, "step-1")
+        assert (status.committed_version, status.label) == (1, "step-1")
         assert [(each.version, each.phase) for each in await after.controller.rounds()] == [(1, "committed")]
         assert not after.replicas["b"].admitted
         assert (await after.controller.acquire("trainer")).token == 2
@@ -240,8 +325,8 @@ async def test_after_a_restart_an_operation_waits_for_those_that_still_serve(tmp
         after.start("a")
         after.replicas["a"].version = 1
         await after.admitted("a")
-        paused = asyncio.create_task(after.controller.call("is_paused", {}))
-        await asyncio.sleep(0.1)
+        paused = asyncio.create_task(after.controller.call(IsPaused()))
+        await after.polled("a")
         assert not paused.done()
         after.start("b")
         after.replicas["b"].version = 1
@@ -253,18 +338,18 @@ async def test_after_a_restart_an_operation_waits_for_those_that_still_serve(tmp
 async def test_a_controller_that_cannot_write_its_decisions_stops_answering(fleet: Fleet) -> None:
     fleet.start("a")
     await fleet.admitted("a")
-    fleet.controller._journal.close()
+    fleet.controller._durable._journal.close()
     with pytest.raises(FleetUnavailable, match="cannot write its decisions"):
         await fleet.controller.acquire("trainer")
     with pytest.raises(FleetUnavailable):
         await fleet.controller.check_health()
 
 
-async def test_an_older_poll_of_the_same_incarnation_gives_way(fleet: Fleet) -> None:
+async def test_a_newer_poll_supersedes_an_older_one(fleet: Fleet) -> None:
     replica = FakeReplica(replica_id="a", incarnation="a-1")
     replica.take(await fleet.controller.poll(replica.report()))
     older = asyncio.create_task(fleet.controller.poll(replica.report()))
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0)  # it has begun to wait
     await fleet.controller.poll(replica.report())
     with pytest.raises(FleetUnavailable, match="newer poll"):
         await older

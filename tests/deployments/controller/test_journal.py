@@ -53,7 +53,7 @@ def test_what_was_appended_is_recovered_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 30))
-def test_a_torn_last_line_is_dropped(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_last_line_is_dropped(tmp_path: Path, cut: int) -> None:
     with Journal(tmp_path) as journal:
         journal.append(DECISIONS)
     content = (tmp_path / NAME).read_bytes()

@@ -4,7 +4,7 @@ publisher and its users do their calls in any order. A virtual clock, no waits.
 """
 
 from contextlib import suppress
-from typing import Any
+from typing import get_args
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -14,28 +14,33 @@ from deployments.ledger.decisions import Committed, Decision, compact, decode, e
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
 from deployments.protocol import (
+    Body,
+    Call,
+    Commit,
     CommitMode,
-    FleetOperation,
-    InstructionKind,
+    Drop,
+    IsPaused,
+    Operation,
     Outcome,
+    Pause,
+    Resume,
     RoundOptions,
+    Sleep,
+    SleepTag,
+    WakeUp,
 )
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import STORE
 
 MAX_REPLICAS = 4
 HEARTBEAT_S = 10.0
-KINDS = st.sampled_from(
-    [each for each in InstructionKind if each not in (InstructionKind.DROP, InstructionKind.CALL)]
-)
-PAUSE, RESUME = FleetOperation.PAUSE, FleetOperation.RESUME
-SLEEP, WAKE_UP = FleetOperation.SLEEP, FleetOperation.WAKE_UP
-OPERATIONS: list[tuple[FleetOperation, dict[str, Any]]] = [
-    *((FleetOperation.IS_PAUSED, {}), (PAUSE, {}), (RESUME, {})),
-    *((SLEEP, {"level": level}) for level in (0, 1, 2)),
-    *((WAKE_UP, {"tags": tags}) for tags in (None, ["weights"], ["kv_cache"])),
+KINDS = st.sampled_from([each for each in get_args(Body) if each not in (Drop, Call)])
+OPERATIONS: list[Operation] = [
+    *(IsPaused(), Pause(), Resume()),
+    *(Sleep(level=level) for level in (0, 1, 2)),
+    *(WakeUp(tags=tags) for tags in (None, (SleepTag.WEIGHTS,), (SleepTag.KV_CACHE,))),
 ]
-FAULTS = st.sampled_from([Outcome.REJECTED, Outcome.BROKEN, Outcome.FAILED])
+FAULTS = st.sampled_from([Outcome.REJECTED, Outcome.TRANSFER_FAILED, Outcome.REPLICA_FAILED])
 
 
 class LedgerMoves(RuleBasedStateMachine):
@@ -58,7 +63,7 @@ class LedgerMoves(RuleBasedStateMachine):
         self.journal: list[Decision] = []
         self.replicas: list[FakeReplica] = []
         self.contact: dict[str, float] = {}  # incarnation -> its last poll
-        self.forbidden: set[str] = set()  # incarnations that were told a fence
+        self.forbidden: set[str] = set()  # incarnations whose fence was delivered
         self.born = 0
         self.token = 0
         self.round_id = 0
@@ -96,14 +101,14 @@ class LedgerMoves(RuleBasedStateMachine):
         directive = self.ledger.poll(replica.report(), self.now)
         self.persist()
         self.contact[replica.incarnation] = self.now
-        self.check_no_early_commit(replica, [each.kind for each in directive.instructions])
+        self.check_no_early_commit(replica, [type(each.body) for each in directive.instructions])
         replica.take(directive)
         if replica.fenced is not None:
             self.forbidden.add(replica.incarnation)
         assert not (replica.admitted and replica.incarnation in self.forbidden), "admitted after a fence"
 
-    def check_no_early_commit(self, replica: FakeReplica, kinds: list[InstructionKind]) -> None:
-        if InstructionKind.COMMIT in kinds:
+    def check_no_early_commit(self, replica: FakeReplica, kinds: list[type[Body]]) -> None:
+        if Commit in kinds:
             decided = [each for each in self.journal if isinstance(each, Committed)]
             assert decided, "COMMIT was ordered before the decision was durable"
             assert replica.version in (decided[-1].version - 1, decided[-1].version) or not replica.admitted
@@ -130,11 +135,11 @@ class LedgerMoves(RuleBasedStateMachine):
 
     @precondition(lambda self: self.replicas)
     @rule(data=st.data(), kind=KINDS, outcome=FAULTS)
-    def break_one(self, data: st.DataObject, kind: InstructionKind, outcome: Outcome) -> None:
+    def break_one(self, data: st.DataObject, kind: type[Body], outcome: Outcome) -> None:
         data.draw(st.sampled_from(self.replicas)).outcomes[kind] = outcome
 
     @rule(kind=KINDS, outcome=FAULTS)
-    def break_all(self, kind: InstructionKind, outcome: Outcome) -> None:
+    def break_all(self, kind: type[Body], outcome: Outcome) -> None:
         for replica in self.replicas:
             replica.outcomes[kind] = outcome
 
@@ -142,12 +147,12 @@ class LedgerMoves(RuleBasedStateMachine):
     def mend_all(self) -> None:
         for replica in self.replicas:
             replica.outcomes.clear()
-            replica.mute.clear()
+            replica.hangs_in.clear()
 
     @precondition(lambda self: self.replicas)
     @rule(data=st.data(), kind=KINDS)
-    def hang(self, data: st.DataObject, kind: InstructionKind) -> None:
-        data.draw(st.sampled_from(self.replicas)).mute.add(kind)
+    def hang(self, data: st.DataObject, kind: type[Body]) -> None:
+        data.draw(st.sampled_from(self.replicas)).hangs_in.add(kind)
 
     @precondition(lambda self: self.replicas)
     @rule(data=st.data(), digest=st.sampled_from(["aa", "bb"]))
@@ -174,7 +179,7 @@ class LedgerMoves(RuleBasedStateMachine):
     def open_round(self, persist: bool) -> None:
         options = RoundOptions(persist=persist)
         with suppress(SlipstreamError):
-            self.round_id = self.ledger.open_round(self.token, None, options, self.now).result
+            self.round_id = self.ledger.open_round(self.token, options, self.now)
         self.persist()
 
     @rule()
@@ -186,7 +191,7 @@ class LedgerMoves(RuleBasedStateMachine):
     @rule()
     def close_round(self) -> None:
         with suppress(SlipstreamError):
-            self.ledger.close_round(self.token, self.round_id, None, None, self.now)
+            self.ledger.close_round(self.token, self.round_id, None, self.now)
         self.persist()
 
     @rule()
@@ -198,8 +203,8 @@ class LedgerMoves(RuleBasedStateMachine):
     @rule(persist=st.booleans())
     def whole_round(self, persist: bool) -> None:
         """A publisher that does everything right, so that walks reach a commit often."""
-        if "sleep" in self.ledger.status(self.now)["condition"]:
-            self.call((WAKE_UP, {"tags": ["weights"]}))
+        if Sleep.name in self.ledger.status(self.now).condition:
+            self.call(WakeUp(tags=(SleepTag.WEIGHTS,)))
             self.poll_all(2)
         self.acquire("trainer")
         self.connect(False)
@@ -215,19 +220,19 @@ class LedgerMoves(RuleBasedStateMachine):
         self.persist()
 
     @rule(operation=st.sampled_from(OPERATIONS))
-    def call(self, operation: tuple[FleetOperation, dict[str, Any]]) -> None:
+    def call(self, operation: Operation) -> None:
         with suppress(Conflict):
-            self.ledger.call(*operation, self.now)
+            self.ledger.call(operation, self.now)
         self.persist()
 
     @rule(ends=st.booleans())
     def update_asleep(self, ends: bool) -> None:
         """What frees the most memory for a trainer's step; with an end that is not always allowed."""
-        self.call((SLEEP, {"level": 2}))
+        self.call(Sleep(level=2))
         self.poll_all(2)
         self.whole_round(True)
         if ends:
-            self.call((WAKE_UP, {"tags": None}))
+            self.call(WakeUp())
 
     # -- time and restarts --------------------------------------------------------------------
 

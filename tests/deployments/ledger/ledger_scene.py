@@ -2,15 +2,30 @@
 
 from typing import Any
 
-from deployments.ledger.decisions import Decision, Step
+from deployments.condition import Condition
+from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
-from deployments.ledger.members import Task
-from deployments.ledger.store_assignment import StorePlace
-from deployments.protocol import FleetOperation, InstructionKind, RoundOptions, RoundReport
+from deployments.ledger.members import PendingCall
+from deployments.ledger.store_assignment import StoreLocation
+from deployments.protocol import (
+    Call,
+    FleetStatus,
+    InFlight,
+    IsPaused,
+    Operation,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    RoundOptions,
+    RoundReport,
+    Sleep,
+    SleepTag,
+    WakeUp,
+)
 from tests.deployments.ledger.fake_replica import FakeReplica
 
-STORE = StorePlace(directory="/store", keep=3)
+STORE = StoreLocation(directory="/store", max_versions=3)
 
 
 class Scene:
@@ -49,40 +64,45 @@ class Scene:
                 self.poll(1)
             self.ledger.tick(self.now)
 
-    def connect(self, init_info: dict[str, Any] | None = None) -> Task:
+    def connect(self, init_info: dict[str, Any] | None = None) -> PendingCall:
         self.token = self.ledger.acquire("trainer", self.now).token
-        task = self.ledger.connect(self.token, {} if init_info is None else init_info, self.now)
+        call = self.ledger.connect(self.token, {} if init_info is None else init_info, self.now)
         self.poll()
-        return task
+        return call
 
     def open(self, **options: Any) -> int:
-        task = self.ledger.open_round(self.token, None, RoundOptions(**options), self.now)
-        self.poll()
-        if task.error is not None:
-            raise task.error
-        return int(task.result)
+        """Open a round; no replica has received anything of it yet."""
+        return self.ledger.open_round(self.token, RoundOptions(**options), self.now)
 
-    def send(self, round_id: int, payload: Any = None) -> Task:
+    def send(self, round_id: int, payload: Any = None) -> PendingCall:
         return self.ledger.send(self.token, round_id, {} if payload is None else payload, self.now)
 
-    def close(self, round_id: int) -> Task:
-        return self.ledger.close_round(self.token, round_id, None, None, self.now)
-
-    def publish(self, **options: Any) -> Task:
-        self.connect()
-        task = self.close(self.open(**options))
-        self.poll(8)
-        return task
-
-    def ask(self, text: str) -> Task:
-        """An operation on the fleet, see `step`; nobody has heard of it yet."""
-        wanted = step(text)
-        return self.ledger.call(wanted.operation, wanted.arguments, self.now)
-
-    def call(self, text: str) -> Task:
-        task = self.ask(text)
+    def receive(self, **options: Any) -> int:
+        """Open a round, and have its payload received."""
+        round_id = self.open(**options)
+        call = self.send(round_id)
         self.poll()
-        return task
+        if call.error is not None:
+            raise call.error
+        return round_id
+
+    def close(self, round_id: int, label: str | None = None) -> PendingCall:
+        return self.ledger.close_round(self.token, round_id, label, self.now)
+
+    def publish(self, label: str | None = None, **options: Any) -> PendingCall:
+        self.connect()
+        call = self.close(self.receive(**options), label)
+        self.poll(8)
+        return call
+
+    def ask(self, text: str) -> PendingCall:
+        """An operation on the fleet, see `operation`; nothing is delivered yet."""
+        return self.ledger.call(operation(text), self.now)
+
+    def call(self, text: str) -> PendingCall:
+        call = self.ask(text)
+        self.poll()
+        return call
 
     def restart(self) -> None:
         self.journal += self.ledger.take_decisions()
@@ -90,34 +110,45 @@ class Scene:
         self.ledger.recover(self.journal, self.now)
         self.journal += self.ledger.take_decisions()
 
+    def status(self) -> FleetStatus:
+        return self.ledger.status(self.now)
+
     def state_of(self, replica: FakeReplica) -> str:
-        members = self.ledger.status(self.now)["members"]
-        return next((str(e["state"]) for e in members if e["replica_id"] == replica.replica_id), "gone")
+        members = self.status().members
+        return next((each.state for each in members if each.replica_id == replica.replica_id), "gone")
 
 
-def report_of(task: Task) -> RoundReport:
-    assert task.done and task.error is None, task.error
-    report: RoundReport = task.result
+def report_of(call: PendingCall) -> RoundReport:
+    assert call.done and call.error is None, call.error
+    report: RoundReport = call.result
     return report
 
 
-def step(text: str) -> Step:
+def operation(text: str) -> Operation:
     """`sleep 2`, `wake_up weights,kv_cache`, `pause keep`: an operation and its argument."""
     name, _, argument = text.partition(" ")
-    operation = FleetOperation(name)
-    arguments: dict[str, Any] = {}
-    if operation is FleetOperation.SLEEP:
-        arguments = {"level": int(argument), "mode": "abort"}
-    elif operation is FleetOperation.WAKE_UP:
-        arguments = {"tags": argument.split(",") if argument else None}
-    elif operation is FleetOperation.PAUSE:
-        arguments = {"mode": argument, "clear_cache": True}
-    return Step(operation=operation, arguments=arguments)
+    match name:
+        case "sleep":
+            return Sleep(level=int(argument))
+        case "wake_up":
+            return WakeUp(tags=tuple(SleepTag(tag) for tag in argument.split(",")) if argument else None)
+        case "pause":
+            return Pause(mode=InFlight(argument))
+        case "resume":
+            return Resume()
+        case "is_paused":
+            return IsPaused()
+        case "reset_prefix_cache":
+            return ResetPrefixCache()
+    raise ValueError(f"unknown operation {text!r}")
 
 
-def condition(texts: list[str]) -> tuple[Step, ...]:
-    return tuple(step(text) for text in texts)
+def condition(texts: list[str]) -> Condition:
+    return tuple(
+        each for text in texts if isinstance(each := operation(text), Pause | Resume | Sleep | WakeUp)
+    )
 
 
 def operations(replica: FakeReplica) -> list[str]:
-    return [each.args["operation"] for each in replica.ran if each.kind is InstructionKind.CALL]
+    """The operations that it carried out."""
+    return [each.body.operation.name for each in replica.ran if isinstance(each.body, Call)]

@@ -2,12 +2,12 @@
 
 import pytest
 
+from deployments.condition import Condition, apply, asleep, discarded, intact, path_to
 from deployments.errors import Conflict
-from deployments.ledger.decisions import Step, compact
-from deployments.ledger.desired_state import after, asleep, void, way, whole
-from deployments.protocol import InstructionKind, Outcome
+from deployments.ledger.decisions import compact
+from deployments.protocol import Call, InFlight, Outcome, Pause
 from tests.deployments.ledger.fake_replica import FakeReplica
-from tests.deployments.ledger.ledger_scene import Scene, condition, operations, step
+from tests.deployments.ledger.ledger_scene import Scene, condition, operations
 
 
 @pytest.mark.parametrize(
@@ -35,18 +35,17 @@ from tests.deployments.ledger.ledger_scene import Scene, condition, operations, 
         (["pause keep", "sleep 1", "resume"], ["sleep 1"]),
         (["pause keep", "sleep 1", "wake_up"], []),
         (["pause keep", "wake_up"], []),
-        (["pause keep", "reset_prefix_cache"], ["pause keep"]),
     ],
 )
 def test_what_operations_leave_behind(done: list[str], left: list[str]) -> None:
-    state: tuple[Step, ...] = ()
+    state: Condition = ()
     for each in condition(done):
-        state = after(state, each)
+        state = apply(state, each)
     assert state == condition(left)
 
 
 @pytest.mark.parametrize(
-    ("have", "wanted", "steps"),
+    ("current", "wanted", "steps"),
     [
         ([], [], []),
         ([], ["pause keep", "sleep 1"], ["pause keep", "sleep 1"]),
@@ -56,12 +55,14 @@ def test_what_operations_leave_behind(done: list[str], left: list[str]) -> None:
         (["pause keep", "sleep 1"], ["pause abort"], ["wake_up", "resume", "pause abort"]),
     ],
 )
-def test_the_way_from_one_condition_to_another(have: list[str], wanted: list[str], steps: list[str]) -> None:
-    found = way(condition(have), condition(wanted))
-    assert [each.operation for each in found] == [each.operation for each in condition(steps)]
-    state = condition(have)
+def test_the_path_from_one_condition_to_another(
+    current: list[str], wanted: list[str], steps: list[str]
+) -> None:
+    found = path_to(condition(wanted), condition(current))
+    assert [each.name for each in found] == [each.name for each in condition(steps)]
+    state = condition(current)
     for each in found:
-        state = after(state, each)
+        state = apply(state, each)
     assert state == condition(wanted)
 
 
@@ -70,12 +71,12 @@ def test_the_parts_that_sleep() -> None:
     assert asleep(condition(["pause keep"])) == frozenset()
 
 
-def test_weights_are_void_from_a_sleep_at_level_2_until_they_come() -> None:
+def test_weights_are_discarded_from_a_sleep_at_level_2_until_a_round_replaces_them() -> None:
     asleep_at_2 = condition(["pause keep", "sleep 2", "wake_up weights"])
-    assert void(asleep_at_2)
-    assert whole(asleep_at_2) == condition(["pause keep", "sleep 1", "wake_up weights"])
+    assert discarded(asleep_at_2)
+    assert intact(asleep_at_2) == condition(["pause keep", "sleep 1", "wake_up weights"])
     for texts in (["sleep 1", "wake_up weights"], ["sleep 0"], ["pause keep"], []):
-        assert not void(condition(texts)) and whole(condition(texts)) == condition(texts)
+        assert not discarded(condition(texts)) and intact(condition(texts)) == condition(texts)
 
 
 def test_a_joiner_is_paused_before_it_takes_requests() -> None:
@@ -84,14 +85,14 @@ def test_a_joiner_is_paused_before_it_takes_requests() -> None:
     joiner = scene.start()
     assert not joiner.admitted
     assert operations(joiner) == ["pause"]
-    assert joiner.ran[-1].args["arguments"] == {"mode": "keep", "clear_cache": True}
+    assert joiner.ran[-1].body == Call(operation=Pause(mode=InFlight.KEEP, clear_cache=True))
     scene.poll()
     assert joiner.admitted
     scene.call("resume")
     late = scene.start()
     scene.poll()
     assert late.admitted and operations(late) == []
-    assert scene.ledger.status(scene.now)["condition"] == []
+    assert scene.status().condition == ()
 
 
 def test_a_joiner_catches_up_before_it_sleeps() -> None:
@@ -102,33 +103,32 @@ def test_a_joiner_catches_up_before_it_sleeps() -> None:
     scene.call("wake_up weights")
     joiner = scene.start(version=0)
     scene.poll()
-    assert joiner.kinds() == ["connect", "catch_up", "call", "call"]
+    assert joiner.names() == ["connect", "catch_up", "call", "call"]
     assert operations(joiner) == ["sleep", "wake_up"] and joiner.admitted
 
 
 def test_nobody_is_admitted_while_the_condition_changes() -> None:
     scene = Scene(replicas=1)
     slow = scene.replicas[0]
-    slow.mute.add(InstructionKind.CALL)
-    pause = step("pause keep")
-    task = scene.ledger.call(pause.operation, pause.arguments, scene.now)
+    slow.hangs_in.add(Call)
+    task = scene.ask("pause keep")
     joiner = scene.start()
     scene.poll()
     assert not task.done and not joiner.admitted
-    slow.mute.clear()
+    slow.hangs_in.clear()
     scene.poll(6)
     assert task.done and joiner.admitted and operations(joiner) == ["pause"]
 
 
-def test_a_joiner_on_its_way_turns_when_the_condition_changes() -> None:
+def test_a_joiner_changes_course_when_the_condition_changes() -> None:
     scene = Scene(replicas=1)
     scene.call("pause keep")
     joiner = FakeReplica(replica_id="r1", incarnation="r1-1")
     scene.replicas.append(joiner)
-    joiner.mute.add(InstructionKind.CALL)
+    joiner.hangs_in.add(Call)
     scene.poll(1)
     scene.call("resume")
-    joiner.mute.clear()
+    joiner.hangs_in.clear()
     scene.poll(6)
     assert operations(joiner) == ["pause", "resume"] and joiner.admitted
 
@@ -137,10 +137,10 @@ def test_a_joiner_that_cannot_follow_is_fenced() -> None:
     scene = Scene(replicas=1)
     scene.call("sleep 1")
     joiner = FakeReplica(replica_id="r1", incarnation="r1-1")
-    joiner.outcomes[InstructionKind.CALL] = Outcome.FAILED
+    joiner.outcomes[Call] = Outcome.REPLICA_FAILED
     scene.replicas.append(joiner)
     scene.poll(6)
-    assert joiner.fenced == "join: sleep: failed here"
+    assert joiner.fenced == "join: sleep: replica_failed here"
 
 
 @pytest.mark.parametrize("compacted", [False, True])
@@ -159,7 +159,7 @@ def test_the_condition_outlives_the_controller(compacted: bool) -> None:
 
 def test_what_nobody_did_is_not_asked_of_joiners() -> None:
     scene = Scene(replicas=1)
-    scene.replicas[0].outcomes[InstructionKind.CALL] = Outcome.REJECTED
+    scene.replicas[0].outcomes[Call] = Outcome.REJECTED
     assert scene.call("sleep 9").error is not None
     joiner = scene.start()
     scene.poll()
@@ -181,4 +181,4 @@ def test_no_round_opens_while_the_weights_sleep() -> None:
     with pytest.raises(Conflict, match="the fleet's weights sleep"):
         scene.open()
     scene.call("wake_up weights")
-    scene.open()
+    assert scene.open() == 1

@@ -7,17 +7,13 @@ from deployments.errors import (
     RoundAborted,
     SlipstreamError,
 )
-from deployments.protocol import (
-    CommitMode,
-    InstructionKind,
-    Outcome,
-)
+from deployments.protocol import Body, Commit, CommitMode, Drop, Outcome, Receive, Verify
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
-REJECTED, FAILED, DONE = Outcome.REJECTED, Outcome.FAILED, Outcome.DONE
+REJECTED, FAILED, DONE = Outcome.REJECTED, Outcome.REPLICA_FAILED, Outcome.DONE
 
 
-@pytest.mark.parametrize("kind", [InstructionKind.BEGIN, InstructionKind.RECEIVE, InstructionKind.VERIFY])
+@pytest.mark.parametrize("kind", [Receive, Verify])
 @pytest.mark.parametrize(
     ("outcomes", "error", "fenced"),
     [
@@ -31,7 +27,7 @@ REJECTED, FAILED, DONE = Outcome.REJECTED, Outcome.FAILED, Outcome.DONE
     ],
 )
 def test_who_is_at_fault_decides_who_is_fenced(
-    kind: InstructionKind,
+    kind: type[Body],
     outcomes: tuple[Outcome, ...],
     error: type[SlipstreamError] | None,
     fenced: tuple[int, ...],
@@ -54,7 +50,7 @@ def test_who_is_at_fault_decides_who_is_fenced(
     assert tuple(i for i, each in enumerate(scene.replicas) if each.fenced is not None) == fenced
     expected = 0 if error else 1
     assert {each.version for each in scene.replicas if each.fenced is None} <= {expected}
-    assert scene.ledger.status(scene.now)["round"] is None
+    assert scene.status().round is None
 
 
 def test_replicas_that_disagree_on_the_digest_lose_to_the_majority() -> None:
@@ -75,35 +71,35 @@ def test_a_tie_of_digests_aborts_and_fences_nobody() -> None:
 
 def test_a_round_aborts_when_fewer_than_min_replicas_remain() -> None:
     scene = Scene(replicas=2, min_replicas=2)
-    scene.replicas[0].outcomes[InstructionKind.VERIFY] = FAILED
+    scene.replicas[0].outcomes[Verify] = FAILED
     task = scene.publish()
     assert isinstance(task.error, RoundAborted)
-    assert "1 of 2 replicas remain, at least 2 must: r0: verify: failed here" in task.error.message
-    assert scene.replicas[1].version == 0 and "drop" in scene.replicas[1].kinds()
+    assert "1 of 2 replicas remain, at least 2 must: r0: verify: replica_failed here" in task.error.message
+    assert scene.replicas[1].version == 0 and "drop" in scene.replicas[1].names()
 
 
 def test_together_holds_everybody_until_the_last_has_swapped() -> None:
     scene = Scene(replicas=2)
     slow = scene.replicas[1]
-    slow.mute.add(InstructionKind.COMMIT)
+    slow.hangs_in.add(Commit)
     task = scene.publish()
     assert not task.done and scene.replicas[0].held and slow.version == 0
-    slow.mute.clear()
+    slow.hangs_in.clear()
     scene.poll(4)
     assert report_of(task).phase == "committed" and not scene.replicas[0].held and not slow.held
 
 
-def test_together_waits_for_a_fence_to_be_heard_before_it_decides() -> None:
+def test_together_waits_for_a_fence_to_be_delivered_before_it_decides() -> None:
     scene = Scene(replicas=2)
     good, bad = scene.replicas
-    bad.outcomes[InstructionKind.VERIFY] = FAILED
+    bad.outcomes[Verify] = FAILED
     scene.connect()
-    task = scene.close(scene.open())
+    task = scene.close(scene.receive())
     scene.poll(1)  # both run VERIFY
-    scene.ledger.hear(good.report(), scene.now)
-    scene.ledger.hear(bad.report(), scene.now)  # fenced, and not told: the answer is still on its way
+    scene.ledger.on_report(good.report(), scene.now)
+    scene.ledger.on_report(bad.report(), scene.now)  # fenced, and the directive is not sent yet
     scene.poll(3, only=[good])
-    assert scene.ledger.committed_version == 0 and "commit" not in good.kinds()
+    assert scene.ledger.committed_version == 0 and "commit" not in good.names()
     scene.poll(1, only=[bad])
     scene.poll(3, only=[good])
     assert report_of(task).version == 1 and good.version == 1
@@ -112,22 +108,22 @@ def test_together_waits_for_a_fence_to_be_heard_before_it_decides() -> None:
 def test_rolling_takes_max_unavailable_at_a_time() -> None:
     scene = Scene(replicas=3, commit=CommitMode.ROLLING, max_unavailable=1)
     for replica in scene.replicas:
-        replica.mute.add(InstructionKind.COMMIT)
+        replica.hangs_in.add(Commit)
     task = scene.publish()
     for turn, replica in enumerate(scene.replicas):
-        pending = [each["pending"] for each in scene.ledger.status(scene.now)["members"]]
-        assert [["commit"] if i == turn else [] for i in range(3)] == pending
-        replica.mute.clear()
+        pending = [each.pending for each in scene.status().members]
+        assert [("commit",) if i == turn else () for i in range(3)] == pending
+        replica.hangs_in.clear()
         scene.poll(2)
     assert report_of(task).phase == "committed"
-    assert all("release" not in each.kinds() for each in scene.replicas)
+    assert all("release" not in each.names() for each in scene.replicas)
 
 
 def test_a_replica_that_fails_after_the_decision_is_fenced_and_the_round_goes_on() -> None:
     scene = Scene(replicas=2)
-    scene.replicas[0].outcomes[InstructionKind.COMMIT] = FAILED
+    scene.replicas[0].outcomes[Commit] = FAILED
     report = report_of(scene.publish())
-    assert report.phase == "committed" and report.fenced == {"r0": "commit: failed here"}
+    assert report.phase == "committed" and report.fenced == {"r0": "commit: replica_failed here"}
     assert scene.replicas[0].fenced is not None and scene.replicas[1].version == 1
 
 
@@ -135,7 +131,7 @@ def test_a_replica_that_acknowledges_a_commit_but_holds_the_old_version_is_fence
     scene = Scene(replicas=2)
     liar = scene.replicas[0]
     scene.connect()
-    task = scene.close(scene.open())
+    task = scene.close(scene.receive())
     for _ in range(6):
         scene.poll(1)
         liar.version = 0
@@ -147,7 +143,7 @@ def test_a_replica_that_cannot_drop_what_came_is_fenced() -> None:
     scene = Scene(replicas=2)
     scene.connect()
     round_id = scene.open()
-    scene.replicas[0].outcomes[InstructionKind.DROP] = FAILED
+    scene.replicas[0].outcomes[Drop] = FAILED
     scene.ledger.abort_round(scene.token, round_id, "changed my mind", scene.now)
     scene.poll()
-    assert scene.replicas[0].fenced == "drop: failed here" and scene.replicas[1].admitted
+    assert scene.replicas[0].fenced == "drop: replica_failed here" and scene.replicas[1].admitted

@@ -9,31 +9,27 @@ from deployments.errors import (
     RoundAborted,
     StalePublisher,
 )
-from deployments.protocol import (
-    FleetOperation,
-    InstructionKind,
-    Outcome,
-)
+from deployments.protocol import Body, Call, Commit, Outcome, Receive, Release, Sleep, Verify
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 
 @pytest.mark.parametrize(
     ("kind", "limit_s"),
     [
-        (InstructionKind.BEGIN, 20),
-        (InstructionKind.VERIFY, 20),
-        (InstructionKind.COMMIT, 10),
-        (InstructionKind.RELEASE, 10),
+        (Receive, 20),
+        (Verify, 20),
+        (Commit, 10),
+        (Release, 10),
     ],
 )
-def test_a_missed_deadline_fences(kind: InstructionKind, limit_s: int) -> None:
+def test_a_missed_deadline_fences(kind: type[Body], limit_s: int) -> None:
     scene = Scene(replicas=2, stage_timeout_s=20, commit_timeout_s=10, grace_s=2)
-    scene.replicas[0].mute.add(kind)
+    scene.replicas[0].hangs_in.add(kind)
     task = scene.publish()
     scene.wait(limit_s + 1)
     assert scene.replicas[0].fenced is None, "the grace period has not passed"
     scene.wait(3)
-    assert scene.replicas[0].fenced == f"missed the deadline of {kind} ({limit_s} s)"
+    assert scene.replicas[0].fenced == f"missed the deadline of {kind.name} ({limit_s} s)"
     scene.poll(6)
     assert report_of(task).phase == "committed" and scene.replicas[1].admitted
 
@@ -41,13 +37,13 @@ def test_a_missed_deadline_fences(kind: InstructionKind, limit_s: int) -> None:
 def test_a_silent_member_is_lost_and_fenced_if_it_comes_back() -> None:
     scene = Scene(replicas=2, heartbeat_timeout_s=10)
     silent, other = scene.replicas
-    epoch = scene.ledger.status(scene.now)["epoch"]
+    epoch = scene.status().epoch
     for _ in range(12):
         scene.now += 1
         scene.poll(1, only=[other])
         scene.ledger.tick(scene.now)
     assert scene.state_of(silent) == "gone"
-    assert scene.ledger.status(scene.now)["epoch"] == epoch + 1
+    assert scene.status().epoch == epoch + 1
     scene.poll(1)
     assert silent.fenced is not None and "silent" in silent.fenced and not silent.admitted
 
@@ -67,10 +63,10 @@ def test_an_expired_lease_aborts_its_open_round_and_frees_the_fleet() -> None:
 
 def test_the_lease_does_not_run_out_while_its_publisher_waits_for_the_close() -> None:
     scene = Scene(replicas=1, lease_s=5, stage_timeout_s=60)
-    scene.replicas[0].mute.add(InstructionKind.VERIFY)
+    scene.replicas[0].hangs_in.add(Verify)
     task = scene.publish()
     scene.wait(30)
-    scene.replicas[0].mute.clear()
+    scene.replicas[0].hangs_in.clear()
     scene.poll(6)
     assert report_of(task).phase == "committed"
 
@@ -99,6 +95,7 @@ def test_calls_out_of_order_say_what_is_open() -> None:
         scene.open()
     with pytest.raises(Conflict, match="cannot connect while round 1 is open"):
         scene.ledger.connect(scene.token, {}, scene.now)
+    scene.send(round_id)
     scene.close(round_id)
     with pytest.raises(Conflict, match="round 1 is verifying, expected open"):
         scene.send(round_id)
@@ -109,8 +106,8 @@ def test_calls_out_of_order_say_what_is_open() -> None:
 
 def test_a_rejected_call_is_the_callers_fault_and_fences_nobody() -> None:
     scene = Scene(replicas=2)
-    scene.replicas[0].outcomes[InstructionKind.CALL] = Outcome.REJECTED
-    task = scene.ledger.call(FleetOperation.SLEEP, {"level": 9}, scene.now)
+    scene.replicas[0].outcomes[Call] = Outcome.REJECTED
+    task = scene.ledger.call(Sleep(level=9), scene.now)
     scene.poll()
     assert isinstance(task.error, InvalidRequest) and "r0: rejected here" in task.error.message
     assert all(each.admitted for each in scene.replicas)

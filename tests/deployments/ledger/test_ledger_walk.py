@@ -14,7 +14,7 @@ from tests.deployments.ledger.ledger_moves import LedgerMoves
 
 class Walk(LedgerMoves):
     @invariant()
-    def nobody_admitted_computes_with_weights_that_a_sleep_threw_away(self) -> None:
+    def nobody_admitted_computes_with_discarded_weights(self) -> None:
         assert not [each.replica_id for each in self.replicas if each.admitted and each.memory.computes_noise]
 
     @invariant()
@@ -37,10 +37,10 @@ class Walk(LedgerMoves):
     @invariant()
     def outside_a_commit_all_in_contact_serve_the_committed_version(self) -> None:
         status = self.ledger.status(self.now)
-        if status["round"] is None or status["round"]["phase"] in ("open", "verifying", "verified"):
-            for member in status["members"]:
-                if member["admitted"]:
-                    assert member["version"] == status["committed_version"]
+        if status.round is None or status.round.phase in ("open", "verifying", "verified"):
+            for member in status.members:
+                if member.admitted:
+                    assert member.version == status.committed_version
 
     def teardown(self) -> None:
         """Left alone, with replicas that go on polling, every round ends."""
@@ -50,19 +50,19 @@ class Walk(LedgerMoves):
             self.pass_time(4.0)
             self.poll_all(1)
             self.together_means_one_version_at_a_time()
-        assert self.ledger.status(self.now)["round"] is None, "a round never ended"
+        assert self.ledger.status(self.now).round is None, "a round never ended"
         decided = [each.round_id for each in self.journal if isinstance(each, Committed)]
         finished = [each.round_id for each in self.journal if isinstance(each, Finished)]
         assert decided[-1:] == finished[-1:]
         for replica in self.serving():
             assert replica.version == self.ledger.committed_version
         status = self.ledger.status(self.now)
-        if not self.restarted:  # else some may have done what the last controller could not note
+        if not self.restarted:  # else some may have done what the last controller could not record
             for replica in self.serving():
-                assert [each.operation for each in replica.condition] == status["condition"]
+                assert tuple(each.name for each in replica.condition) == status.condition
         if decided and self.to_be_stored():
-            stored = status["stored_version"] == status["committed_version"]
-            assert stored != (status["store_problem"] is not None), "neither stored nor said to be lost"
+            stored = status.stored_version == status.committed_version
+            assert stored != (status.store_problem is not None), "neither stored nor said to be lost"
 
     def to_be_stored(self) -> bool:
         return [each.persist for each in self.journal if isinstance(each, Committed)][-1]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.members import Task
-from deployments.protocol import InstructionKind, Outcome
+from deployments.ledger.members import PendingCall
+from deployments.protocol import Outcome, WriteVersion
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
@@ -19,22 +19,22 @@ def scene_of(replicas: int, **fields: Any) -> Scene:
     return scene
 
 
-def publish(scene: Scene, **options: Any) -> Task:
+def publish(scene: Scene, **options: Any) -> PendingCall:
     task = scene.publish(persist=True, **options)
     assert report_of(task).phase == "committed"
     return task
 
 
 def writers(scene: Scene) -> list[str]:
-    return [each.replica_id for each in scene.replicas if "store" in each.kinds()]
+    return [each.replica_id for each in scene.replicas if "store" in each.names()]
 
 
 def stored(scene: Scene) -> Any:
-    return scene.ledger.status(scene.now)["stored_version"]
+    return scene.status().stored_version
 
 
 def problem(scene: Scene) -> Any:
-    return scene.ledger.status(scene.now)["store_problem"]
+    return scene.status().store_problem
 
 
 def test_one_replica_writes_the_version_and_all_forget_it() -> None:
@@ -42,30 +42,30 @@ def test_one_replica_writes_the_version_and_all_forget_it() -> None:
     publish(scene, label="step-1")
     scene.poll()
     assert writers(scene) == ["r0"] and stored(scene) == 1
-    assert [each.kept_version for each in scene.replicas] == [None, None, None]
+    assert [each.retained_version for each in scene.replicas] == [None, None, None]
     answer = scene.ledger.join("new", "new-1", scene.now)
-    assert (answer.version, answer.path, answer.label) == (1, "/store/v1", "step-1")
+    assert (answer.version, answer.path) == (1, "/store/v1")
 
 
-def test_nobody_writes_or_keeps_what_its_publisher_writes_itself() -> None:
+def test_nobody_writes_or_retains_what_its_publisher_writes_itself() -> None:
     scene = scene_of(2)
     scene.publish()
     scene.poll()
     assert writers(scene) == [] and stored(scene) is None and problem(scene) is None
-    assert all(each.kept_version is None for each in scene.replicas)
+    assert all(each.retained_version is None for each in scene.replicas)
 
 
-def test_without_a_place_nothing_is_kept() -> None:
+def test_without_a_location_nothing_is_retained() -> None:
     scene = scene_of(1)
     scene.ledger = Ledger(scene.config)
     scene.ledger.recover([], scene.now)
     scene.poll()
     publish(scene)
     scene.poll()
-    assert writers(scene) == [] and scene.replicas[0].kept_version is None and problem(scene) is None
+    assert writers(scene) == [] and scene.replicas[0].retained_version is None and problem(scene) is None
 
 
-def test_the_writing_does_not_hold_the_next_round_up() -> None:
+def test_a_write_does_not_hold_the_next_round_up() -> None:
     scene = scene_of(2, writes_at_once=False)
     publish(scene)
     publish(scene)
@@ -91,7 +91,7 @@ def test_another_replica_writes_when_the_first_cannot(how: str) -> None:
     scene = scene_of(2, writes_at_once=how != "lost")
     first, second = scene.replicas
     if how == "refused":
-        first.outcomes[InstructionKind.STORE] = Outcome.FAILED
+        first.outcomes[WriteVersion] = Outcome.REPLICA_FAILED
     if how == "disk":
         first.store_problem = "OSError: no space"
     publish(scene)
@@ -100,7 +100,7 @@ def test_another_replica_writes_when_the_first_cannot(how: str) -> None:
         scene.replicas.remove(first)
         scene.ledger.lost("r0", "r0-1", "killed", scene.now)
     scene.poll()
-    assert stored(scene) == 1 and "store" in second.kinds()
+    assert stored(scene) == 1 and "store" in second.names()
     assert first.fenced is None, "a full disk says nothing of its weights"
 
 
@@ -117,19 +117,19 @@ def test_if_nobody_can_the_status_says_why() -> None:
     assert stored(scene) == 2 and problem(scene) is None
 
 
-def test_a_version_that_nobody_kept_is_said_not_to_be_stored() -> None:
-    scene = scene_of(1, keeps=False)
+def test_a_version_that_nobody_retained_is_said_not_to_be_stored() -> None:
+    scene = scene_of(1, retains=False)
     publish(scene)
-    assert problem(scene) == "version 1 is not in the store: no replica has kept its tensors"
-    assert scene.ledger.events_since(0)[-1]["event"] == "not_stored"
+    assert problem(scene) == "version 1 is not in the store: no replica retains its tensors"
+    assert scene.ledger.events_since(0)[-1].name == "not_stored"
 
 
-def test_a_writing_that_never_ends_is_given_up_and_counts_if_it_ends_late() -> None:
+def test_a_write_that_never_ends_is_given_up_and_counts_if_it_ends_late() -> None:
     scene = scene_of(2, writes_at_once=False)
     publish(scene)
     scene.wait(22)
     assert problem(scene) == "version 1 is not in the store: r0 did not end within 20 s"
-    assert writers(scene) == ["r0"], "two would write into the same place"
+    assert writers(scene) == ["r0"], "two would write the same directory"
     scene.replicas[0].write(1, None, "/store")
     scene.poll()
     assert stored(scene) == 1 and problem(scene) is None
@@ -142,7 +142,7 @@ def test_a_restarted_controller_has_the_version_written() -> None:
     for replica in scene.replicas:
         replica.ran.clear()
     scene.poll(1, only=scene.replicas[:1])
-    assert writers(scene) == [], "another one that is not heard of yet may keep it too"
+    assert writers(scene) == [], "another one that has not polled yet may retain it too"
     scene.replicas[0].writes_at_once = True
     scene.poll()
     assert writers(scene) == ["r0"] and stored(scene) == 1

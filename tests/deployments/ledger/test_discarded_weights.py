@@ -4,8 +4,8 @@ import pytest
 
 from deployments.errors import Conflict
 from deployments.ledger.decisions import compact
-from deployments.protocol import CommitMode, InstructionKind, Outcome, RoundOptions
-from tests.deployments.ledger.ledger_scene import Scene, operations, report_of, step
+from deployments.protocol import Call, Commit, CommitMode, Outcome, Verify, WakeUp
+from tests.deployments.ledger.ledger_scene import Scene, operation, operations, report_of
 
 
 def restart(scene: Scene, *, compacted: bool = False) -> None:
@@ -19,20 +19,26 @@ def restart(scene: Scene, *, compacted: bool = False) -> None:
 def assert_refused(scene: Scene) -> None:
     """Whatever would end in computing is refused, with what to do instead, and nothing changes."""
     before = [len(each.ran) for each in scene.replicas]
-    was = scene.ledger.status(scene.now)["condition"]
+    was = scene.status().condition
     for text in ("wake_up", "wake_up weights,kv_cache", "wake_up kv_cache"):
-        with pytest.raises(Conflict, match=r"thrown away.*tags=weights\), update.*tags=kv_cache") as caught:
+        with pytest.raises(Conflict, match=r"discarded.*tags=weights\), update.*tags=kv_cache") as caught:
             scene.ask(text)
-        assert caught.value.detail == {"tags": step(text).arguments["tags"], "condition": was}
+        assert caught.value.detail == {"tags": expected_tags(text), "condition": list(was)}
     scene.poll()
     assert [len(each.ran) for each in scene.replicas] == before
-    assert scene.ledger.status(scene.now)["condition"] == was
+    assert scene.status().condition == was
+
+
+def expected_tags(text: str) -> list[str] | None:
+    wake_up = operation(text)
+    assert isinstance(wake_up, WakeUp)
+    return None if wake_up.tags is None else list(wake_up.tags)
 
 
 def assert_awake(scene: Scene) -> None:
     for each in scene.replicas:
-        assert each.admitted and not each.memory.asleep and each.memory.sound, each
-    assert scene.ledger.status(scene.now)["condition"] == []
+        assert each.admitted and not each.memory.asleep and each.memory.intact, each
+    assert scene.status().condition == ()
 
 
 def test_weights_that_were_thrown_away_come_back_with_a_round() -> None:
@@ -82,14 +88,14 @@ def test_a_round_that_is_not_finished_brings_no_weights(commit: CommitMode) -> N
     scene.call("sleep 2")
     scene.call("wake_up weights")
     scene.connect()
-    round_id = scene.open()
-    scene.replicas[1].mute.add(InstructionKind.COMMIT)
+    round_id = scene.receive()
+    scene.replicas[1].hangs_in.add(Commit)
     closing = scene.close(round_id)
     scene.poll(6)
     assert scene.replicas[0].version == 1 and not closing.done
-    with pytest.raises(Conflict, match="thrown away"):
+    with pytest.raises(Conflict, match="discarded"):
         scene.ask("wake_up kv_cache")
-    scene.replicas[1].mute.clear()
+    scene.replicas[1].hangs_in.clear()
     scene.poll(6)
     assert closing.done
     scene.call("wake_up kv_cache")
@@ -102,7 +108,7 @@ def test_a_joiner_before_the_round_takes_part_in_it() -> None:
     scene.call("wake_up weights")
     joiner = scene.start()
     scene.poll()
-    assert joiner.admitted and not joiner.memory.sound
+    assert joiner.admitted and not joiner.memory.intact
     assert_refused(scene)
     scene.publish()
     scene.call("wake_up kv_cache")
@@ -117,8 +123,8 @@ def test_a_joiner_after_the_round_keeps_its_weights() -> None:
     scene.ledger.set_stored(1, "/store/v1", None, scene.now)
     joiner = scene.start(version=0)
     scene.poll()
-    assert joiner.kinds() == ["connect", "catch_up", "call", "call"]
-    assert joiner.admitted and joiner.memory.sound and joiner.memory.asleep == {"kv_cache"}
+    assert joiner.names() == ["connect", "catch_up", "call", "call"]
+    assert joiner.admitted and joiner.memory.intact and joiner.memory.asleep == {"kv_cache"}
     scene.call("wake_up kv_cache")
     assert_awake(scene)
 
@@ -143,17 +149,18 @@ def test_a_joiner_does_not_sleep_while_it_takes_part_in_a_round() -> None:
     scene.call("sleep 2")
     scene.call("wake_up weights")
     scene.connect()
-    old.mute.add(InstructionKind.CALL)
+    old.hangs_in.add(Call)
     pausing = scene.ask("pause keep")  # nobody is admitted until it is through
     joiner = scene.start()
-    joiner.mute.add(InstructionKind.VERIFY)
-    opening = scene.ledger.open_round(scene.token, None, RoundOptions(), scene.now)
-    closing = scene.close(opening.result)
+    joiner.hangs_in.add(Verify)
+    round_id = scene.open()
+    scene.send(round_id)
+    closing = scene.close(round_id)
     scene.poll()
-    old.mute.clear()
+    old.hangs_in.clear()
     scene.poll()
     assert pausing.done and not closing.done and operations(joiner) == []
-    joiner.mute.clear()
+    joiner.hangs_in.clear()
     scene.poll(8)
     assert closing.done and operations(joiner) == ["sleep", "wake_up", "pause"] and joiner.admitted
     scene.call("wake_up kv_cache")
@@ -161,7 +168,7 @@ def test_a_joiner_does_not_sleep_while_it_takes_part_in_a_round() -> None:
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_void_weights_outlive_the_controller(compacted: bool) -> None:
+def test_discarded_weights_outlive_the_controller(compacted: bool) -> None:
     scene = Scene(replicas=1)
     scene.call("sleep 2")
     restart(scene, compacted=compacted)
@@ -172,7 +179,7 @@ def test_void_weights_outlive_the_controller(compacted: bool) -> None:
     scene.publish()
     restart(scene, compacted=compacted)
     scene.ledger.set_stored(1, "/store/v1", None, scene.now)
-    assert scene.start(version=1).memory.sound
+    assert scene.start(version=1).memory.intact
     scene.poll()
     scene.call("wake_up kv_cache")
     assert_awake(scene)
@@ -181,11 +188,11 @@ def test_void_weights_outlive_the_controller(compacted: bool) -> None:
 def test_a_sleep_counts_from_when_it_is_asked_for() -> None:
     scene = Scene(replicas=2)
     first, second = scene.replicas
-    second.mute.add(InstructionKind.CALL)
+    second.hangs_in.add(Call)
     sleeping = scene.ask("sleep 2")
     scene.poll()
-    assert not sleeping.done and not first.memory.sound
-    with pytest.raises(Conflict, match="thrown away"):
+    assert not sleeping.done and not first.memory.intact
+    with pytest.raises(Conflict, match="discarded"):
         scene.ask("wake_up")
     with pytest.raises(Conflict, match="the fleet's weights sleep"):
         scene.connect()
@@ -196,7 +203,7 @@ def test_a_sleep_counts_from_when_it_is_asked_for() -> None:
 
 def test_a_sleep_that_nobody_did_leaves_nothing_to_a_successor() -> None:
     scene = Scene(replicas=1)
-    scene.replicas[0].outcomes[InstructionKind.CALL] = Outcome.REJECTED
+    scene.replicas[0].outcomes[Call] = Outcome.REJECTED
     assert scene.call("sleep 2").error is not None
     scene.replicas[0].outcomes.clear()
     restart(scene)
@@ -212,6 +219,7 @@ def test_nothing_sleeps_while_a_round_is_open(level: int) -> None:
     with pytest.raises(Conflict, match=f"cannot sleep while round {round_id} is open"):
         scene.ask(f"sleep {level}")
     assert scene.call("sleep 0").error is None  # no memory goes
+    scene.send(round_id)
     closing = scene.close(round_id)
     scene.poll(8)
     assert report_of(closing).version == 1
