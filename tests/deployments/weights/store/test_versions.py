@@ -1,12 +1,19 @@
+"""Versions on disk: complete or absent, never removed under a reader, never more than asked for."""
+
 from pathlib import Path
 
 import pytest
 
+from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.store.versions import Store
 
 
+def manifest_of(version: int) -> VersionManifest:
+    return VersionManifest(version=version, tensors={})
+
+
 def write(store: Store, version: int) -> None:
-    with store.begin(version, {"version": version}) as directory:
+    with store.writing(manifest_of(version)) as directory:
         (directory / "config.json").write_text("{}")
         (directory / "sub").mkdir()
         (directory / "sub" / "weights.bin").write_bytes(b"x" * version)
@@ -14,22 +21,22 @@ def write(store: Store, version: int) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store", keep=2)
+    return Store(tmp_path / "store", max_versions=2)
 
 
 def test_a_version_is_listed_once_it_is_complete(store: Store) -> None:
     assert list(store.list()) == []
-    with store.begin(3, {"a": 1}) as directory:
+    with store.writing(manifest_of(3)) as directory:
         (directory / "config.json").write_text("{}")
         assert list(store.list()) == []
     assert list(store.list()) == [3]
     assert store.path_of(3).name == "v00000003"
-    assert store.manifest_of(3) == {"a": 1}
+    assert store.manifest_of(3) == manifest_of(3)
 
 
 def test_a_writer_that_fails_leaves_nothing(store: Store) -> None:
     write(store, 1)
-    with pytest.raises(RuntimeError), store.begin(2, {}):
+    with pytest.raises(RuntimeError, match="disk on fire"), store.writing(manifest_of(2)):
         raise RuntimeError("disk on fire")
     assert list(store.list()) == [1]
     assert [entry.name for entry in store.directory.iterdir()] == ["v00000001"]
@@ -41,20 +48,20 @@ def test_what_a_crashed_writer_left_is_removed_by_the_next(store: Store) -> None
     assert [entry.name for entry in store.directory.iterdir()] == ["v00000002"]
 
 
-def test_the_newest_versions_are_kept(store: Store) -> None:
+def test_the_newest_versions_stay(store: Store) -> None:
     for version in (1, 2, 10, 11):
         write(store, version)
     assert list(store.list()) == [10, 11]
 
 
-def test_a_version_that_is_being_read_stays_until_it_is_not(store: Store) -> None:
+def test_a_version_that_is_being_read_is_not_removed(store: Store) -> None:
     write(store, 1)
     with store.reading(1) as path:
         for version in (2, 3, 4):
             write(store, version)
         assert list(store.list()) == [1, 3, 4]
         assert (path / "config.json").exists()
-    assert list(store.retain()) == [1]
+    assert list(store.prune()) == [1]
     assert list(store.list()) == [3, 4]
 
 
@@ -62,17 +69,20 @@ def test_a_version_is_never_written_twice(store: Store) -> None:
     write(store, 1)
     with pytest.raises(FileExistsError, match="version 1 is in"):
         write(store, 1)
-    assert store.manifest_of(1) == {"version": 1}
+    assert store.manifest_of(1) == manifest_of(1)
 
 
-def test_an_absent_version_is_an_error_that_names_what_is_there(store: Store) -> None:
+def test_an_absent_version_is_an_error_that_names_the_stored_ones(store: Store) -> None:
     write(store, 5)
-    with pytest.raises(FileNotFoundError, match=r"version 4 is not in .* expected one of \[5\]"):
+    absent = r"version 4 is not in .* expected one of \[5\]"
+    with pytest.raises(FileNotFoundError, match=absent):
         store.path_of(4)
-    with pytest.raises(FileNotFoundError), store.reading(4):
+    with pytest.raises(FileNotFoundError, match=absent):
+        store.manifest_of(4)
+    with pytest.raises(FileNotFoundError, match=absent), store.reading(4):
         pass
 
 
-def test_keeping_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep: expected 1 or more versions, got 0"):
-        Store(tmp_path, keep=0)
+def test_less_than_one_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_versions must be at least 1, got 0"):
+        Store(tmp_path, max_versions=0)

@@ -1,0 +1,168 @@
+"""The background writer of trainers and replicas: what it writes, and what it reports."""
+
+import gc
+import logging
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deployments.protocol import StoreResult
+from deployments.weights.store.manifest import StoredTensor
+from deployments.weights.store.model_files import copy_model_files
+from deployments.weights.store.version_writer import CommittedVersion, VersionWriter, write_version
+from deployments.weights.store.versions import Store
+from deployments.weights.wire.digest import digest
+from tests.tiny_models import save_tiny_llama, tiny_llama
+
+TIMEOUT_S = 20.0
+
+
+class Gate:
+    """Writes no files, and does not return before it is opened."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, directory: Path) -> None:
+        self.entered.set()
+        assert self.opened.wait(TIMEOUT_S)
+
+
+def no_files(directory: Path) -> None:
+    pass
+
+
+def version_of(
+    number: int, tensors: dict[str, torch.Tensor] | None = None, expected: dict[str, int] | None = None
+) -> CommittedVersion:
+    if tensors is None:
+        tensors = {"w": torch.full((2, 3), float(number))}
+    return CommittedVersion(version=number, label=f"v{number}", tensors=tensors, expected_digests=expected)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store", max_versions=9)
+
+
+def test_a_written_version_is_a_checkpoint_that_transformers_loads(store: Store, tmp_path: Path) -> None:
+    model = save_tiny_llama(tmp_path / "model", seed=1)
+    tensors = {name: parameter.detach() for name, parameter in tiny_llama(7).named_parameters()}
+    path = write_version(version_of(3, tensors), store, partial(copy_model_files, str(model)))
+    assert path == store.path_of(3)
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded.get_parameter(name), tensor)
+    assert AutoTokenizer.from_pretrained(path).decode([5, 6])
+
+
+def test_the_manifest_has_the_digests_of_what_was_written(store: Store) -> None:
+    tensors = {"w": torch.arange(6.0).reshape(2, 3), "strided": torch.arange(6).reshape(2, 3).t()}
+    version = CommittedVersion(version=3, label="step-3", tensors=tensors, trainer_step=30)
+    loaded = load_file(write_version(version, store, no_files) / "model.safetensors")
+    manifest = store.manifest_of(3)
+    assert (manifest.version, manifest.label, manifest.trainer_step) == (3, "step-3", 30)
+    assert manifest.tensors == {
+        "w": StoredTensor(dtype="float32", shape=(2, 3), digest=f"{digest(loaded['w']):016x}"),
+        "strided": StoredTensor(dtype="int64", shape=(3, 2), digest=f"{digest(loaded['strided']):016x}"),
+    }
+
+
+def test_tensors_that_changed_after_they_arrived_are_not_stored(store: Store) -> None:
+    tensors = {name: torch.zeros(4) for name in ("a", "b", "c")}
+    expected = {name: digest(tensor) for name, tensor in tensors.items()}
+    tensors["b"][3] = 1.0
+    message = "1 tensors are corrupted: they changed since they arrived, first 'b'"
+    with pytest.raises(ValueError, match=message):
+        write_version(version_of(3, tensors, expected), store, no_files)
+    del expected["a"]
+    with pytest.raises(
+        ValueError, match="2 tensors are corrupted: they changed since they arrived, first 'a'"
+    ):
+        write_version(version_of(3, tensors, expected), store, no_files)
+    assert list(store.list()) == []
+
+
+def test_a_version_that_another_writer_stored_stays_as_it_is(store: Store) -> None:
+    first = write_version(version_of(3), store, no_files)
+    assert write_version(version_of(3, {"other": torch.zeros(1)}), store, no_files) == first
+    assert load_file(first / "model.safetensors").keys() == {"w"}
+
+
+def test_put_returns_at_once_and_the_result_says_where_the_version_is(store: Store) -> None:
+    gate, results = Gate(), list[StoreResult]()
+    writer = VersionWriter(write_files=gate, on_stored=results.append)
+    writer.put(version_of(3), store)
+    assert gate.entered.wait(TIMEOUT_S)
+    assert not writer.wait(0.0)
+    assert (writer.result, writer.newest, results, list(store.list())) == (None, None, [], [])
+    gate.opened.set()
+    assert writer.wait(TIMEOUT_S)
+    expected = StoreResult(version=3, label="v3", path=str(store.path_of(3)), problem="")
+    assert (writer.result, writer.newest, results) == (expected, 3, [expected])
+
+
+def test_a_version_that_waits_is_replaced_by_a_newer_one(store: Store) -> None:
+    gate = Gate()
+    writer = VersionWriter(write_files=gate)
+    writer.put(version_of(1), store)
+    assert gate.entered.wait(TIMEOUT_S)
+    for number in range(2, 6):
+        writer.put(version_of(number), store)
+    gate.opened.set()
+    assert writer.wait(TIMEOUT_S)
+    assert list(store.list()) == [1, 5]
+    assert writer.newest == 5
+
+
+def test_a_version_that_cannot_be_written_is_a_problem_and_the_next_one_is_written(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    writer = VersionWriter(write_files=no_files)
+    with caplog.at_level(logging.ERROR, "ray.serve"):
+        writer.put(version_of(3), Store(tmp_path / "file" / "store"))
+        assert writer.wait(TIMEOUT_S)
+    result = writer.result
+    assert result is not None and (result.version, result.path, writer.newest) == (3, "", None)
+    assert result.problem.startswith("NotADirectoryError: ")
+    assert [record.getMessage() for record in caplog.records] == ["version 3 could not be stored"]
+    writer.put(version_of(4), store)
+    assert writer.wait(TIMEOUT_S)
+    assert writer.newest == 4 and writer.result is not None and writer.result.problem == ""
+
+
+def fail(result: StoreResult) -> None:
+    raise TimeoutError("the controller does not answer")
+
+
+def test_a_version_that_could_not_be_reported_is_a_problem(store: Store) -> None:
+    writer = VersionWriter(write_files=no_files, on_stored=fail)
+    writer.put(version_of(3), store)
+    assert writer.wait(TIMEOUT_S)
+    assert writer.newest is None
+    problem = "TimeoutError: the controller does not answer"
+    assert writer.result == StoreResult(version=3, label="v3", path="", problem=problem)
+
+
+def test_the_tensors_of_a_written_version_are_freed(store: Store) -> None:
+    writer = VersionWriter(write_files=no_files)
+    tensors = {"w": torch.zeros(4)}
+    freed = weakref.ref(tensors["w"])
+    writer.put(version_of(3, tensors), store)
+    assert writer.wait(TIMEOUT_S)
+    del tensors
+    gc.collect()
+    assert freed() is None
+
+
+def test_a_writer_without_versions_does_not_wait(store: Store) -> None:
+    writer = VersionWriter(write_files=no_files)
+    assert writer.wait(0.0) and writer.result is None
