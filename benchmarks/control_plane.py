@@ -3,7 +3,7 @@
 python -m benchmarks.control_plane
 
 Memory is the proportional set size: pages shared between processes are counted once. A replica's
-front process holds vLLM's server, as the front of `vllm serve` does, and counts as engine.
+own process runs vLLM's API server, as that of `vllm serve` does, and counts as engine.
 """
 
 import time
@@ -31,7 +31,7 @@ def main() -> None:
             try:
                 size = process.memory_full_info().pss
                 title = " ".join(process.cmdline())[:60]
-            except psutil.Error:  # it ended while we looked
+            except psutil.Error:  # it has ended meanwhile
                 continue
             kind = _kind(title if title.startswith("ray::") else name)
             sizes[kind] += size

@@ -21,7 +21,8 @@ def seconds(work: Callable[[], object], rounds: int = 10) -> float:
 
 
 def main() -> None:
-    from deployments.weights.wire.digest import Copy, digest_tensor, digests, prepare_inspection
+    from deployments.weights.wire.digest import digest_tensor, digests, prepare_inspection
+    from deployments.weights.wire.digest_definition import Copy
 
     gigabyte = 1 << 30
     whole = torch.randn(8 * gigabyte // 2, dtype=torch.bfloat16, device="cuda")
@@ -34,12 +35,16 @@ def main() -> None:
     copies = [Copy(index=index, source=source, target=to) for index, (source, to) in enumerate(halves)]
     rows = [
         ("device copy (read and write)", 2 * 8 * gigabyte, seconds(lambda: other.copy_(whole))),
-        ("ours, one tensor", 8 * gigabyte, seconds(lambda: digest_tensor([whole]))),
-        (f"ours, {len(layers)} tensors", 8 * gigabyte, seconds(lambda: digest_tensor(layers))),
-        ("ours with a copy made along", 2 * 8 * gigabyte, seconds(prepare_inspection(layers, copies))),
-        (f"ours, {len(small)} tensors of 192 KiB", gigabyte, seconds(lambda: digest_tensor(small))),
+        ("digest, one tensor", 8 * gigabyte, seconds(lambda: digest_tensor([whole]))),
+        (f"digest, {len(layers)} tensors", 8 * gigabyte, seconds(lambda: digest_tensor(layers))),
+        (
+            "digest and copy in one pass (read and write)",
+            2 * 8 * gigabyte,
+            seconds(prepare_inspection(layers, copies)),
+        ),
+        (f"digest, {len(small)} tensors of 192 KiB", gigabyte, seconds(lambda: digest_tensor(small))),
         ("torch's sum (float32), one tensor", 8 * gigabyte, seconds(lambda: whole.sum(dtype=torch.float32))),
-        ("ours on the host, one core", len(small_host), seconds(lambda: digests([host]), 1)),
+        ("digest on the host, one core", len(small_host), seconds(lambda: digests([host]), 1)),
         ("SHA-256 on the host", len(small_host), seconds(lambda: hashlib.sha256(small_host).digest(), 1)),
     ]
     same = digests([whole[: gigabyte // 8]]) == digests([host])

@@ -3,9 +3,9 @@
     python -m benchmarks.gap --size 8b --transport ipc --streams 16 64
     python -m benchmarks.gap --size 8b --transport nccl --tp 2 --streams 16      (trainer on GPU 0)
 
-Ours (staged while decoding, then a commit through `Engine.commit`) and vLLM's native engine inside a
-pause: two engines on the same GPUs, measured one after the other while the other one idles. Prints
-one table; `--out` keeps the token times of one update of each for a picture.
+Slipstream ("ours": staged while decoding, then a commit through `Engine.commit`) against vLLM's native
+transfer engine inside a pause: two engines on the same GPUs, measured one after the other while the other
+one is idle. Prints one table; `--out` writes the token times of one update of each, for a picture.
 """
 
 import argparse
@@ -21,14 +21,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from deployments.protocol import KvCache
+
 LEAD_S = 1.2
 SETTLE_S = 0.5
 AFTER_S = 0.05  # what the update costs after the commit was reported counts as well
 SPACING_S = 0.8
 
 
-async def streams(engine: Any, count: int, tokens: int, seen: list[list[float]]) -> None:
-    """Run `count` requests; `seen[i]` gets the arrival time of every token of stream i."""
+async def streams(engine: Any, count: int, tokens: int, arrivals: list[list[float]]) -> None:
+    """Run `count` requests; `arrivals[i]` gets the arrival time of every token of stream i."""
     from vllm import SamplingParams
 
     async def one(index: int) -> None:
@@ -37,41 +39,43 @@ async def streams(engine: Any, count: int, tokens: int, seen: list[list[float]])
         before = 0
         async for output in engine.llm.generate(prompt, params, request_id=f"{time.time()}-{index}"):
             now, total = time.perf_counter(), len(output.outputs[0].token_ids)
-            seen[index] += [now] * (total - before)
+            arrivals[index] += [now] * (total - before)
             before = total
 
     await asyncio.gather(*(one(index) for index in range(count)))
 
 
-def tokens_between(seen: list[list[float]], start: float, end: float) -> int:
-    """Tokens that came after `start`, up to and with `end`."""
-    return sum(start < t <= end for times in seen for t in times)
+def tokens_between(arrivals: list[list[float]], start: float, end: float) -> int:
+    """How many tokens arrived in (start, end]."""
+    return sum(start < t <= end for times in arrivals for t in times)
 
 
-def judge(seen: list[list[float]], times: Any, size_bytes: int) -> dict[str, float]:
-    """One round's figures. The rate that it is held against is that of the time just before and after it:
-    tokens take longer as the requests grow.
+def round_figures(arrivals: list[list[float]], times: Any, size_bytes: int) -> dict[str, float]:
+    """The figures of one round.
 
-    All windows begin and end with a step: a step more or less would be a tenth of what is measured.
+    Lost tokens are relative to the rate just before and just after the round, because tokens take longer as
+    the requests grow. All windows begin and end with a step: one step more or less would be a tenth of what
+    is measured.
     """
-    steps = sorted(t for stream in seen for t in stream)
+    steps = sorted(t for stream in arrivals for t in stream)
     first = steps[bisect(steps, times.begin - SETTLE_S)]
     begin = steps[bisect(steps, times.begin) - 1]
     staged = steps[bisect(steps, times.staged) - 1]
     end = steps[min(bisect(steps, times.live + AFTER_S), len(steps) - 1)]
     last = steps[min(bisect(steps, end + SETTLE_S), len(steps) - 1)]
-    rate = (tokens_between(seen, first, begin) + tokens_between(seen, end, last)) / (
+    rate = (tokens_between(arrivals, first, begin) + tokens_between(arrivals, end, last)) / (
         begin - first + last - end
     )
-    gaps = [b - a for stream in seen for a, b in pairwise(stream) if b > times.staged - 0.002 and a < end]
-    steps_near = (b - a for s in seen for a, b in pairwise(s) if b > times.begin and a < end)
+    pairs = [pair for stream in arrivals for pair in pairwise(stream)]
+    gaps = [b - a for a, b in pairs if b > times.staged - 0.002 and a < end]
+    steps_near = (b - a for a, b in pairs if b > times.begin and a < end)
     staging = times.staged - times.begin
     return {
         "gap_ms": 1e3 * max(gaps, default=float("nan")),
         "longest_step_ms": 1e3 * max(steps_near, default=0.0),
-        "lost_s": (end - begin) - tokens_between(seen, begin, end) / rate,
-        "lost_staging_s": (staged - begin) - tokens_between(seen, begin, staged) / rate,
-        "tokens_while_staging": tokens_between(seen, begin, staged) / (rate * (staged - begin)),
+        "lost_s": (end - begin) - tokens_between(arrivals, begin, end) / rate,
+        "lost_staging_s": (staged - begin) - tokens_between(arrivals, begin, staged) / rate,
+        "tokens_while_staging": tokens_between(arrivals, begin, staged) / (rate * (staged - begin)),
         "round_s": times.live - times.begin,
         "stage_s": staging,
         "gb_per_s": size_bytes / staging / 1e9,
@@ -94,7 +98,7 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         load_format="dummy",
         tensor_parallel_size=arguments.tp,
         enforce_eager=arguments.eager,
-        # Both engines are up at once, so neither may take what is free.
+        # Both engines are up at once, so neither may take all free memory.
         gpu_memory_utilization=arguments.memory,
         kv_cache_memory_bytes=arguments.kv_gib << 30,
     )
@@ -102,15 +106,11 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     waiting = True
     choices = list(product(arguments.chunk_mb, arguments.share))
     for chunk_mb, share in choices if mode == "ours" else [(0, 1.0)]:
-        options: dict[str, Any] = {"chunk_bytes": chunk_mb << 20} if chunk_mb else {}
         engine.staging_share = share
-        if mode == "native" and colocated:
-            # Not packed: a packed buffer must hold the largest tensor and costs a call a gigabyte.
-            options["packed"] = False
-        await trainer.connect(link, backend, arguments.tp, **options)
-        for _ in range(3):  # the first is loaded by vLLM and recorded
+        await trainer.connect(link, backend, arguments.tp, chunk_bytes=(chunk_mb << 20) or None)
+        for _ in range(3):  # the first one is loaded by vLLM and recorded
             await trainer.send(link)
-        if waiting:  # until the engine before this one has been measured
+        if waiting:  # until the other engine has been measured
             print("GAP ready", flush=True)
             await asyncio.to_thread(sys.stdin.readline)
             waiting = False
@@ -118,9 +118,9 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         for count in arguments.streams:
             await streams(engine, count, 64, [[] for _ in range(count)])
             for kv_cache in arguments.kv_cache:
-                link.kv_cache = kv_cache
+                link.kv_cache = KvCache(kv_cache)
                 found = await measure_under_load(arguments, engine, trainer, link, count)
-                _tell(mode, {"chunk_mb": chunk_mb, "share": share, **found})
+                _emit(mode, {"chunk_mb": chunk_mb, "share": share, **found})
     if arguments.soak and mode == "ours":
         await soak(arguments, engine, trainer, link)
     trainer.stop()
@@ -136,43 +136,43 @@ async def measure_idle(mode: str, trainer: Any, link: Any, chunk_mb: int) -> Non
         idle.append(
             {"send_s": round(seconds, 4), "stage_s": round(staged, 4), "commit_ms": round(commit_ms, 2)}
         )
-    _tell(mode, {"idle": idle, "bytes": trainer.size_bytes, "chunk_mb": chunk_mb})
+    _emit(mode, {"idle": idle, "bytes": trainer.size_bytes, "chunk_mb": chunk_mb})
 
 
 async def measure_under_load(
     arguments: argparse.Namespace, engine: Any, trainer: Any, link: Any, count: int
 ) -> dict[str, Any]:
-    seen: list[list[float]] = [[] for _ in range(count)]
-    load = asyncio.create_task(streams(engine, count, 3900, seen))
+    arrivals: list[list[float]] = [[] for _ in range(count)]
+    load = asyncio.create_task(streams(engine, count, 3900, arrivals))
     await asyncio.sleep(LEAD_S)
     rounds = []
     for _ in range(arguments.rounds):
         await trainer.send(link)
         times = link.times
         await asyncio.sleep(SPACING_S)
-        rounds.append(judge(seen, times, trainer.size_bytes))
-    steps = [b - a for s in seen for a, b in pairwise(s) if b < times.begin]
+        rounds.append(round_figures(arrivals, times, trainer.size_bytes))
+    steps = [b - a for stream in arrivals for a, b in pairwise(stream) if b < times.begin]
     load.cancel()
     await asyncio.gather(load, return_exceptions=True)
     await asyncio.sleep(0.3)
     return {
         "streams": count,
-        "kv_cache": link.kv_cache,
+        "kv_cache": link.kv_cache.value,
         "step_ms": round(1e3 * median(steps), 2),
         "rounds": rounds,
-        "timeline": [round(t - times.begin, 5) for t in seen[0] if abs(t - times.begin) < 0.6],
+        "timeline": [round(t - times.begin, 5) for t in arrivals[0] if abs(t - times.begin) < 0.6],
     }
 
 
 async def soak(arguments: argparse.Namespace, engine: Any, trainer: Any, link: Any) -> None:
-    """Rounds without a pause between them, under load: do the two kinds of collectives ever block?"""
-    link.kv_cache = "keep"
+    """Rounds back to back under load: do NCCL's collectives of model and transfer block each other?"""
+    link.kv_cache = KvCache.KEEP
     count = arguments.streams[0]
-    seen: list[list[float]] = [[] for _ in range(count)]
+    arrivals: list[list[float]] = [[] for _ in range(count)]
 
     async def keep_busy() -> None:
         while True:
-            await streams(engine, count, 800, seen)
+            await streams(engine, count, 800, arrivals)
 
     load = asyncio.create_task(keep_busy())
     await asyncio.sleep(LEAD_S)
@@ -181,18 +181,19 @@ async def soak(arguments: argparse.Namespace, engine: Any, trainer: Any, link: A
         await trainer.send(link)
         done += 1
     spent = time.perf_counter() - start
-    tokens = tokens_between(seen, start, start + spent)
+    tokens = tokens_between(arrivals, start, start + spent)
     load.cancel()
     await asyncio.gather(load, return_exceptions=True)
-    _tell("ours", {"soak_rounds": done, "soak_s": spent, "tokens_per_s": tokens / spent})
+    _emit("ours", {"soak_rounds": done, "soak_s": spent, "tokens_per_s": tokens / spent})
 
 
-def _tell(mode: str, what: dict[str, Any]) -> None:
-    print("GAP " + json.dumps({"mode": mode, **what}), flush=True)
+def _emit(mode: str, figures: dict[str, Any]) -> None:
+    """Print figures for the parent process, which reads this one's log."""
+    print("GAP " + json.dumps({"mode": mode, **figures}), flush=True)
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each mode in a process of its own; when all engines are up, they are measured one by one."""
+    """Each mode in a process of its own; when all engines are up, they are measured one after the other."""
     environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     logs = [arguments.logs / f"gap-{mode}.log" for mode in arguments.modes]
     children = []
@@ -215,7 +216,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [json.loads(line[4:]) for line in lines]
 
 
-def table(found: list[dict[str, Any]]) -> None:
+def print_table(found: list[dict[str, Any]]) -> None:
     columns = (
         "gap_ms",
         "longest_step_ms",
@@ -254,7 +255,7 @@ def main() -> None:
         "--chunk-mb", type=int, nargs="+", default=[0], help="ours; 0: the transport's default"
     )
     parser.add_argument("--share", type=float, nargs="+", default=[1.0], help="ours; weights.staging_share")
-    parser.add_argument("--soak", type=int, default=0, help="ours: so many rounds back to back under load")
+    parser.add_argument("--soak", type=int, default=0, help="ours: this many rounds back to back under load")
     parser.add_argument("--soak-s", type=float, default=60.0)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--memory", type=float, default=0.3, help="gpu_memory_utilization of each engine")
@@ -263,7 +264,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["ours", "native"])
     parser.add_argument("--only", choices=["ours", "native"], help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the engines' own words go")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="directory of the engines' logs")
     arguments = parser.parse_args()
     arguments.model = arguments.model / f"{arguments.size}-config"
     if arguments.only:
@@ -275,7 +276,7 @@ def main() -> None:
     found = run(arguments)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found))
-    table(found)
+    print_table(found)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Models of real shapes with random weights: what they compute is noise, what moves is the real size."""
+"""Models of real shapes with random weights: their outputs are noise, their size is real."""
 
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """The dimensions of a model of the Qwen3 family."""
+
     hidden: int
     intermediate: int
     layers: int
@@ -24,12 +27,12 @@ SHAPES = {
 }
 
 
-def config(size: str, *, tied: bool = False):
+def config(size: str, *, tied: bool = False) -> Any:
     """A transformers configuration of the Qwen3 family."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     shape = SHAPES[size]
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": 151936,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -55,8 +58,8 @@ def config(size: str, *, tied: bool = False):
     return Qwen3Config(**common)
 
 
-def random_model(size: str, seed: int, device: str, *, tied: bool = False, dtype: str = "bfloat16"):
-    """The same weights for the same seed on the same kind of device."""
+def random_model(size: str, seed: int, device: str, *, tied: bool = False, dtype: str = "bfloat16") -> Any:
+    """A transformers model; the same weights for the same seed on the same kind of device."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +78,7 @@ def write_config(size: str, directory: Path, *, tied: bool = False) -> None:
     chosen.save_pretrained(directory)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0, "<eos>": 1, **{letter: 2 + i for i, letter in enumerate(alphabet)}}
-    # Never made from a text; but random weights answer with any of them, and each must be some text.
+    # Prompts never contain these, but random weights generate them, and each needs a text.
     vocabulary |= {f"word{i}": i for i in range(len(vocabulary), chosen.vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

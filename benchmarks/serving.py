@@ -3,13 +3,13 @@
     python -m benchmarks.serving                                      (a CPU, the built-in model)
     python -m benchmarks.serving --gpu 8b --concurrency 16 256 --processes 4 --routers 4         (one GPU)
 
-Both servers are up at the same time and loaded in turns, so that both meet the same machine.
+Both servers are up at the same time and loaded in turns, so that both run under the same conditions.
 """
 
 import argparse
 import statistics
 
-from benchmarks.load import Felt, Load, run
+from benchmarks.load import Load, Measured, run
 from benchmarks.servers import CPU, Setup, fleet, gpu, vllm_serve
 
 FLEET, PEER = "slipstream", "vllm serve"
@@ -59,19 +59,21 @@ def _gpu_setup(size: str) -> Setup:
 
 
 def _compare(urls: dict[str, str], load: Load, repeats: int) -> None:
-    felt: dict[str, list[Felt]] = {name: [] for name in urls}
+    measured: dict[str, list[Measured]] = {name: [] for name in urls}
     for _ in range(repeats):
         for name, url in urls.items():
-            felt[name].append(run(url, load))
-    what = f"{load.concurrency} {'streams' if load.stream else 'plain'}, {load.max_tokens} tokens"
-    ratios = [a.requests_per_s / b.requests_per_s for a, b in zip(felt[FLEET], felt[PEER], strict=True)]
-    for name, runs in felt.items():
+            measured[name].append(run(url, load))
+    title = f"{load.concurrency} {'streams' if load.stream else 'plain'}, {load.max_tokens} tokens"
+    ratios = [
+        a.requests_per_s / b.requests_per_s for a, b in zip(measured[FLEET], measured[PEER], strict=True)
+    ]
+    for name, runs in measured.items():
         rate = statistics.median(run.requests_per_s for run in runs)
         tokens = statistics.median(run.tokens_per_s for run in runs)
         first = statistics.median(run.first_token_ms for run in runs)
-        each = f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        shown = each if name == FLEET else ""
-        print(f"| {what} | {name} | {rate:.2f} | {tokens:.0f} | {first:.1f} | {shown} |", flush=True)
+        ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        shown = ratio if name == FLEET else ""
+        print(f"| {title} | {name} | {rate:.2f} | {tokens:.0f} | {first:.1f} | {shown} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m benchmarks.stage_rate --size 1.7b --transport ipc --chunk-mb 256 512 1024      (1 GPU)
     python -m benchmarks.stage_rate --size 30b-a3b --transport nccl --memory 0.95            (2 GPUs)
 
-The limit, measured in the same run: a copy of the same bytes on the device (ipc) or over the link (nccl).
+The limit is measured in the same run: a copy of the same bytes on the device (ipc) or over the link (nccl).
 Over ipc a replica reads the trainer's own tensors; those that are cast (`--trainer-dtype float32`) are copied
-twice, into the channel and out of it.
+twice, into a buffer and out of it.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-COLUMNS = ("engine", "chunk (MiB)", "staged (ms)", "GB/s", "of the limit", "commit (ms)", "whole round (ms)")
+COLUMNS = ("engine", "chunk (MiB)", "staged (ms)", "GB/s", "of the limit", "commit (ms)", "round (ms)")
 
 
 async def measure(arguments: argparse.Namespace) -> None:
@@ -52,20 +52,17 @@ async def measure_mode(arguments: argparse.Namespace, mode: str, trainer: Any, l
     )
     link: Any = Ours(engine) if mode == "ours" else Native(engine)
     for chunk_mb in arguments.chunk_mb if mode == "ours" else [0]:
-        options: dict[str, Any] = {"chunk_bytes": chunk_mb << 20} if chunk_mb else {}
-        if backend == "ipc":
-            options["packed"] = False
-        await trainer.connect(link, backend, arguments.tp, **options)
+        await trainer.connect(link, backend, arguments.tp, chunk_bytes=(chunk_mb << 20) or None)
         found = []
-        for _ in range(arguments.rounds + 2):  # the first is loaded by vLLM and recorded
+        for _ in range(arguments.rounds + 2):  # the first one is loaded by vLLM and recorded
             seconds = await trainer.send(link)
             times = link.times
             found.append((times.staged - times.begin, times.live - times.staged, seconds))
-        staged, commit, whole = (median(column) for column in zip(*found[2:], strict=True))
+        staged, commit, total = (median(column) for column in zip(*found[2:], strict=True))
         rate = trainer.size_bytes / staged
         print(
             f"| {mode} | {chunk_mb or ''} | {1e3 * staged:.0f} | {rate / 1e9:.0f} | {rate / limit:.0%} "
-            f"| {1e3 * commit:.1f} | {1e3 * whole:.0f} |",
+            f"| {1e3 * commit:.1f} | {1e3 * total:.0f} |",
             flush=True,
         )
     if mode == "ours":

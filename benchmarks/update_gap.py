@@ -1,10 +1,10 @@
-"""The longest time without a token that streaming clients feel while weights change, on a CPU.
+"""The longest time for which streaming clients receive no token while weights change, on a CPU.
 
 python -m benchmarks.update_gap [--rounds 3] [--streams 4]
 
-Ours: a round from the trainer, staged while generating. The peer: what a project without it does
-with one `vllm serve`: save a checkpoint, pause, load it from disk, resume. It keeps the caches of running
-requests, as ours does with `kv_cache: keep`; by default ours computes them anew.
+Slipstream: a round from the trainer, staged while generating. The peer: what a project without Slipstream
+does with one `vllm serve`, which is to save a checkpoint, pause, load it from disk, resume. It keeps the KV
+caches of running requests, as Slipstream does with `kv_cache: keep`; its default is to compute them again.
 """
 
 import argparse

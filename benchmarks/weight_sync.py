@@ -1,4 +1,4 @@
-"""A trainer process and one engine, without Ray: what the GPU benchmarks drive.
+"""A trainer process and one engine, without Ray, for the GPU benchmarks.
 
 trainer process                     this process (asyncio)
 vLLM's trainer engine ── client ──► EngineMember ──► AsyncLLM        ours: staged, then a commit
@@ -11,27 +11,41 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import JsonValue
+
+from deployments.protocol import (
+    Body,
+    Commit,
+    Connect,
+    InFlight,
+    Instruction,
+    KvCache,
+    Receive,
+    Staged,
+    StagingOptions,
+    Verify,
+)
 
 TIMEOUT_S = 120.0
 
 
-@dataclass
+@dataclass(slots=True, kw_only=True)
 class Times:
-    """When a round began, was staged, and was live (seconds of `time.perf_counter`)."""
+    """When a round began, was staged, and was live, in seconds of `time.perf_counter`."""
 
     begin: float = 0.0
     staged: float = 0.0
     live: float = 0.0
-    verified: dict[str, Any] = field(default_factory=dict)
 
 
 class Ours:
-    """The replica's own path: the instructions that a controller would send."""
+    """A replica that runs the instructions of a round: staged while it decodes, then a commit."""
 
-    def __init__(self, engine: Any, kv_cache: str = "keep") -> None:
+    def __init__(self, engine: Any, kv_cache: KvCache = KvCache.KEEP) -> None:
         from deployments.replica.staged_member import EngineMember
 
         self.engine = engine
@@ -40,42 +54,40 @@ class Ours:
         self.version = engine.version
         self.times = Times()
 
-    async def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        await self._do("connect", init_info=info)
+    async def init_weight_transfer_engine(self, info: Mapping[str, JsonValue]) -> None:
+        await self._run(Connect(init_info=info))
 
     async def start_weight_update(self) -> None:
         self.times = Times(begin=time.perf_counter())
-        await self._do("begin", round_id=self.version + 1)
 
-    async def update_weights(self, payload: Any) -> None:
-        await self._do("receive", round_id=self.version + 1, payload=payload)
+    async def update_weights(self, payload: JsonValue) -> None:
+        options = StagingOptions(kv_cache=self.kv_cache, in_flight=InFlight.KEEP)
+        await self._run(Receive(round_id=self.version + 1, payload=payload, options=options))
 
     async def finish_weight_update(self) -> None:
-        self.times.verified = await self._do("verify", round_id=self.version + 1, manifest=None)
+        staged = await self._run(Verify(round_id=self.version + 1))
+        assert isinstance(staged, Staged) and staged.compared, "digests differ or were not compared"
         self.times.staged = time.perf_counter()
         self.version += 1
-        await self._do(
-            "commit",
+        commit = Commit(
             round_id=self.version,
             version=self.version,
-            label=None,
             hold=False,
             kv_cache=self.kv_cache,
-            in_flight="keep",
+            in_flight=InFlight.KEEP,
         )
+        await self._run(commit)
         self.times.live = time.perf_counter()
 
-    async def _do(self, kind: str, **args: Any) -> Any:
-        from deployments.protocol import Instruction, InstructionKind
-
-        instruction = Instruction(seq=0, kind=InstructionKind(kind), args=args, deadline_s=TIMEOUT_S)
+    async def _run(self, body: Body) -> Any:
+        instruction = Instruction(seq=0, body=body, deadline_s=TIMEOUT_S)
         return await asyncio.wait_for(self._member.execute(instruction), TIMEOUT_S)
 
 
 class Native:
-    """vLLM's own engines, inside a pause, as its examples do it."""
+    """An engine that loads with vLLM's own transfer engine inside a pause, as vLLM's examples do."""
 
-    def __init__(self, engine: Any, kv_cache: str = "keep") -> None:
+    def __init__(self, engine: Any, kv_cache: KvCache = KvCache.KEEP) -> None:
         self._llm = engine.llm
         self.kv_cache = kv_cache
         self.times = Times()
@@ -87,7 +99,7 @@ class Native:
 
     async def start_weight_update(self) -> None:
         self.times = Times(begin=time.perf_counter())
-        await self._llm.pause_generation(mode="keep", clear_cache=self.kv_cache == "recompute")
+        await self._llm.pause_generation(mode="keep", clear_cache=self.kv_cache is KvCache.RECOMPUTE)
         await self._llm.start_weight_update()
 
     async def update_weights(self, payload: Any) -> None:
@@ -103,10 +115,10 @@ class Native:
 
 
 class TrainerProcess:
-    """A model on one GPU in a process of its own. `link` is where its client's calls go.
+    """A model on one GPU in a process of its own; the calls of its weight-sync client go to a `link`.
 
     Args:
-        gpu: the trainer's GPU, of all those of the machine.
+        gpu: the trainer's GPU, counted over all of the machine.
         dtype: of its parameters; they are sent in bfloat16.
     """
 
@@ -121,11 +133,14 @@ class TrainerProcess:
         self._process.start()
         self.size_bytes = int(self._pipe.recv())
 
-    async def connect(self, link: Any, backend: str, workers: int, **options: Any) -> float:
-        return float(await self._command(link, ("connect", backend, workers, options)))
+    async def connect(
+        self, link: Any, backend: str, workers: int, *, chunk_bytes: int | None = None
+    ) -> float:
+        """Make a transfer engine for `backend`; seconds. `chunk_bytes` None: the backend's default."""
+        return float(await self._command(link, ("connect", backend, workers, chunk_bytes)))
 
     async def send(self, link: Any, seed: int | None = None) -> float:
-        """One round, with other weights if a seed is given; seconds, as the trainer sees them."""
+        """One round, with other weights if a seed is given; seconds, measured by the trainer."""
         return float(await self._command(link, ("send", seed)))
 
     def stop(self) -> None:
@@ -147,7 +162,7 @@ class TrainerProcess:
                 try:
                     asyncio.run_coroutine_threadsafe(call(*rest[1]), loop).result(TIMEOUT_S)  # type: ignore[arg-type]
                     self._pipe.send("")
-                except Exception as error:  # told to the trainer, whose engine raises it
+                except Exception as error:  # sent to the trainer, whose engine raises it
                     self._pipe.send(f"{type(error).__name__}: {error}")
             elif kind == "done":
                 loop.call_soon_threadsafe(done.set_result, rest[0])
@@ -172,6 +187,8 @@ def free_port() -> int:
 
 
 class _PipeClient:
+    """vLLM's weight-sync client over a pipe to the benchmark's process."""
+
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
 
@@ -230,35 +247,21 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str) ->
             pipe.send(("failed", f"{type(error).__name__}: {error}"))
 
 
-def _trainer_engine(client: Any, model: Any, backend: str, workers: int, options: dict[str, Any]) -> Any:
+def _trainer_engine(client: Any, model: Any, backend: str, workers: int, chunk_bytes: int | None) -> Any:
     import torch
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
     from deployments.trainer.publisher import PublishSource
     from deployments.vllm_plugin import register
+    from deployments.weights.transports.registry import TrainerFacts, trainer_init_info
     from trainers.sources import ParameterSource
 
     register()
-    meeting = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 1 + workers}
-    match backend:
-        case "slipstream_ipc":
-            from deployments.weights.transports.ipc import IpcTrainerInitInfo
-
-            info: Any = IpcTrainerInitInfo(rank=0, world_size=1 + workers, **options)
-        case "slipstream_nccl":
-            from deployments.weights.transports.nccl import NcclTrainerInitInfo
-
-            info = NcclTrainerInitInfo(rank=0, **meeting, **options)
-        case "ipc":
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-            info = IPCTrainerInitInfo(rank=0, **options)
-        case "nccl":
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-            info = NCCLTrainerInitInfo(rank=0, **meeting, **{"packed_num_buffers": 1, **options})
-        case _:
-            raise ValueError(f"no such backend: {backend!r}")
+    facts = TrainerFacts(
+        rank=0, workers=workers, address="127.0.0.1", port=free_port(), chunk_bytes=chunk_bytes
+    )
     source = PublishSource(ParameterSource(model, dtype=torch.bfloat16), keep_copy=False)
     source.begin()
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+    return WeightTransferTrainerFactory.trainer_init(
+        trainer_init_info(backend, facts), client=client, source=source
+    )
