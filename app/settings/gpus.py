@@ -25,13 +25,13 @@ def check_gpus(config: AppConfig, hosts: Sequence[float]) -> None:
     present, largest = sum(hosts), max(hosts, default=0.0)
     if present < needed:
         raise ConfigError(
-            f"this configuration needs {needed} GPUs ({_breakdown(config)}): expected a Ray cluster with at "
-            f"least {needed}, got one with {present:g}"
+            f"expected a Ray cluster with at least {needed} GPUs ({_breakdown(config)}), "
+            f"got one with {present:g}"
         )
     if largest < on_one_host:
         raise ConfigError(
-            f"this configuration needs {on_one_host} GPUs on one host ({_breakdown(config)}): expected a Ray "
-            f"cluster with such a host, got one with {largest:g} of its {present:g} on the largest"
+            f"expected a Ray cluster with at least {on_one_host} GPUs on one host ({_breakdown(config)}), "
+            f"got {largest:g} of {present:g} on its largest host"
         )
 
 

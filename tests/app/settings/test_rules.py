@@ -1,0 +1,122 @@
+from typing import Any
+
+import pytest
+
+from tests.app.settings.complaints import COLOCATED, SEPARATE, complaint
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"weights": {"transport": "nccl"}},
+            "'weights.transport': expected 'shm' or 'gloo' with device 'cpu', got 'nccl' "
+            "('nccl' connects processes on device 'cuda')",
+        ),
+        (
+            {"weights": {"staging": "device"}},
+            "'weights.staging': expected 'host' with device 'cpu', got 'device' "
+            "(a shadow of the parameters needs a GPU: device 'cuda')",
+        ),
+        (
+            {"weights": {"staging": "none"}},
+            "'weights.staging': expected 'host' with transport 'shm', got 'none' "
+            "('none' selects vLLM's own engines, which are 'ipc' or 'nccl')",
+        ),
+        (
+            {"device": "cuda"},
+            "'weights.transport': expected 'ipc' or 'nccl' with device 'cuda', got 'shm' "
+            "('shm' connects processes on device 'cpu')",
+        ),
+        (
+            {"engine": {"enable_sleep_mode": True}},
+            "'engine.enable_sleep_mode': expected false with device 'cpu', got true "
+            "(sleep releases GPU memory)",
+        ),
+        (
+            {"placement": "colocated", "trainer": {"strategy": "fsdp2", "world_size": 2}},
+            "'placement': expected 'separate' with device 'cpu', got 'colocated' (there is no GPU to share)",
+        ),
+        (
+            {"weights": {"min_replicas": 3}},
+            "'weights.min_replicas': expected at most 2, got 3 ('engine.num_replicas' is 2)",
+        ),
+        (
+            {"weights": {"max_unavailable": 3}},
+            "'weights.max_unavailable': expected at most 2, got 3 ('engine.num_replicas' is 2)",
+        ),
+        (
+            {"weights": {"lease_s": 5}},
+            "'weights.lease_s': expected at least 'weights.heartbeat_timeout_s', 30, got 5 "
+            "(a lease must not expire before a replica's membership does)",
+        ),
+        (
+            {"engine": {"extra": {"dtype": "x"}}},
+            "'engine.extra.dtype': set 'engine.dtype' instead (every setting has one name)",
+        ),
+        (
+            {"engine": {"env": {"CUDA_VISIBLE_DEVICES": "0"}}},
+            "'engine.env.CUDA_VISIBLE_DEVICES': set 'placement' instead (every setting has one name)",
+        ),
+        (
+            {"engine": {"enable_expert_parallel": True}},
+            "'engine.enable_expert_parallel': expected more than one rank in a replica, or false, "
+            "got true with 1 rank (experts are distributed over the ranks of one replica)",
+        ),
+        (
+            COLOCATED | {"engine": {"gpus_per_rank": 0.7}},
+            "'engine.gpus_per_rank + trainer.gpus_per_rank': expected at most 1, got 0.7 + 0.4 = 1.1 "
+            "(an engine rank and a trainer rank share each GPU when colocated)",
+        ),
+        (
+            COLOCATED | {"engine": {"num_replicas": 3, "gpus_per_rank": 0.5}},
+            "'trainer.world_size': expected 3 with placement 'colocated', got 2 "
+            "(one trainer rank on every GPU of the replicas: 3 replicas of 1)",
+        ),
+        (
+            COLOCATED | {"engine": {"num_replicas": 1, "data_parallel_size": 4, "gpus_per_rank": 0.5}},
+            "'trainer.world_size': expected 4 with placement 'colocated', got 2 "
+            "(one trainer rank on every GPU of the replicas: 1 replica of 4)",
+        ),
+        (
+            COLOCATED | {"weights": {"transport": "nccl", "staging": "device"}},
+            "'weights.transport': expected 'ipc' with placement 'colocated', got 'nccl' "
+            "('nccl' does not connect two processes on the same GPU)",
+        ),
+        (
+            COLOCATED | {"placement": "separate", "trainer": {}},
+            "'placement': expected 'colocated' with transport 'ipc' and a trainer, got 'separate' "
+            "('ipc' connects only processes on the same GPU)",
+        ),
+        (
+            COLOCATED | {"trainer": None},
+            "'trainer': expected a trainer with placement 'colocated', got none "
+            "(without a trainer nothing shares the GPUs)",
+        ),
+        (
+            SEPARATE | {"engine": {"gpus_per_rank": 1.5}},
+            "'engine.gpus_per_rank': expected at most 1, got 1.5 (a rank runs on one GPU)",
+        ),
+        (
+            SEPARATE | {"engine": {"tensor_parallel_size": 2, "gpus_per_rank": 0.5}},
+            "'engine.gpus_per_rank': expected 1 with placement 'separate', got 0.5 "
+            "(2 ranks need a GPU each, and Ray could place fractions on the same one)",
+        ),
+        (
+            SEPARATE | {"trainer": {"strategy": "fsdp2", "world_size": 4, "gpus_per_rank": 0.25}},
+            "'trainer.gpus_per_rank': expected 1 with placement 'separate', got 0.25 "
+            "(4 ranks need a GPU each, and Ray could place fractions on the same one)",
+        ),
+    ],
+)
+def test_a_broken_rule_gets_a_sentence(settings: dict[str, Any], sentence: str) -> None:
+    assert complaint(**settings) == sentence
+
+
+def test_every_broken_rule_is_named_at_once() -> None:
+    lines = complaint(device="cuda", weights={"min_replicas": 3, "staging": "none"}).splitlines()
+    assert [line.split("'")[1] for line in lines] == [
+        "weights.transport",
+        "weights.staging",
+        "weights.min_replicas",
+    ]
