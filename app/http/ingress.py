@@ -1,6 +1,6 @@
-"""The ingress: fleet, train and weight routes of our own; everything else goes to a replica."""
+"""The ingress: the routes of the fleet, the trainer and the weights; everything else goes to a replica."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ray.exceptions import RayError
@@ -10,9 +10,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from app.http.auth import Guard
+from app.http.endpoint import Endpoint
+from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes
+from app.http.openapi import fetch, merged, own_document
 from app.http.page import page
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
@@ -22,8 +26,6 @@ from deployments.router.router import Router, RouterLimits
 
 logger = serve_logger()
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
 
 class Ingress:
     """Serve's deployment class of the router.
@@ -31,6 +33,7 @@ class Ingress:
     Args:
         trainer: None where an outside program publishes.
         token: of control and train routes; None leaves them open (loopback only).
+        allow_pickled_ipc: read CUDA IPC handles that vLLM's client has pickled.
     """
 
     def __init__(
@@ -44,38 +47,59 @@ class Ingress:
     ) -> None:
         self._router = Router(rollout, limits)
         self._guard = Guard(token)
-        self._fleet = FleetRoutes(controller, trainer)
-        self._weights = WeightRoutes(controller, limits.max_body_bytes, allow_pickled_ipc=allow_pickled_ipc)
-        self._train = TrainRoutes(trainer, limits.max_body_bytes)
+        max_bytes = limits.max_body_bytes
+        self._endpoints = [
+            *FleetRoutes(controller, trainer).endpoints(),
+            *WeightRoutes(controller, max_bytes, allow_pickled_ipc=allow_pickled_ipc).endpoints(),
+            *EngineRoutes(controller, max_bytes).endpoints(),
+            *TrainRoutes(trainer, max_bytes).endpoints(),
+        ]
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        guarded = [*self._fleet.table(), *self._weights.table(), *self._train.table()]
-        return Starlette(
-            routes=[
-                Route("/", page, methods=["GET"]),
-                *[Route(path, self._guarded(call), methods=[method]) for method, path, call in guarded],
-                Route("/{path:path}", self._router),
-            ],
-            exception_handlers={
-                SlipstreamError: _say,
-                HTTPException: _say_http,
-                RayError: _say_foreign,
-                Exception: _say_foreign,
-            },
-        )
+        return build_app(self._endpoints, self._guard, self._router)
 
     async def __del__(self) -> None:  # Serve awaits it
         await self._router.close()
 
-    def _guarded(self, call: Endpoint) -> Endpoint:
-        async def endpoint(request: Request) -> Response:
-            self._guard.check(request)
-            return await call(request)
 
-        return endpoint
+def build_app(endpoints: Sequence[Endpoint], guard: Guard, router: ASGIApp) -> Starlette:
+    """The ASGI application of our own routes.
+
+    Args:
+        router: answers all other requests.
+    """
+
+    async def openapi(request: Request) -> Response:
+        ours = own_document(endpoints, guard.guards)
+        theirs = await fetch(router)
+        return JSONResponse(ours if theirs is None else merged(theirs, ours))
+
+    return Starlette(
+        routes=[
+            Route("/", page, methods=["GET"]),
+            Route("/openapi.json", openapi, methods=["GET"]),
+            *[Route(each.path, _guarded(each, guard), methods=[each.method]) for each in endpoints],
+            Route("/{path:path}", router),
+        ],
+        exception_handlers={
+            SlipstreamError: answer_error,
+            HTTPException: answer_http_error,
+            RayError: answer_foreign_error,
+            Exception: answer_foreign_error,
+        },
+    )
 
 
-async def _say(request: Request, error: Exception) -> Response:
+def _guarded(endpoint: Endpoint, guard: Guard) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        guard.check(request)
+        return await endpoint.answer(request)
+
+    return answer
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """An error that Slipstream raised for the caller."""
     assert isinstance(error, SlipstreamError)
     headers = {}
     if error.status == 503:
@@ -83,7 +107,8 @@ async def _say(request: Request, error: Exception) -> Response:
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
-async def _say_http(request: Request, error: Exception) -> Response:
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """An error of Starlette's, in our shape."""
     assert isinstance(error, HTTPException)
     body: dict[str, Any] = {
         "error": {
@@ -95,13 +120,16 @@ async def _say_http(request: Request, error: Exception) -> Response:
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
-async def _say_foreign(request: Request, error: Exception) -> Response:
-    # Serve hands errors of other deployments over as RayTaskError, whose text is a traceback; its cause
-    # is what was raised.
+async def answer_foreign_error(request: Request, error: Exception) -> Response:
+    """Any other error, as one line.
+
+    Serve passes errors of other deployments on as RayTaskError, whose text is a traceback; its cause is what
+    was raised.
+    """
     cause: Any = getattr(error, "cause", None)
     raised = cause if isinstance(cause, BaseException) else error
     if isinstance(raised, SlipstreamError):
-        return await _say(request, raised)
+        return await answer_error(request, raised)
     text = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"
     logger.error("%s %s: %s", request.method, request.url.path, text)
     body = {"error": {"type": "internal_error", "message": text, "detail": {}}}

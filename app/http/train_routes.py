@@ -3,45 +3,68 @@
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
-from app.http.bodies import field, json_object
-from app.http.fleet_routes import Table
+from app.http.endpoint import Endpoint
+from app.http.requests import PublishBody, SaveBody, StepBody
 from deployments.errors import InvalidRequest
+from deployments.protocol import RoundReport
 
 
 class TrainRoutes:
+    """The routes of the trainer; without one, each of them answers 400.
+
+    Args:
+        trainer: None where an outside program publishes.
+    """
+
     def __init__(self, trainer: DeploymentHandle | None, max_body_bytes: int) -> None:
         self._trainer = trainer
         self._max_body_bytes = max_body_bytes
 
-    def table(self) -> Table:
+    def endpoints(self) -> list[Endpoint]:
+        limit = self._max_body_bytes
         return [
-            ("POST", "/train/step", self.step),
-            ("POST", "/train/publish", self.publish),
-            ("POST", "/train/save", self.save),
-            ("GET", "/train/status", self.status),
+            Endpoint("POST", "/train/step", self.step, max_body_bytes=limit),
+            Endpoint("POST", "/train/publish", self.publish, max_body_bytes=limit, answer=RoundReport),
+            Endpoint("POST", "/train/save", self.save, max_body_bytes=limit),
+            Endpoint("GET", "/train/status", self.status),
         ]
 
-    async def step(self, request: Request) -> Response:
-        """One optimizer step on a batch of trajectories; answers its metrics."""
-        body = await json_object(request, self._max_body_bytes)
-        field(body, "trajectories", list)
-        return JSONResponse(await self._handle().step.remote(body))
+    async def step(self, body: StepBody) -> dict[str, Any]:
+        """One optimizer step on a batch of trajectories; answers its metrics.
 
-    async def publish(self, request: Request) -> Response:
-        """Move the fleet to the trainer's weights; answers the round's report. Body: `{"label"?: str}`."""
-        body = await json_object(request, self._max_body_bytes)
-        return JSONResponse(await self._handle().publish.remote(field(body, "label", str, None)))
+        Raises:
+            InvalidRequest: no trainer, or a batch that it cannot learn from.
+        """
+        metrics: dict[str, Any] = await self._handle().step.remote({"trajectories": body.trajectories})
+        return metrics
 
-    async def save(self, request: Request) -> Response:
-        """Write a Hugging Face checkpoint. Body: `{"path"?: str}`."""
-        body = await json_object(request, self._max_body_bytes)
-        return JSONResponse(await self._handle().save.remote(field(body, "path", str, None)))
+    async def publish(self, body: PublishBody) -> Any:
+        """Move the fleet to the trainer's weights; answers the round's report.
 
-    async def status(self, request: Request) -> Response:
-        return JSONResponse(await self._handle().status.remote())
+        Raises:
+            InvalidRequest: no trainer.
+            RoundAborted: the fleet still serves the old version; try again.
+        """
+        return await self._handle().publish.remote(body.label)
+
+    async def save(self, body: SaveBody) -> dict[str, Any]:
+        """Write a Hugging Face checkpoint.
+
+        Raises:
+            InvalidRequest: no trainer.
+        """
+        saved: dict[str, Any] = await self._handle().save.remote(body.path)
+        return saved
+
+    async def status(self) -> dict[str, Any]:
+        """Steps done, the version published last, and what the trainer does now.
+
+        Raises:
+            InvalidRequest: no trainer.
+        """
+        status: dict[str, Any] = await self._handle().status.remote()
+        return status
 
     def _handle(self) -> Any:
         if self._trainer is None:

@@ -1,0 +1,94 @@
+"""What our own routes answer, beside the messages of `deployments.protocol`; clients read the same types."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.protocol import RoundReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorDetails:
+    type: str  # for a program, see `deployments.errors`
+    message: str  # for a person: what was expected and what came
+    detail: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorBody:
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """The body of `/health`; with status 503 while no replica serves."""
+
+    status: str  # ok | starting
+    serving: int  # replicas
+    members: int  # replicas, whatever their state
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The rounds that ended, oldest first."""
+
+    rounds: Sequence[RoundReport]
+
+
+# -- vLLM's RL routes: the names are vLLM 0.32's ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    status: str  # paused | resumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseState:
+    is_paused: bool  # every replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SleepState:
+    is_sleeping: bool  # every replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortedRequests:
+    status: str
+    aborted: int  # over all replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldSize:
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightInfo:
+    weight_version: str  # the label of the committed version, or its number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewWeightVersion:
+    success: bool
+    new_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checksums:
+    checksums: Mapping[str, str]  # by tensor name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    match: bool
+    mismatches: Sequence[str]  # names of tensors

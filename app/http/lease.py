@@ -1,0 +1,59 @@
+"""The lease of callers who carry none: vLLM's HTTP clients are all the one publisher "http".
+
+    call ─► session (acquires or renews) ─► the call itself ─► session ─► no round is open? release
+                                               └─ takes long? renew
+
+Between calls the lease is held only while a round is open.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from deployments.protocol import PublisherSession
+
+PUBLISHER = "http"
+RENEW_S = 5.0
+
+
+class HttpLease:
+    """Acquires, renews and releases the publisher's lease, call by call.
+
+    Args:
+        renew_s: how often it is renewed during a long call; well below the lease's duration.
+    """
+
+    def __init__(self, controller: DeploymentHandle, renew_s: float = RENEW_S) -> None:
+        self._controller = controller
+        self._renew_s = renew_s
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[PublisherSession]:
+        """The lease for one call.
+
+        Raises:
+            Conflict: another publisher holds it.
+        """
+        session: PublisherSession = await self._controller.session.remote(PUBLISHER)
+        try:
+            yield session
+        finally:
+            # Asked again: the call may have opened or ended a round, or have taken longer than the lease.
+            left: PublisherSession = await self._controller.session.remote(PUBLISHER)
+            if left.round_id is None:
+                await self._controller.release.remote(left.token)
+
+    async def renewing(self, token: int, call: Awaitable[Any]) -> None:
+        """Wait for a call of the open round; the client that waits for it cannot renew the lease itself.
+
+        Raises:
+            StalePublisher: the lease was lost meanwhile.
+            SlipstreamError: the call's own.
+        """
+        task = asyncio.ensure_future(call)
+        while not (await asyncio.wait({task}, timeout=self._renew_s))[0]:
+            await self._controller.renew.remote(token)
+        await task

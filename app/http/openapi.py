@@ -1,0 +1,138 @@
+"""`/openapi.json`: vLLM's document, as a replica answers it, with our own routes added.
+
+Ours is written from the endpoints: summaries from docstrings, schemas from the handlers' annotations.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import httpx
+from pydantic import TypeAdapter
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from app.http.answers import ErrorBody
+from app.http.endpoint import Endpoint
+from deployments.errors import SlipstreamError
+
+FETCH_TIMEOUT_S = 2.0
+_SCHEMAS = "#/components/schemas/"
+_PREFIX = "Slipstream"  # vLLM's document has schemas of the same names
+_SECURITY = "slipstream_token"
+
+Document = dict[str, Any]
+Part = tuple[str, str, str]  # method, path, and one of query, body, answer, error
+ERROR: Part = ("", "", "error")  # the same everywhere
+
+
+def own_document(endpoints: Sequence[Endpoint], guards: Callable[[str], bool]) -> Document:
+    """The OpenAPI document of our own routes.
+
+    Args:
+        guards: whether a path needs the fleet's token.
+    """
+    schemas, definitions = _schemas(endpoints)
+    paths: Document = {}
+    for endpoint in endpoints:
+        operation = _operation(endpoint, schemas, definitions)
+        if guards(endpoint.path):
+            operation["security"] = [{_SECURITY: []}]
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Slipstream", "version": "1"},
+        "paths": paths,
+        "components": {
+            "schemas": {f"{_PREFIX}{name}": schema for name, schema in definitions.items()},
+            "securitySchemes": {_SECURITY: {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def merged(theirs: Document, ours: Document) -> Document:
+    """vLLM's document with ours added; an operation that both have is ours."""
+    paths = dict(theirs.get("paths", {}))
+    for path, operations in ours["paths"].items():
+        paths[path] = {**paths.get(path, {}), **operations}
+    components = dict(theirs.get("components", {}))
+    for kind, named in ours["components"].items():
+        components[kind] = {**components.get(kind, {}), **named}
+    return {**theirs, "paths": paths, "components": components}
+
+
+async def fetch(router: ASGIApp, timeout_s: float = FETCH_TIMEOUT_S) -> Document | None:
+    """The document of a replica's vLLM server; None if no replica answers with one in time."""
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(router), base_url="http://fleet")
+    try:
+        async with asyncio.timeout(timeout_s), client:
+            answer = await client.get("/openapi.json")
+        document = answer.json() if answer.is_success else None
+    except (SlipstreamError, TimeoutError, ValueError):  # no replica, a busy router, or not JSON
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _schemas(endpoints: Sequence[Endpoint]) -> tuple[dict[Part, Any], Document]:
+    """The schema of each part of each endpoint, and the definitions to which they refer."""
+    types: dict[Part, Any] = {ERROR: ErrorBody}
+    for each in endpoints:
+        contract = each.contract
+        for name, kind in (("query", contract.query), ("body", contract.body), ("answer", contract.answer)):
+            if _has_schema(kind):
+                types[each.method, each.path, name] = kind
+    inputs = [(part, _mode(part), TypeAdapter(kind)) for part, kind in types.items()]
+    made, document = TypeAdapter.json_schemas(inputs, ref_template=f"{_SCHEMAS}{_PREFIX}{{model}}")
+    return {part: schema for (part, _), schema in made.items()}, document.get("$defs", {})
+
+
+def _mode(part: Part) -> Literal["validation", "serialization"]:
+    return "validation" if part[2] in ("query", "body") else "serialization"
+
+
+def _has_schema(kind: Any) -> bool:
+    return kind is not None and not (inspect.isclass(kind) and issubclass(kind, Response | type(None)))
+
+
+def _operation(endpoint: Endpoint, schemas: Mapping[Part, Any], definitions: Mapping[str, Any]) -> Document:
+    key = (endpoint.method, endpoint.path)
+    summary, _, rest = (
+        inspect.cleandoc(endpoint.handler.__doc__ or "").partition("Raises:")[0].partition("\n\n")
+    )
+    operation: Document = {"tags": ["slipstream"], "summary": " ".join(summary.split())}
+    if rest.strip():
+        operation["description"] = rest.strip()
+    if (query := schemas.get((*key, "query"))) is not None:
+        operation["parameters"] = _parameters(definitions[query["$ref"].removeprefix(_SCHEMAS + _PREFIX)])
+    if (body := schemas.get((*key, "body"))) is not None:
+        model = definitions[body["$ref"].removeprefix(_SCHEMAS + _PREFIX)]
+        operation["requestBody"] = {**_content(body), "required": bool(model.get("required"))}
+    succeeded: Document = {"description": "success"}
+    if (answer := schemas.get((*key, "answer"))) is not None:
+        succeeded |= _content(answer)
+    elif endpoint.contract.answer is not type(None):
+        succeeded["content"] = {endpoint.media_type: {"schema": {"type": "string"}}}
+    failed = {"description": "what was expected and what came", **_content(schemas[ERROR])}
+    operation["responses"] = {"200": succeeded, "default": failed}
+    return operation
+
+
+def _parameters(model: Mapping[str, Any]) -> list[Document]:
+    parameters = []
+    for name, schema in model["properties"].items():
+        rest = {key: value for key, value in schema.items() if key not in ("title", "description")}
+        parameter = {
+            "name": name,
+            "in": "query",
+            "required": name in model.get("required", ()),
+            "schema": rest,
+        }
+        if "description" in schema:
+            parameter["description"] = schema["description"]
+        parameters.append(parameter)
+    return parameters
+
+
+def _content(schema: Any) -> Document:
+    return {"content": {"application/json": {"schema": schema}}}

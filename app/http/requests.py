@@ -1,0 +1,139 @@
+"""What our own routes take: JSON bodies and query parameters, as frozen models.
+
+Unknown fields are refused by the routes of the fleet and of the trainer. vLLM 0.32 ignores them on its RL
+routes (FastAPI's default), so the fleet's versions of those routes ignore them too.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SkipValidation,
+    WithJsonSchema,
+    model_validator,
+)
+
+from deployments.protocol import InFlight, SleepTag
+from trainers.trajectory import Trajectory
+
+
+class OwnBody(BaseModel):
+    """A JSON body of a route that only Slipstream has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class VllmBody(BaseModel):
+    """A JSON body of one of vLLM's RL routes."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class Query(BaseModel):
+    """Query parameters; they arrive as text."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+def _flag(text: object) -> object:
+    # pydantic reads "yes", "on" and "t" as true as well; these routes never have.
+    known = {"true": True, "1": True, "false": False, "0": False}
+    if isinstance(text, str):
+        if text.lower() not in known:
+            raise ValueError("expected true or false")
+        return known[text.lower()]
+    return text
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]
+
+
+# -- the fleet -------------------------------------------------------------------------------------
+
+
+class RollbackBody(OwnBody):
+    version: int  # in the store
+
+
+class EventsQuery(Query):
+    since: int = Field(default=0, ge=0, description="only events with a greater id")
+
+
+# -- the trainer -----------------------------------------------------------------------------------
+
+
+class StepBody(OwnBody):
+    # Each one is checked by the trainer, which names the first bad ones by their number.
+    trajectories: list[SkipValidation[Trajectory]]
+
+
+class PublishBody(OwnBody):
+    label: str | None = None
+
+
+class SaveBody(OwnBody):
+    path: str | None = None  # on the trainer's host; by default a new directory beside the store
+
+
+# -- vLLM's RL routes ------------------------------------------------------------------------------
+
+
+class InitEngineBody(VllmBody):
+    init_info: dict[str, JsonValue]
+
+
+class UpdateWeightsBody(VllmBody):
+    update_info: Annotated[
+        JsonValue,  # `ipc_handles.refuse_or_restrict` says what else is wrong with it
+        WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}),
+    ]
+
+
+class FinishUpdateBody(VllmBody):
+    weight_version: str | None = None  # a label beside the version's number
+
+
+class WeightVersionBody(VllmBody):
+    new_version: str
+
+
+class AbortRequestsBody(VllmBody):
+    request_ids: tuple[str, ...] | None = None  # None or empty: all requests
+
+
+class WeightCheckerBody(VllmBody):
+    action: Literal["checksum", "compare"]
+    baseline: dict[str, str] | None = None  # tensor name -> checksum
+
+    @model_validator(mode="after")
+    def _comparison_has_a_baseline(self) -> Self:
+        if self.action == "compare" and self.baseline is None:
+            raise ValueError("baseline: expected an object of checksums with action 'compare', got none")
+        return self
+
+
+class PauseQuery(Query):
+    mode: InFlight = Field(default=InFlight.ABORT, description="what happens to running requests")
+    clear_cache: Flag = True
+
+
+class SleepQuery(Query):
+    level: int = Field(default=1, ge=0, le=2)
+    mode: InFlight = Field(default=InFlight.ABORT, description="what happens to running requests")
+
+
+class WakeUpQuery(Query):
+    tags: tuple[SleepTag, ...] = Field(default=(), description="the parts to wake; none of them: all")
+
+
+class ResetPrefixCacheQuery(Query):
+    reset_running_requests: Flag = False
+    reset_external: Flag = False
+
+
+class WorldSizeQuery(Query):
+    include_dp: Flag = Field(default=True, description="count the workers of every replica")

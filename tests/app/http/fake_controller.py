@@ -1,0 +1,260 @@
+"""The controller's port with two replicas that do everything at once; refuses what the real one refuses."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import JsonValue
+
+from deployments.errors import Conflict, RoundAborted, SlipstreamError, StalePublisher
+from deployments.protocol import (
+    AbortRequests,
+    Event,
+    FleetStatus,
+    IsPaused,
+    IsSleeping,
+    Lease,
+    MemberStatus,
+    Operation,
+    PublisherSession,
+    ReplicaTimings,
+    RoundOptions,
+    RoundReport,
+    RoundStatus,
+    Sleep,
+    WeightChecksums,
+    json_only,
+)
+
+REPLICAS = ("replica-0", "replica-1")
+
+
+class Handle:
+    """A Serve handle of an object in this process: a call starts at once, and is awaited for its result."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> "_Method":
+        return _Method(getattr(self._target, name))
+
+
+class _Method:
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def remote(self, *args: Any) -> "asyncio.Future[Any]":
+        return asyncio.ensure_future(self._method(*args))
+
+
+class FakeController:
+    """One publisher at a time, one round at a time.
+
+    Attributes:
+        calls: the names of the methods that were called.
+        fail_next: method name -> the error of its next call.
+        delay_s: method name -> how long its calls take.
+        sent, operations, options: what was received.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fail_next: dict[str, SlipstreamError] = {}
+        self.delay_s: dict[str, float] = {}
+        self.sent: list[JsonValue] = []
+        self.operations: list[Operation] = []
+        self.options: list[RoundOptions] = []
+        self.init_info: JsonValue = None
+        self.version = 3
+        self.label: str | None = None
+        self.serving: Sequence[str] = REPLICAS
+        self.checksums: dict[str, list[dict[str, str]]] = {name: [{"w": "aa"}] for name in REPLICAS}
+        self.lease: Lease | None = None
+        self.round_id: int | None = None
+        self.reports: list[RoundReport] = []
+        self.recorded: list[Event] = []
+        self._last_token = 0
+        self._last_round = 0
+
+    # -- publisher ----------------------------------------------------------------------------
+
+    async def acquire(self, publisher: str) -> Lease:
+        await self._enter("acquire")
+        return self._acquire(publisher)
+
+    async def session(self, publisher: str) -> PublisherSession:
+        await self._enter("session")
+        if self.lease is None or self.lease.publisher != publisher:
+            self._acquire(publisher)
+        assert self.lease is not None
+        return PublisherSession(token=self.lease.token, round_id=self.round_id)
+
+    async def renew(self, token: int) -> Lease:
+        await self._enter("renew")
+        return self._holder(token)
+
+    async def release(self, token: int) -> None:
+        await self._enter("release")
+        self._holder(token)
+        self.lease, self.round_id = None, None
+
+    async def connect(self, token: int, init_info: Mapping[str, JsonValue]) -> int:
+        await self._enter("connect")
+        self._holder(token)
+        self._no_round("connect")
+        self.init_info = json_only(init_info, "init_info")
+        return 1
+
+    async def disconnect(self, token: int) -> dict[str, JsonValue]:
+        await self._enter("disconnect")
+        self._holder(token)
+        self._no_round("disconnect")
+        self.init_info = None
+        return dict.fromkeys(self.serving)
+
+    async def open_round(self, token: int, options: RoundOptions) -> int:
+        await self._enter("open_round")
+        self._holder(token)
+        self._no_round("open a round")
+        self._last_round += 1
+        self.round_id = self._last_round
+        self.options.append(options)
+        return self.round_id
+
+    async def send(self, token: int, round_id: int, payload: JsonValue) -> None:
+        await self._enter("send")
+        self._holder(token)
+        self._undecided(round_id)
+        self.sent.append(json_only(payload, "payload"))
+
+    async def close_round(self, token: int, round_id: int, label: str | None) -> RoundReport:
+        try:
+            await self._enter("close_round")
+        except RoundAborted:
+            self.round_id = None  # an aborted round is over
+            raise
+        self._holder(token)
+        self._undecided(round_id)
+        self.round_id, self.label, self.version = None, label, self.version + 1
+        self.reports.append(report(round_id, self.version, label))
+        return self.reports[-1]
+
+    # -- the fleet ----------------------------------------------------------------------------
+
+    async def call(self, operation: Operation) -> dict[str, JsonValue]:
+        await self._enter("call")
+        if isinstance(operation, Sleep) and operation.level:
+            self._no_round("sleep")
+        self.operations.append(operation)
+        return {replica_id: self._answer(operation, replica_id) for replica_id in self.serving}
+
+    async def set_label(self, label: str) -> None:
+        await self._enter("set_label")
+        self.label = label
+
+    async def fleet(self) -> FleetStatus:
+        await self._enter("fleet")
+        return status(self.version, self.serving, label=self.label, round_id=self.round_id)
+
+    async def rounds(self) -> list[RoundReport]:
+        await self._enter("rounds")
+        return list(self.reports)
+
+    async def events(self, since: int, wait_s: float) -> list[Event]:
+        await self._enter("events")
+        return [event for event in self.recorded if event.event_id > since]
+
+    # -- refusals -----------------------------------------------------------------------------
+
+    async def _enter(self, method: str) -> None:
+        self.calls.append(method)
+        await asyncio.sleep(self.delay_s.get(method, 0.0))
+        if (error := self.fail_next.pop(method, None)) is not None:
+            raise error
+
+    def _acquire(self, publisher: str) -> Lease:
+        if self.lease is not None and self.lease.publisher != publisher:
+            raise Conflict(f"{self.lease.publisher!r} publishes", {"holder": self.lease.publisher})
+        self._last_token += 1
+        self.lease, self.round_id = Lease(publisher=publisher, token=self._last_token, duration_s=60.0), None
+        return self.lease
+
+    def _holder(self, token: int) -> Lease:
+        if self.lease is None or self.lease.token != token:
+            raise StalePublisher(f"token {token} is stale", {"token": token, "last_token": self._last_token})
+        return self.lease
+
+    def _no_round(self, action: str) -> None:
+        if self.round_id is not None:
+            raise Conflict(f"cannot {action} while round {self.round_id} is staging")
+
+    def _undecided(self, round_id: int) -> None:
+        if round_id != self.round_id:
+            raise Conflict(f"round {round_id} is not open")
+
+    def _answer(self, operation: Operation, replica_id: str) -> JsonValue:
+        match operation:
+            case IsPaused() | IsSleeping():
+                return replica_id == self.serving[0]  # one of two
+            case AbortRequests():
+                return 2
+            case WeightChecksums():
+                return list(self.checksums[replica_id])
+        return None
+
+
+def status(
+    version: int, serving: Sequence[str], *, label: str | None = None, round_id: int | None = None
+) -> FleetStatus:
+    members = [
+        MemberStatus(
+            replica_id=replica_id,
+            incarnation=f"{replica_id}-a",
+            state="serving",
+            admitted=True,
+            version=version,
+            world_size=2,
+            silent_s=0.1,
+            pending=(),
+            reason="",
+        )
+        for replica_id in serving
+    ]
+    current = None
+    if round_id is not None:
+        current = RoundStatus(
+            round_id=round_id,
+            version=version + 1,
+            label=None,
+            phase="staging",
+            age_s=0.5,
+            participants=serving,
+        )
+    return FleetStatus(
+        committed_version=version,
+        label=label,
+        stored_version=version - 1,
+        epoch=2,
+        ready=bool(serving),
+        min_replicas=1,
+        workers=2 * len(members),
+        members=members,
+        round=current,
+        lease=None,
+        connection=None,
+        store_problem=None,
+        condition=(),
+    )
+
+
+def report(round_id: int, version: int, label: str | None = None, phase: str = "committed") -> RoundReport:
+    return RoundReport(
+        round_id=round_id,
+        version=version,
+        label=label,
+        epoch=2,
+        phase=phase,
+        reason="",
+        duration_s=2.0,
+        replicas={"replica-0": ReplicaTimings(stage_s=1.0, gap_s=0.5)} if phase == "committed" else {},
+    )

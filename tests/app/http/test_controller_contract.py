@@ -1,0 +1,69 @@
+"""What the routes rely on when they call the controller: the fake one and the real one refuse the same."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.controller.controller import Controller
+from deployments.errors import Conflict, StalePublisher
+from deployments.ledger.limits import LedgerConfig
+from deployments.protocol import Lease, PublisherSession
+from tests.app.http.fake_controller import FakeController
+
+
+@pytest.fixture(params=["fake", "real"])
+async def controller(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Any]:
+    if request.param == "fake":
+        yield FakeController()
+        return
+    real = Controller(
+        config=LedgerConfig(),
+        state_dir=str(tmp_path / "state"),
+        store_dir=str(tmp_path / "store"),
+        is_alive=lambda replica_id: True,
+    )
+    yield real
+    await real.aclose()
+
+
+async def test_a_session_acquires_and_then_renews_the_same_lease(controller: Any) -> None:
+    first = await controller.session("http")
+    assert first == PublisherSession(token=1, round_id=None)
+    assert await controller.session("http") == first
+    assert (await controller.renew(first.token)).publisher == "http"
+
+
+async def test_the_lease_is_free_after_a_release(controller: Any) -> None:
+    session = await controller.session("http")
+    await controller.release(session.token)
+    lease: Lease = await controller.acquire("trainer")
+    assert lease.token > session.token
+
+
+async def test_another_publisher_is_a_conflict_that_names_the_holder(controller: Any) -> None:
+    await controller.acquire("trainer")
+    with pytest.raises(Conflict, match="'trainer'") as caught:
+        await controller.session("http")
+    assert caught.value.detail["holder"] == "trainer"
+
+
+async def test_an_acquired_lease_makes_the_older_token_stale(controller: Any) -> None:
+    session = await controller.session("http")
+    await controller.acquire("http")
+    for call in (controller.renew(session.token), controller.release(session.token)):
+        with pytest.raises(StalePublisher, match=f"token {session.token} is stale"):
+            await call
+    with pytest.raises(StalePublisher):
+        await controller.send(session.token, 1, {})
+    with pytest.raises(StalePublisher):
+        await controller.close_round(session.token, 1, None)
+
+
+@pytest.mark.parametrize("method", ["send", "close_round"])
+async def test_a_round_that_is_not_open_is_a_conflict(controller: Any, method: str) -> None:
+    session = await controller.session("http")
+    argument: Any = {} if method == "send" else None
+    with pytest.raises(Conflict):
+        await getattr(controller, method)(session.token, 7, argument)

@@ -1,0 +1,114 @@
+import json
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+
+from app.http.fleet_routes import FleetRoutes
+from app.http.requests import EventsQuery
+from deployments.errors import InvalidRequest
+from deployments.protocol import Event
+from tests.app.http.fake_controller import FakeController, Handle, report, status
+from tests.app.http.serving import client
+
+
+class FakeTrainer:
+    async def rollback(self, version: int) -> dict[str, Any]:
+        if version != 2:
+            raise InvalidRequest(f"version: expected one in the store [2], got {version}")
+        return asdict(report(9, 4, "rollback to 2"))
+
+
+async def test_health_is_503_until_one_replica_serves() -> None:
+    controller = FakeController()
+    async with client(controller) as fleet:
+        good = await fleet.get("/health")
+        controller.serving = ()
+        bad = await fleet.get("/health")
+    assert good.status_code == 200
+    assert good.json() == {"status": "ok", "serving": 2, "members": 2, "weight_version": 3}
+    assert bad.status_code == 503
+    assert bad.json() == {"status": "starting", "serving": 0, "members": 0, "weight_version": 3}
+
+
+async def test_the_status_and_the_history_are_the_controllers() -> None:
+    controller = FakeController()
+    controller.reports = [report(1, 3)]
+    async with client(controller) as fleet:
+        assert (await fleet.get("/fleet")).json() == json.loads(
+            json.dumps(asdict(status(3, controller.serving)))
+        )
+        assert (await fleet.get("/fleet/rounds")).json() == {
+            "rounds": [json.loads(json.dumps(asdict(report(1, 3))))]
+        }
+
+
+async def test_a_rollback_needs_a_trainer_and_a_version() -> None:
+    async def rollback(fleet: httpx.AsyncClient, body: object) -> tuple[int, Any]:
+        answer = await fleet.post("/fleet/rollback", json=body)
+        return answer.status_code, answer.json()
+
+    async with client(FakeController()) as fleet:
+        code, refused = await rollback(fleet, {"version": 2})
+        assert code == 400 and "the fleet has none" in refused["error"]["message"]
+    async with client(FakeController(), trainer=FakeTrainer()) as fleet:
+        code, made = await rollback(fleet, {"version": 2})
+        assert code == 200 and made["version"] == 4
+        for body, message in (
+            ({"version": 7}, "expected one in the store [2], got 7"),
+            ({"version": "2"}, "version: expected a valid integer, got '2'"),
+            ({"version": True}, "version: expected a valid integer, got True"),
+            ({}, "expected the field 'version', got []"),
+            ({"version": 2, "force": True}, "expected no other fields than ['version'], got 'force'"),
+        ):
+            code, refused = await rollback(fleet, body)
+            assert code == 400 and message in refused["error"]["message"]
+
+
+def events(controller: FakeController, query: str = "", **headers: str) -> Any:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "GET", "path": "/fleet/events", "query_string": b"", "headers": raw}
+    since = EventsQuery() if not query else EventsQuery(since=int(query))
+    return FleetRoutes(Handle(controller), None).events(Request(scope), since)
+
+
+@pytest.mark.parametrize(
+    ("query", "headers", "first"),
+    [("", {}, 1), ("1", {}, 2), ("", {"last_event_id": "1"}, 2), ("0", {"last_event_id": "1"}, 2)],
+)
+async def test_events_continue_where_the_client_stopped(
+    query: str, headers: dict[str, str], first: int
+) -> None:
+    controller = FakeController()
+    controller.recorded = [
+        Event(event_id=number, name="commit", at=1.5, fields={"version": number}) for number in (1, 2)
+    ]
+    stream = (await events(controller, query, **headers)).body_iterator
+    assert await anext(stream) == ": connected\n\n"
+    data = {"id": first, "event": "commit", "at": 1.5, "version": first}
+    assert await anext(stream) == f"id: {first}\nevent: commit\ndata: {json.dumps(data)}\n\n"
+    controller.recorded = []
+    rest = [await anext(stream) for _ in range(3 - first)]
+    assert rest[-1] == ": no new events\n\n"
+
+
+async def test_events_since_what_is_no_number_are_refused() -> None:
+    async with client(FakeController()) as fleet:
+        wrong = await fleet.get("/fleet/events?since=x")
+        assert wrong.status_code == 400
+        assert wrong.json()["error"]["message"] == "since: expected a valid integer, got 'x'"
+        wrong = await fleet.get("/fleet/events", headers={"last-event-id": "x"})
+        assert wrong.status_code == 400 and "Last-Event-ID: expected" in wrong.json()["error"]["message"]
+
+
+async def test_metrics_count_rounds_and_replicas() -> None:
+    controller = FakeController()
+    controller.reports = [report(1, 3, phase="aborted"), report(2, 3)]
+    async with client(controller) as fleet:
+        text = (await fleet.get("/metrics")).text
+    assert "slipstream_weight_version 3.0" in text and "slipstream_stored_weight_version 2.0" in text
+    assert 'slipstream_replica_serving{replica="replica-1"} 1.0' in text
+    assert 'slipstream_rounds{phase="aborted"} 1.0' in text
+    assert 'slipstream_last_round_gap_seconds{replica="replica-0"} 0.5' in text

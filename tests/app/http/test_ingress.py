@@ -1,0 +1,65 @@
+"""The routes together: what is ours, what is a replica's, and the shape of every error."""
+
+import httpx
+import pytest
+from ray.exceptions import RayTaskError
+from starlette.requests import Request
+
+from app.http.ingress import answer_foreign_error
+from deployments.errors import Conflict, FleetUnavailable
+from tests.app.http.fake_controller import FakeController
+from tests.app.http.serving import client
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/no/such/route"])
+async def test_everything_else_goes_to_a_replica(path: str) -> None:
+    async with client(FakeController()) as fleet:
+        assert (await fleet.post(path)).json() == {"replica": path}
+
+
+async def test_a_route_of_ours_with_another_method_goes_to_a_replica() -> None:
+    controller = FakeController()
+    async with client(controller) as fleet:
+        assert (await fleet.get("/pause")).json() == {"replica": "/pause"}
+    assert controller.calls == []
+
+
+async def test_the_page_is_ours() -> None:
+    async with client(FakeController()) as fleet:
+        answer = await fleet.get("/")
+    assert answer.status_code == 200 and "<title>Slipstream</title>" in answer.text
+
+
+@pytest.mark.parametrize("detail", [{}, {"retry_after_s": 3.4}])
+async def test_a_fleet_that_is_short_of_something_says_when_to_retry(detail: dict[str, float]) -> None:
+    controller = FakeController()
+    controller.fail_next["fleet"] = FleetUnavailable("no replica serves", detail)
+    async with client(controller) as fleet:
+        answer = await fleet.get("/fleet")
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == str(round(detail.get("retry_after_s", 1)))
+    assert answer.json()["error"] == {
+        "type": "fleet_unavailable",
+        "message": "no replica serves",
+        "detail": detail,
+    }
+
+
+async def test_an_error_of_our_own_is_one_line() -> None:
+    controller = FakeController()
+    controller.fail_next["fleet"] = ValueError("first line\nsecond line")  # type: ignore[assignment]
+    async with client(controller) as fleet:
+        answer: httpx.Response = await fleet.get("/fleet")
+    assert answer.status_code == 500
+    assert answer.json()["error"] == {
+        "type": "internal_error",
+        "message": "ValueError: first line",
+        "detail": {},
+    }
+
+
+async def test_an_error_of_another_deployment_is_answered_as_its_cause() -> None:
+    request = Request({"type": "http", "method": "GET", "path": "/fleet", "headers": [], "query_string": b""})
+    cause = Conflict("a round is open", {"round_id": 3})
+    answer = await answer_foreign_error(request, RayTaskError("fleet", "a traceback", cause))
+    assert answer.status_code == 409 and b'"round_id":3' in answer.body

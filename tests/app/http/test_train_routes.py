@@ -1,0 +1,108 @@
+from typing import Any
+
+import pytest
+
+from deployments.errors import InvalidRequest, RoundAborted
+from tests.app.http.fake_controller import FakeController
+from tests.app.http.serving import client
+
+
+class FakeTrainer:
+    """Records what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def step(self, batch: Any) -> dict[str, Any]:
+        self.asked.append(batch)
+        if not batch["trajectories"]:
+            raise InvalidRequest("trajectories must be a non-empty list, got an empty list")
+        return {"loss": 0.5}
+
+    async def publish(self, label: str | None) -> dict[str, Any]:
+        self.asked.append(label)
+        if label == "aborts":
+            raise RoundAborted("too few replicas staged")
+        return {"version": 4, "label": label}
+
+    async def save(self, path: str | None) -> dict[str, Any]:
+        self.asked.append(path)
+        return {"path": "/tmp/checkpoint" if path is None else path}
+
+    async def status(self) -> dict[str, Any]:
+        return {"step": 3}
+
+
+TRAJECTORY = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-1.0], "advantage": 1.0}
+
+
+async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
+    trainer = FakeTrainer()
+    async with client(FakeController(), trainer=trainer) as fleet:
+        step = await fleet.post("/train/step", json={"trajectories": [TRAJECTORY]})
+        answers = [
+            step,
+            await fleet.post("/train/publish", json={"label": "step 1"}),
+            await fleet.post("/train/publish"),
+            await fleet.post("/train/save", json={"path": "/data/x"}),
+            await fleet.post("/train/save", content=b" "),
+            await fleet.get("/train/status"),
+        ]
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert [answer.json() for answer in answers] == [
+        {"loss": 0.5},
+        {"version": 4, "label": "step 1"},
+        {"version": 4, "label": None},
+        {"path": "/data/x"},
+        {"path": "/tmp/checkpoint"},
+        {"step": 3},
+    ]
+    assert trainer.asked == [{"trajectories": [TRAJECTORY]}, "step 1", None, "/data/x", None]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/train/step", {}, 400, "expected the field 'trajectories', got []"),
+        ("/train/step", {"trajectories": {}}, 400, "trajectories: expected a valid array, got dict"),
+        ("/train/step", {"trajectories": []}, 400, "trajectories must be a non-empty list"),
+        (
+            "/train/step",
+            {"trajectories": [], "lr": 1},
+            400,
+            "no other fields than ['trajectories'], got 'lr'",
+        ),
+        ("/train/publish", {"label": 3}, 400, "label: expected a valid string, got 3"),
+        ("/train/publish", {"lable": "x"}, 400, "no other fields than ['label'], got 'lable'"),
+        ("/train/publish", {"label": "aborts"}, 409, "too few replicas staged"),
+        ("/train/save", {"path": ["x"]}, 400, "path: expected a valid string, got list"),
+        ("/train/save", [], 400, "the body: expected an object, got list"),
+    ],
+)
+async def test_what_the_trainer_cannot_do_is_refused_with_the_reason(
+    path: str, body: object, status: int, message: str
+) -> None:
+    async with client(FakeController(), trainer=FakeTrainer()) as fleet:
+        answer = await fleet.post(path, json=body)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+
+
+async def test_trajectories_are_checked_by_the_trainer_which_names_them_by_number() -> None:
+    trainer = FakeTrainer()
+    async with client(FakeController(), trainer=trainer) as fleet:
+        assert (await fleet.post("/train/step", content=b'{"trajectories": [{"x": NaN}]}')).status_code == 200
+    assert str(trainer.asked) == "[{'trajectories': [{'x': nan}]}]"
+
+
+async def test_without_a_trainer_every_route_says_so() -> None:
+    async with client(FakeController()) as fleet:
+        answers = [
+            await fleet.post("/train/step", json={"trajectories": []}),
+            await fleet.post("/train/publish"),
+            await fleet.post("/train/save"),
+            await fleet.get("/train/status"),
+        ]
+    for answer in answers:
+        assert answer.status_code == 400
+        assert "this fleet has no trainer deployment" in answer.json()["error"]["message"]
