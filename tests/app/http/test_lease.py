@@ -1,0 +1,187 @@
+"""The lease of callers who carry none, over a whole update and when a call fails."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from app.http.lease import PUBLISHER
+from app.http.requests import UpdateWeightsBody
+from app.http.weight_routes import WeightRoutes
+from deployments.errors import InvalidRequest, RoundAborted, StalePublisher, TransferAborted
+from deployments.protocol import RoundOptions
+from tests.app.http.fake_controller import FakeController, Handle
+from tests.app.http.serving import client
+
+
+@pytest.fixture
+def controller() -> FakeController:
+    return FakeController()
+
+
+@pytest.fixture
+async def fleet(controller: FakeController) -> AsyncIterator[httpx.AsyncClient]:
+    async with client(controller) as made:
+        yield made
+
+
+async def test_a_whole_update_takes_the_lease_once_and_gives_it_back(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    answers = [
+        await fleet.post("/init_weight_transfer_engine", json={"init_info": {"port": 1}}),
+        await fleet.post("/start_weight_update"),
+        await fleet.post("/update_weights", json={"update_info": {"segment": "a"}}),
+        await fleet.post("/update_weights", json={"update_info": [{"segment": "b"}, {"segment": "c"}]}),
+        await fleet.post("/finish_weight_update", json={"weight_version": "step-1"}),
+        await fleet.post("/shutdown_weight_transfer_engine"),
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert [answer.json()["message"] for answer in answers] == [
+        "Weight transfer initialized",
+        "Weight update started",
+        "Weights updated",
+        "Weights updated",
+        "Weight update finished",
+        "Weight transfer shut down",
+    ]
+    assert controller.sent == [{"segment": "a"}, [{"segment": "b"}, {"segment": "c"}]]
+    assert controller.options == [RoundOptions(persist=True)], "nobody else stores an outside version"
+    assert (controller.version, controller.label) == (4, "step-1")
+    assert controller.lease is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "round_open"),
+    [
+        ("/init_weight_transfer_engine", {"init_info": {}}, False),
+        ("/start_weight_update", None, False),
+        ("/update_weights", {"update_info": {}}, True),
+        ("/finish_weight_update", None, True),
+        ("/shutdown_weight_transfer_engine", None, False),
+    ],
+)
+async def test_each_call_is_refused_while_another_publisher_holds_the_lease(
+    fleet: httpx.AsyncClient, controller: FakeController, path: str, body: object, round_open: bool
+) -> None:
+    lease = await controller.acquire("trainer")
+    if round_open:
+        await controller.open_round(lease.token, RoundOptions())
+    answer = await fleet.post(path, json=body)
+    assert answer.status_code == 409
+    assert answer.json()["error"] == {
+        "type": "conflict",
+        "message": "'trainer' publishes",
+        "detail": {"holder": "trainer"},
+    }
+    assert controller.lease == lease, "the other one keeps it"
+    assert (controller.round_id is not None) == round_open
+
+
+async def test_the_lease_is_held_between_calls_only_while_a_round_is_open(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await fleet.post("/init_weight_transfer_engine", json={"init_info": {}})
+    assert controller.lease is None
+    await fleet.post("/start_weight_update")
+    held = controller.lease
+    assert held is not None and held.publisher == PUBLISHER
+    await fleet.post("/update_weights", json={"update_info": {}})
+    assert controller.lease == held, "renewed, not acquired again: that would abort the round"
+    await fleet.post("/finish_weight_update")
+    assert controller.lease is None
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "body"),
+    [
+        ("/init_weight_transfer_engine", "connect", {"init_info": {}}),
+        ("/start_weight_update", "open_round", None),
+        ("/shutdown_weight_transfer_engine", "disconnect", None),
+    ],
+)
+async def test_a_call_that_fails_gives_the_lease_back(
+    fleet: httpx.AsyncClient, controller: FakeController, path: str, method: str, body: object
+) -> None:
+    controller.fail_next[method] = InvalidRequest("expected 3 ranks, got 7", {"expected": 3, "actual": 7})
+    answer = await fleet.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["detail"] == {"expected": 3, "actual": 7}
+    assert controller.lease is None and controller.calls[-1] == "release"
+
+
+async def test_a_round_that_aborts_gives_the_lease_back(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await fleet.post("/start_weight_update")
+    controller.fail_next["close_round"] = RoundAborted("too few replicas staged")
+    answer = await fleet.post("/finish_weight_update")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "round_aborted")
+    assert controller.lease is None
+    assert (await fleet.post("/start_weight_update")).status_code == 200
+
+
+async def test_a_payload_that_is_rejected_leaves_the_round_and_its_lease(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await fleet.post("/start_weight_update")
+    controller.fail_next["send"] = InvalidRequest("expected shape [3], got [4]")
+    assert (await fleet.post("/update_weights", json={"update_info": {}})).status_code == 400
+    assert controller.lease is not None and controller.round_id == 1
+    assert (await fleet.post("/finish_weight_update")).status_code == 200
+
+
+async def test_a_transfer_that_failed_is_answered_503_with_a_time_to_retry(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await fleet.post("/start_weight_update")
+    controller.fail_next["send"] = TransferAborted("a peer is gone", {"send_again": True})
+    answer = await fleet.post("/update_weights", json={"update_info": {}})
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["detail"] == {"send_again": True}
+
+
+async def test_a_long_call_renews_the_lease(controller: FakeController) -> None:
+    routes = WeightRoutes(Handle(controller), 1000, allow_pickled_ipc=False, renew_s=0.01)
+    await routes.start()
+    controller.delay_s["send"] = 0.1
+    await routes.update(UpdateWeightsBody(update_info={}))
+    assert controller.calls.count("renew") >= 2
+    assert controller.sent == [{}]
+
+
+async def test_a_short_call_does_not_renew(controller: FakeController) -> None:
+    routes = WeightRoutes(Handle(controller), 1000, allow_pickled_ipc=False)
+    await routes.start()
+    await routes.update(UpdateWeightsBody(update_info={}))
+    assert "renew" not in controller.calls
+
+
+async def test_a_lease_that_is_lost_during_a_long_call_ends_it(controller: FakeController) -> None:
+    routes = WeightRoutes(Handle(controller), 1000, allow_pickled_ipc=False, renew_s=0.01)
+    await routes.start()
+    controller.delay_s["send"] = 0.1
+    controller.fail_next["renew"] = StalePublisher("token 1 is stale")
+    with pytest.raises(StalePublisher):
+        await routes.update(UpdateWeightsBody(update_info={}))
+    assert controller.sent == []
+
+
+async def test_the_error_of_a_long_call_is_its_own(controller: FakeController) -> None:
+    routes = WeightRoutes(Handle(controller), 1000, allow_pickled_ipc=False, renew_s=0.01)
+    await routes.start()
+    controller.delay_s["send"] = 0.03
+    controller.fail_next["send"] = TransferAborted("a peer is gone")
+    with pytest.raises(TransferAborted, match="a peer is gone"):
+        await routes.update(UpdateWeightsBody(update_info={}))
+
+
+async def test_concurrent_calls_of_one_publisher_share_its_lease(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await fleet.post("/start_weight_update")
+    controller.delay_s["send"] = 0.01
+    sends = [fleet.post("/update_weights", json={"update_info": {"n": n}}) for n in range(3)]
+    assert [answer.status_code for answer in await asyncio.gather(*sends)] == [200] * 3
+    assert len(controller.sent) == 3 and controller.lease is not None
