@@ -40,7 +40,7 @@ class _Layer:
 
 
 class ParameterSource:
-    """The parameters of a plain or sharded (FSDP2) model; each iteration reads them anew.
+    """The parameters of a plain or sharded (FSDP2) model; each iteration reads the current values.
 
     Sharded tensors are gathered one layer at a time, and a gather is a collective: every rank must
     iterate to the end. A yielded tensor may be the model's own memory, which the next step changes.

@@ -1,4 +1,4 @@
-"""The whole configuration: everything under `args` in serve_config.yaml, with its defaults.
+"""The configuration: everything under `args` in serve_config.yaml, with its defaults.
 
 The sections are in modules of their own: `engine`, `weights`, `security`, and `trainers.settings` for the
 section `trainer`. Rules between sections are in `rules`, and error messages are made in `errors`.

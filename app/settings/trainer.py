@@ -15,7 +15,7 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
     return TrainerSpec(
         model=model,
         store_dir=str(args.store_path),
-        keep=args.store.keep,
+        max_versions=args.store.keep,
         transport=args.weights.transport,
         chunk_bytes=args.weights.effective_chunk_bytes,
         native=args.weights.staging is StagingMode.NONE,

@@ -16,7 +16,7 @@ class TrainerSpec:
         model: a checkpoint directory, loaded when the store has no version yet.
         device: "cpu" or "cuda".
         store_dir: the store of committed versions, shared with the controller.
-        keep: how many versions the store retains.
+        max_versions: how many versions the store retains.
         transport: its name in deployments.weights.transports.registry.
         chunk_bytes: the size of the pieces in which weights are sent.
         native: whether vLLM's own engine of the transport's name sends, inside a pause (`staging: none`).
@@ -29,7 +29,7 @@ class TrainerSpec:
     model: str
     device: str
     store_dir: str
-    keep: int
+    max_versions: int
     transport: str
     chunk_bytes: int
     native: bool

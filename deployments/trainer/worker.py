@@ -41,7 +41,7 @@ class TrainerWorker:
         self._spec = spec
         self._rank = rank
         self._controller = controller
-        self._store = Store(Path(spec.store_dir), max_versions=spec.keep)
+        self._store = Store(Path(spec.store_dir), max_versions=spec.max_versions)
 
     def rendezvous_address(self) -> tuple[str, int]:
         """Where the ranks can form a process group: this rank's host, and a port that is free there."""

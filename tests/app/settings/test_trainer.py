@@ -12,7 +12,7 @@ def test_a_trainers_spec_comes_from_all_sections() -> None:
         model="/models/m",
         device="cuda",
         store_dir="/s/v",
-        keep=5,
+        max_versions=5,
         transport="nccl",
         chunk_bytes=512 << 20,
         native=False,

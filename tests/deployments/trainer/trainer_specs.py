@@ -20,7 +20,7 @@ def trainer_spec(
     return TrainerSpec(
         model=str(model),
         store_dir=str(store_dir),
-        keep=3,
+        max_versions=3,
         transport=transport,
         device=device,
         chunk_bytes=chunk_bytes,
