@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from deployments.trainer.publisher import free_port
+from deployments.trainer.addresses import free_port
 from deployments.vllm_plugin import register
 from deployments.weights.transports.gloo import GlooTrainerInitInfo
 from tests.fleet.conftest import MODEL, PORT, Fleet

@@ -1,57 +1,178 @@
-"""What the trainer's sending half is told, for each way that weights travel."""
+"""One rank's part of a round, over shared memory to a fake controller, and the source that it sends."""
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
-import ray
 import torch
-from vllm.distributed.weight_transfer.base import ParamMeta
 
-from deployments.trainer.publisher import trainer_init_info
+from deployments.errors import FleetUnavailable, RoundAborted
+from deployments.protocol import FleetStatus, RoundReport
+from deployments.trainer.publisher import Publisher, PublishSource
+from tests.deployments.fake_controller import FakeController
 from tests.deployments.trainer.trainer_specs import trainer_spec
+from tests.tiny_models import tiny_llama
+from trainers.sources import ParameterSource
 
-SPEC = trainer_spec(chunk_bytes=1 << 20)
-TENSORS = [
-    ParamMeta("small", torch.bfloat16, (8, 8)),
-    ParamMeta("large", torch.bfloat16, (1024, 1024)),
-]
+SPEC = trainer_spec(chunk_bytes=1 << 18)
 
 
-def info(**changes: Any) -> Any:
-    return trainer_init_info(replace(SPEC, **changes), 0, 6, TENSORS)
+class BreakingSource(ParameterSource):
+    """A source that breaks in the middle of an iteration while `broken` is true."""
+
+    broken = False
+
+    def resident(self) -> None:
+        """Nothing: every round iterates."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(super().__iter__()):
+            if self.broken and index == 3:
+                raise RuntimeError("out of memory")
+            yield pair
 
 
-@pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+class UnreachableController(FakeController):
+    def on_fleet(self) -> FleetStatus:
+        raise FleetUnavailable("the controller is being restarted")
 
 
-@pytest.mark.parametrize(
-    ("transport", "native", "backend"),
-    [
-        ("shm", False, "shm"),
-        ("gloo", False, "gloo"),
-        ("ipc", False, "slipstream_ipc"),
-        ("nccl", False, "slipstream_nccl"),
-        ("ipc", True, "ipc"),
-        ("nccl", True, "nccl"),
-    ],
-)
-def test_each_transport_has_its_sending_half(transport: str, native: bool, backend: str) -> None:
-    made = info(transport=transport, native=native)
-    assert made.backend == backend
-    if hasattr(made, "world_size"):
-        assert made.world_size == 7, "the publisher and six workers"
+def publisher_of(controller: FakeController, source: ParameterSource | None = None) -> Publisher:
+    return Publisher(SPEC, 0, ParameterSource(tiny_llama(0)) if source is None else source, controller)
 
 
-def test_vllms_own_engines_get_one_nccl_buffer_and_room_for_the_largest_tensor() -> None:
-    assert info(transport="nccl", native=True).packed_num_buffers == 1
-    packed = info(transport="ipc", native=True)
-    assert packed.packed and packed.packed_buffer_size_bytes == 2 << 20
-    assert info(transport="ipc", native=True, chunk_bytes=1 << 22).packed_buffer_size_bytes == 1 << 22
+def published(publisher: Publisher, label: str | None = None) -> RoundReport:
+    report = publisher.publish(label)
+    assert report is not None, "rank 0 has the report"
+    return report
 
 
-def test_a_transport_that_is_not_known_is_named() -> None:
-    with pytest.raises(ValueError, match="one of 'shm', 'gloo', 'ipc', 'nccl', got 'tcp'"):
-        info(transport="tcp")
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# -- the source ------------------------------------------------------------------------------------
+
+
+def test_the_copy_is_what_was_sent_though_the_model_changes_afterwards() -> None:
+    model = tiny_llama(0)
+    source = PublishSource(ParameterSource(model), keep_copy=True)
+    source.begin()
+    sent = {name: tensor.clone() for name, tensor in source}
+    copy = source.take_copy()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(1.0)
+    assert same(copy, sent)
+
+
+def test_a_round_that_sent_the_models_own_memory_is_copied_without_an_iteration_of_its_sender() -> None:
+    model = tiny_llama(0)
+    source = PublishSource(ParameterSource(model), keep_copy=True)
+    source.begin()
+    assert source.resident() is not None
+    assert same(source.take_copy(), dict(ParameterSource(model)))
+
+
+def test_each_round_has_a_copy_of_its_own() -> None:
+    model = tiny_llama(0)
+    source = PublishSource(ParameterSource(model), keep_copy=True)
+    for added in (0.0, 1.0):
+        with torch.no_grad():
+            model.model.embed_tokens.weight.add_(added)
+        source.begin()
+        next(iter(source))
+        source.begin()  # the round before broke after its first tensor
+        sent = {name: tensor.clone() for name, tensor in source}
+        assert same(source.take_copy(), sent)
+
+
+def test_a_rank_that_does_not_write_the_store_has_no_copy() -> None:
+    source = PublishSource(ParameterSource(tiny_llama(0)), keep_copy=False)
+    source.begin()
+    assert len(list(source)) == len(source.metadata())
+    assert source.take_copy() == {}
+
+
+def test_draining_completes_the_iteration_that_was_left() -> None:
+    source = PublishSource(ParameterSource(tiny_llama(0)), keep_copy=True)
+    source.begin()
+    iteration = iter(source)
+    next(iteration)
+    source.drain()
+    assert next(iteration, None) is None
+    assert source.take_copy().keys() == {meta.name for meta in source.metadata()}
+
+
+# -- rounds ----------------------------------------------------------------------------------------
+
+
+def test_a_round_sends_every_tensor_and_states_the_label() -> None:
+    controller = FakeController()
+    model = tiny_llama(0)
+    publisher = publisher_of(controller, ParameterSource(model))
+    report = published(publisher, "step-1")
+    assert (report.version, report.label) == (1, "step-1")
+    assert same(controller.received, dict(ParameterSource(model)))
+    assert published(publisher).label is None, "a label is that of one round"
+    publisher.close()
+
+
+def new_epoch(controller: FakeController) -> None:
+    controller.epoch += 1
+
+
+def other_publisher(controller: FakeController) -> None:
+    controller.connected_to = "an outside trainer"
+
+
+def restarted_controller(controller: FakeController) -> None:
+    controller.connected_to = None
+
+
+@pytest.mark.parametrize("change", [new_epoch, other_publisher, restarted_controller])
+def test_a_connection_is_made_anew_only_when_the_fleet_needs_it(
+    change: Callable[[FakeController], None],
+) -> None:
+    controller = FakeController()
+    publisher = publisher_of(controller)
+    for _ in range(2):
+        published(publisher)
+    assert controller.calls.count("connect") == 1
+    change(controller)
+    for _ in range(2):
+        published(publisher)
+    assert controller.calls.count("connect") == 2
+    assert controller.version == 4
+    publisher.close()
+
+
+def test_a_round_that_breaks_while_it_is_sent_is_aborted_with_the_reason() -> None:
+    controller = FakeController()
+    source = BreakingSource(tiny_llama(0))
+    publisher = publisher_of(controller, source)
+    source.broken = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        publisher.publish(None)
+    assert controller.abort_reasons == ["out of memory"]
+    assert controller.lease is None and controller.open_round_id is None
+    source.broken = False
+    assert published(publisher).version == 1
+    assert controller.calls.count("connect") == 2, "a connection that broke is not used again"
+    publisher.close()
+
+
+def test_a_round_that_the_fleet_aborts_raises_its_error_and_leaves_no_lease() -> None:
+    controller = FakeController()
+    controller.abort_next = RoundAborted("replicas disagree")
+    publisher = publisher_of(controller)
+    with pytest.raises(RoundAborted, match="replicas disagree"):
+        publisher.publish(None)
+    assert controller.lease is None
+    assert published(publisher).version == 1
+    publisher.close()
+
+
+def test_an_unreachable_controller_is_the_error_and_nothing_was_begun() -> None:
+    controller = UnreachableController()
+    with pytest.raises(FleetUnavailable, match="the controller is being restarted"):
+        publisher_of(controller).publish(None)
+    assert controller.calls == ["fleet"]

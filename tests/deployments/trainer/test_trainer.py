@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,40 +65,63 @@ def exists(pid: int) -> bool:
     return False
 
 
-async def gone(pids: list[int], timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while any(exists(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.1)
-    return True
+async def until_gone(pids: list[int], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while any(exists(pid) for pid in pids):
+            await asyncio.sleep(0.05)
+
+
+async def until_stored(trainer: Trainer, version: int, timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while (await trainer.status()).stored_version != version:
+            await asyncio.sleep(0.05)
 
 
 async def test_calls_take_turns_and_status_is_answered_meanwhile(spec: TrainerSpec) -> None:
     async with running(spec) as trainer:
-        calls = [asyncio.ensure_future(trainer.step(BATCH)) for _ in range(3)]
+        calls: list[Any] = [asyncio.ensure_future(trainer.step(BATCH)) for _ in range(3)]
         calls.append(asyncio.ensure_future(trainer.publish("after three")))
-        await asyncio.sleep(0.01)
-        assert (await trainer.status())["world_size"] == 1
+        await asyncio.sleep(0)  # the calls take their places
+        status = asyncio.ensure_future(trainer.status())
+        done, _ = await asyncio.wait([status, calls[-1]], return_when=asyncio.FIRST_COMPLETED)
+        assert done == {status}
+        assert status.result().doing is not None
         *steps, report = await asyncio.gather(*calls)
         assert [step["step"] for step in steps] == [1, 2, 3]
-        assert report["version"] == 1 and report["label"] == "after three"
-        status = await trainer.status()
-        assert status["step"] == 3 and status["version"] == 1 and status["doing"] is None
+        assert (report.version, report.label) == (1, "after three")
+        after = await trainer.status()
+        assert (after.step, after.version, after.doing, after.doing_s) == (3, 1, None, 0.0)
+        assert (after.last_step, after.last_round) == (steps[-1], report)
         assert os.getpid() not in await trainer.process_ids()
         with pytest.raises(InvalidRequest, match="non-empty list"):
             await trainer.step({"trajectories": []})
         await trainer.check_health()
 
 
+async def test_a_stored_version_is_published_again_and_weights_are_saved_as_a_checkpoint(
+    spec: TrainerSpec, tmp_path: Path
+) -> None:
+    controller = FakeController()
+    async with running(spec, controller) as trainer:
+        await trainer.step(BATCH)
+        await trainer.publish()
+        await until_stored(trainer, 1)
+        # The worker has reported it to its own copy of the fake.
+        controller.stored_versions[1] = str(tmp_path / "store" / "v00000001")
+        report = await trainer.rollback(1)
+        assert (report.version, report.label) == (2, "rollback to 1")
+        with pytest.raises(InvalidRequest, match="version 9 is not in the store"):
+            await trainer.rollback(9)
+        saved = await trainer.save(str(tmp_path / "saved"))
+        assert (saved.path, saved.step) == (str(tmp_path / "saved"), 1)
+        assert (tmp_path / "saved" / "model.safetensors").is_file()
+
+
 async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes(spec: TrainerSpec) -> None:
     async with running(spec) as trainer:
         await trainer.step(BATCH)
         await trainer.publish(None)
-        for _ in range(100):
-            if (await trainer.status())["stored_version"] == 1:
-                break
-            await asyncio.sleep(0.1)
+        await until_stored(trainer, 1)
         (pid,) = await trainer.process_ids()
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(FleetUnavailable, match="rank 0 of the trainer died during 'step'"):
@@ -108,7 +130,7 @@ async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes
             await trainer.check_health()
     async with running(spec) as trainer:
         status = await trainer.status()
-        assert status["version"] == 1 and status["step"] == 1
+        assert (status.version, status.step) == (1, 1)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [(Strategy.SINGLE, 1), (Strategy.FSDP2, 2)])
@@ -120,11 +142,11 @@ async def test_a_round_whose_transfer_broke_is_sent_again_by_all_ranks(
     async with running(with_config(spec, strategy=strategy, world_size=ranks), controller) as trainer:
         with caplog.at_level("WARNING", "ray.serve"):
             report = await trainer.publish("second try")
-        assert (report["version"], report["label"]) == (1, "second try")
+        assert (report.version, report.label) == (1, "second try")
         assert [each.getMessage() for each in caplog.records].count(
-            "the round is sent again, to those who are there now: r0 is gone"
+            "the round is sent again, to the replicas that are left: r0 is gone"
         ) == 1
-        assert (await trainer.publish(None))["version"] == 2
+        assert (await trainer.publish(None)).version == 2
 
 
 async def test_a_round_that_was_aborted_for_another_reason_is_not_sent_again(spec: TrainerSpec) -> None:
@@ -139,7 +161,7 @@ async def test_an_orderly_end_leaves_no_process(spec: TrainerSpec) -> None:
     async with running(spec) as trainer:
         pids = await trainer.process_ids()
         assert all(exists(pid) for pid in pids)
-    assert await gone(pids)
+    await until_gone(pids)
 
 
 async def test_workers_end_with_the_process_that_owns_them(spec: TrainerSpec) -> None:
@@ -153,4 +175,4 @@ async def test_workers_end_with_the_process_that_owns_them(spec: TrainerSpec) ->
     own, *workers = await owner.start.remote(spec)
     assert workers and all(exists(pid) for pid in workers)
     os.kill(own, signal.SIGKILL)
-    assert await gone(workers)
+    await until_gone(workers)
