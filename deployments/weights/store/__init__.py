@@ -1,7 +1,8 @@
 """Committed versions on disk, as ordinary Hugging Face checkpoint directories, and those who write them.
 
-The writers run in rank 0 of the trainer (`version_writer`) or, for an outside publisher, in one worker of one
-replica (`retained`); the controller and joining replicas read. All writing is off the critical path.
+`version_writer` runs in rank 0 of the trainer or, for an outside publisher, in one worker of one replica,
+which has the tensors in `retained`. The controller and joining replicas read. All writing is off the critical
+path.
 
 Not here: which version is committed and who shall write it (`deployments.ledger`).
 
