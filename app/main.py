@@ -22,7 +22,7 @@ from deployments.controller.controller import Controller
 from deployments.controller.liveness import ServeReplicas
 from deployments.placement import FREE_TIMEOUT_S, Slots
 from deployments.replica.engine import EngineSpec
-from deployments.replica.replica import Rollout
+from deployments.replica.replica import Replica
 from deployments.router.request_router import FleetRequestRouter
 from deployments.router.router import RouterLimits
 from deployments.trainer.trainer import Trainer
@@ -73,7 +73,7 @@ def build(args: AppConfig) -> Application:
         config=args.weights.ledger(),
         state_dir=str(args.state_dir),
         store_dir=str(args.store_path),
-        keep=args.store.keep,
+        max_versions=args.store.keep,
         outside_versions=args.store.outside_versions,
         is_alive=ServeReplicas(ROLLOUT),
     )
@@ -88,7 +88,7 @@ def build(args: AppConfig) -> Application:
             graceful_shutdown_timeout_s=FREE_TIMEOUT_S + 10,
         ).bind(plan)
     rollout = serve.deployment(
-        Rollout,
+        Replica,
         name=ROLLOUT,
         num_replicas=args.engine.num_replicas,
         max_ongoing_requests=UNLIMITED,

@@ -294,12 +294,15 @@ class Swapped:
     gap_s: float  # from the call to commit until requests go on
 
 
+Value = Staged | Swapped | JsonValue  # JSON: the answer to an operation
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acknowledgement:
     seq: int
     outcome: Outcome
     message: str = ""  # what was expected and what came, when not DONE
-    value: Staged | Swapped | JsonValue = None  # JSON: the answer to an operation
+    value: Value = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

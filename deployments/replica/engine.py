@@ -23,11 +23,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from deployments.protocol import CommitArgs, InFlight, KvCache, ReplicaTimings
+from deployments.condition import MEMORY_TAGS, Condition, apply, asleep, is_paused
+from deployments.protocol import Commit, InFlight, KvCache, Pause, Resume, Sleep, SleepTag, Swapped, WakeUp
 from deployments.replica.engine_core import COMMIT
 from deployments.replica.spans import RECORDER, SpanRecorder
 
-MEMORY = frozenset({"weights", "kv_cache"})  # what sleeps at level 1 and 2, by vLLM's tags
 WORKER_EXTENSION = "deployments.weights.staging.worker_extension.StagingWorkerExtension"
 
 
@@ -97,10 +97,8 @@ class Engine:
         self.llm = llm
         self.app = app
         self.version = version
-        self.paused_by_user = False
-        self.asleep = False  # some of its memory is given back, or its scheduler sleeps
-        self._parts_asleep: frozenset[str] = frozenset()  # of MEMORY
         self.staging_share = 1.0
+        self._condition: Condition = ()  # what users did to it: paused, asleep
         self._lifespan = app.router.lifespan_context(app)
 
     @classmethod
@@ -130,8 +128,9 @@ class Engine:
         return self._may_resume and self.llm.output_processor.has_unfinished_requests()
 
     @property
-    def weights_asleep(self) -> bool:
-        return "weights" in self._parts_asleep
+    def asleep(self) -> frozenset[SleepTag]:
+        """The parts that sleep."""
+        return asleep(self._condition)
 
     @property
     def dead(self) -> bool:
@@ -146,10 +145,10 @@ class Engine:
             return [answer for rank in answers for answer in rank]
         return cast(list[Any], await self.llm.collective_rpc(method, kwargs=arguments))
 
-    async def commit(self, args: CommitArgs) -> ReplicaTimings:
+    async def commit(self, args: Commit) -> Swapped:
         """Make the staged version the live one between two decoding steps.
 
-        Stays paused if `args.hold`, if a user has paused the engine, or while its KV cache sleeps.
+        Stays paused if `args.hold`, if a user has paused the engine, or while a part of it sleeps.
         """
         begin = time.perf_counter()
         recompute = args.kv_cache is KvCache.RECOMPUTE
@@ -161,9 +160,9 @@ class Engine:
         else:
             swap_s = await self._commit_by_calls(args, recompute, resume)
         self.version = args.version
-        return ReplicaTimings(swap_s=swap_s, gap_s=time.perf_counter() - begin)
+        return Swapped(swap_s=swap_s, gap_s=time.perf_counter() - begin)
 
-    async def _commit_by_calls(self, args: CommitArgs, recompute: bool, resume: bool) -> float:
+    async def _commit_by_calls(self, args: Commit, recompute: bool, resume: bool) -> float:
         """The same with vLLM's own calls; the seconds from the pause to the end."""
         core = self.llm.engine_core
         # Not llm.pause_generation: it sleeps 20 ms after the pause for the sake of tidy logs. The
@@ -184,7 +183,7 @@ class Engine:
         return time.perf_counter() - paused
 
     async def release(self) -> None:
-        """Go on after a commit that held."""
+        """Resume after a commit that held."""
         if self._may_resume:
             await self.llm.engine_core.resume_scheduler_async()
 
@@ -197,29 +196,37 @@ class Engine:
         self.version = version
         await self.release()
 
-    async def sleep(self, level: int, mode: str) -> None:
-        """Give memory back: at level 1 the weights wait in host memory, at level 2 they are gone."""
-        await self.llm.sleep(level=level, mode=mode)
-        self.asleep = True
-        if level >= 1:
-            self._parts_asleep = MEMORY
+    async def pause(self, operation: Pause) -> None:
+        """Stop scheduling until `resume`."""
+        await self.llm.pause_generation(mode=operation.mode.value, clear_cache=operation.clear_cache)
+        self._condition = apply(self._condition, operation)
 
-    async def wake_up(self, tags: list[str] | None) -> None:
+    async def resume(self) -> None:
+        """End a pause; an engine that sleeps goes on sleeping."""
+        self._condition = apply(self._condition, Resume())
+        await self.release()
+
+    async def sleep(self, operation: Sleep) -> None:
+        """Release memory: at level 1 the weights move to host memory, at level 2 they are discarded."""
+        await self.llm.sleep(level=operation.level, mode=operation.mode.value)
+        self._condition = apply(self._condition, operation)
+
+    async def wake_up(self, operation: WakeUp) -> None:
         """Take memory back, all of it or by tags; the last part also resumes the scheduler."""
-        if tags is not None:
-            # vLLM leaves the whole call undone if one of the parts is awake already.
-            tags = [tag for tag in tags if tag in self._parts_asleep or tag not in MEMORY]
+        sleeping = self.asleep & MEMORY_TAGS
+        tags = operation.tags
+        if tags is not None and sleeping:
+            # vLLM does nothing at all if one of the named parts is awake already.
+            tags = tuple(tag for tag in tags if tag in sleeping or tag not in MEMORY_TAGS)
             if not tags:
                 return
-        awake = await self.llm.wake_up(tags)
-        self._parts_asleep = frozenset() if tags is None else self._parts_asleep - set(tags)
-        if awake:
-            self.asleep = self.paused_by_user = False
+        await self.llm.wake_up(None if tags is None else [tag.value for tag in tags])
+        self._condition = apply(self._condition, WakeUp(tags=tags))
 
     @property
     def _may_resume(self) -> bool:
         # A step without its KV cache's memory would end the engine.
-        return not (self.paused_by_user or self.asleep)
+        return not (is_paused(self._condition) or self.asleep)
 
     async def stop(self) -> None:
         """End the engine's processes. AsyncLLM's own `__del__` is too late and prints a TypeError."""

@@ -2,52 +2,43 @@
 
     loop:  report (version, acknowledgements) ──► controller      waits there: the long poll
            directive (admitted, instructions) ◄──
-           run each new instruction; while one runs, report every `HEARTBEAT_S`
+           run each new instruction; while one runs, report every `heartbeat_s`
 
-Who waits for whom: the controller waits for acknowledgements, with a deadline; the follower waits
-for its engine. A DROP overtakes the instruction that is running, because that one may be
-waiting for a peer that is dead.
+The controller waits for acknowledgements, with a deadline; the follower waits for its engine. A DROP
+overtakes the instruction that is running, because that one may be waiting for a dead peer.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
+from deployments.errors import PayloadRejected, TransferFailed
 from deployments.logs import serve_logger
 from deployments.protocol import (
     Acknowledgement,
+    Body,
+    Connect,
     Directive,
+    Drop,
     Instruction,
-    InstructionKind,
     Outcome,
+    Receive,
     Report,
     StoreResult,
+    Value,
+    Verify,
 )
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5
-BEFORE_COMMIT = (
-    InstructionKind.CONNECT,
-    InstructionKind.BEGIN,
-    InstructionKind.RECEIVE,
-    InstructionKind.VERIFY,
-)
 
 logger = serve_logger()
 
 
-class Rejected(Exception):
-    """The publisher's payload is wrong; this replica is sound."""
-
-
-class Broken(Exception):
-    """The transfer broke; this replica is sound."""
-
-
 class Member(Protocol):
-    """What a follower steers: an engine with its staging."""
+    """What a follower controls: an engine with its staging."""
 
     @property
     def version(self) -> int: ...
@@ -59,28 +50,28 @@ class Member(Protocol):
     def staged_round(self) -> int | None: ...
 
     @property
-    def torn(self) -> bool:
-        """Its live weights are being changed: whatever goes wrong now, it is broken."""
+    def partially_updated(self) -> bool:
+        """Its live weights are being changed: any failure now is a failure of the replica."""
 
     @property
-    def kept_version(self) -> int | None: ...
+    def retained_version(self) -> int | None: ...
 
     @property
     def store_result(self) -> StoreResult | None: ...
 
-    async def execute(self, instruction: Instruction) -> Any:
-        """Carry out one instruction; the value is acknowledged (JSON types).
+    async def execute(self, body: Body) -> Value:
+        """Carry out one instruction; the value is acknowledged.
 
         Raises:
-            Rejected: the payload is wrong.
-            Broken: a peer of the transfer is gone.
-            Exception: this replica is broken.
+            PayloadRejected: the payload is wrong.
+            TransferFailed: a peer of the transfer is gone.
+            Exception: this replica failed.
         """
 
     async def interrupt(self) -> None:
         """Break whatever the running instruction waits for."""
 
-    def admit(self, directive: Directive) -> None:
+    def on_directive(self, directive: Directive) -> None:
         """Take requests, or stop taking them."""
 
     async def fence(self, reason: str) -> None:
@@ -88,10 +79,12 @@ class Member(Protocol):
 
 
 class Follower:
-    """Runs until fenced or cancelled.
+    """Reports to the controller and runs its instructions until it is fenced or cancelled.
 
     Args:
         poll: the controller's long poll; raises when the controller cannot be reached.
+        heartbeat_s: how often it reports while an instruction runs.
+        retry_s: how long it waits after a poll that failed.
     """
 
     def __init__(
@@ -101,11 +94,15 @@ class Follower:
         incarnation: str,
         member: Member,
         poll: Callable[[Report], Awaitable[Directive]],
+        heartbeat_s: float = HEARTBEAT_S,
+        retry_s: float = RETRY_S,
     ) -> None:
         self._replica_id = replica_id
         self._incarnation = incarnation
         self._member = member
         self._poll = poll
+        self._heartbeat_s = heartbeat_s
+        self._retry_s = retry_s
         self._acknowledgements: dict[int, Acknowledgement] = {}
         self._seen: set[int] = set()
         self.last_contact = time.monotonic()
@@ -114,12 +111,12 @@ class Follower:
         while True:
             directive = await self._report()
             if directive is None:
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._retry_s)
             elif directive.fenced is not None:
                 await self._member.fence(directive.fenced)
                 return
             else:
-                self._member.admit(directive)
+                self._member.on_directive(directive)
                 await self._run_new(directive)
 
     async def _report(self) -> Directive | None:
@@ -130,17 +127,17 @@ class Follower:
             version=self._member.version,
             world_size=self._member.world_size,
             staged_round=self._member.staged_round,
-            kept_version=self._member.kept_version,
+            retained_version=self._member.retained_version,
             store_result=self._member.store_result,
             acknowledgements=tuple(self._acknowledgements.values()),
         )
         try:
             directive = await self._poll(report)
-        except Exception as error:  # Serve has a dozen ways to say that the controller is away
+        except Exception as error:  # Serve has many exceptions for a controller that is away
             logger.debug("controller not reached: %s", error)
             return None
         self.last_contact = time.monotonic()
-        for seq in directive.heard:
+        for seq in directive.acknowledged:
             self._acknowledgements.pop(seq, None)
         return directive
 
@@ -156,13 +153,13 @@ class Follower:
         task = asyncio.create_task(self._execute(instruction))
         try:
             while True:
-                done, _ = await asyncio.wait({task}, timeout=HEARTBEAT_S)
+                done, _ = await asyncio.wait({task}, timeout=self._heartbeat_s)
                 if done:
                     return True
                 if await self._overtaken(instruction):
                     await self._member.interrupt()
-                    # With its session dropped nothing counts any more what it waits for; nobody hears of it.
-                    if instruction.kind is not InstructionKind.RECEIVE:
+                    # A RECEIVE that is dropped waits for nothing that still counts; its answer is ignored.
+                    if not isinstance(instruction.body, Receive):
                         await task
                     return False
         finally:
@@ -175,30 +172,32 @@ class Follower:
         directive = await self._report()
         if directive is None:
             return False
-        self._member.admit(directive)
+        self._member.on_directive(directive)
         return directive.fenced is not None or any(
-            later.kind is InstructionKind.DROP and later.seq not in self._seen
+            isinstance(later.body, Drop) and later.seq not in self._seen
             for later in directive.instructions
             if later.seq > running.seq
         )
 
     async def _execute(self, instruction: Instruction) -> None:
-        outcome, message, value = Outcome.DONE, "", None
+        name, outcome, message = instruction.body.name, Outcome.DONE, ""
+        value: Value = None
         try:
-            value = await asyncio.wait_for(self._member.execute(instruction), instruction.deadline_s)
-        except Rejected as error:
+            value = await asyncio.wait_for(self._member.execute(instruction.body), instruction.deadline_s)
+        except PayloadRejected as error:
             outcome, message = Outcome.REJECTED, str(error)
-        except Broken as error:
-            outcome, message = Outcome.BROKEN, str(error)
+        except TransferFailed as error:
+            outcome, message = Outcome.TRANSFER_FAILED, str(error)
         except TimeoutError:
-            message = f"{instruction.kind} took longer than {instruction.deadline_s:g} s"
-            outcome = Outcome.FAILED
-            # Live weights are untouched: whoever sends is slow or gone.
-            if instruction.kind in BEFORE_COMMIT and not self._member.torn:
+            message = f"{name} took longer than {instruction.deadline_s:g} s"
+            outcome = Outcome.REPLICA_FAILED
+            # Before the commit live weights are untouched: the sender is slow or gone.
+            before_commit = isinstance(instruction.body, Connect | Receive | Verify)
+            if before_commit and not self._member.partially_updated:
                 outcome = Outcome.REJECTED
                 await self._member.interrupt()
-        except Exception as error:  # the fleet decides what to do with a replica that says why it failed
-            outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
+        except Exception as error:  # the controller decides what to do with a replica that failed
+            outcome, message = Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}"
         self._acknowledgements[instruction.seq] = Acknowledgement(
             seq=instruction.seq, outcome=outcome, message=message, value=value
         )

@@ -1,47 +1,52 @@
-"""How far a replica's workers are with the staging, without asking them.
+"""The progress of a replica's workers, read without a call to them.
 
-A question to the workers goes through the engine's loop and waits for the step that runs, and the next
-step waits for the answer. So each worker's staging thread tells what it is through with in a page of
-shared memory, and the follower looks there.
+A call to the workers goes through the engine's loop and waits for the running step, and the next step waits
+for the answer. So each worker's staging thread writes its state to a page of shared memory, which is polled
+here.
 """
 
 import asyncio
-from typing import Any
 
 from deployments.replica.engine import Engine
-from deployments.weights.staging.progress_page import StatePage
+from deployments.weights.staging.progress_page import ProgressPage
+from deployments.weights.staging.reports import StagingState
 from deployments.weights.wire.shared_memory import remove_segment
 
-LOOK_S = 0.001
+POLL_S = 0.001
 
 
 class StagingProgress:
-    def __init__(self, engine: Engine, page: StatePage) -> None:
+    """The states of all workers of an engine."""
+
+    def __init__(self, engine: Engine, page: ProgressPage) -> None:
         self._engine = engine
         self._page = page
 
     @classmethod
     async def open(cls, engine: Engine) -> "StagingProgress | None":
-        """None if a worker is on another host: it has to be asked."""
-        name, page = StatePage.create(engine.world_size)
+        """None if a worker is on another host: it has to be called.
+
+        Raises:
+            OSError: there is no room in shared memory.
+        """
+        name, page = ProgressPage.create(engine.world_size)
         try:
             shared = await engine.workers("staging_report_to", page=name)
         finally:
             remove_segment(name)  # the mappings stay
         return cls(engine, page) if all(shared) else None
 
-    def states(self) -> list[dict[str, Any]] | None:
-        """What the workers told last (see `Session.state`); None if one has told nothing in this session."""
-        states = [self._page.read(place) for place in range(len(self._page))]
-        told = [state for state in states if state is not None]
-        return told if len(told) == len(states) else None
+    def states(self) -> list[StagingState] | None:
+        """The last states, by worker; None if one has written none in this update."""
+        states = [self._page.read(index) for index in range(len(self._page))]
+        written = [state for state in states if state is not None]
+        return written if len(written) == len(states) else None
 
-    async def until(self, payloads: int) -> list[dict[str, Any]] | None:
-        """Wait until every worker is through with so many payloads of its session, and return their states;
-        None if the engine is dead."""
+    async def until(self, payloads: int) -> list[StagingState] | None:
+        """Wait until every worker has finished so many payloads of its update; None if the engine is dead."""
         while not self._engine.dead:
             states = self.states()
-            if states is not None and all(state["payloads_done"] >= payloads for state in states):
+            if states is not None and all(state.payloads_done >= payloads for state in states):
                 return states
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return None

@@ -16,32 +16,30 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import Conflict, ReplicaUnavailable
 from deployments.logs import serve_logger
 from deployments.placement import take_slot, use_gpus
 from deployments.protocol import Directive, JoinAnswer, KvCache, Report
 from deployments.replica.engine import Engine, EngineSpec
 from deployments.replica.follower import Follower
+from deployments.replica.gate import Gate
 from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import own_engine
-from deployments.request_headers import Demand
 
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
 logger = serve_logger()
 
 
-class Rollout:
+class Replica:
     """Serve's deployment class of the fleet's replicas.
 
     Args:
         engine: what the engine is started with.
         controller: the fleet's controller.
         kv_cache: what the fleet does with running requests' caches at an update.
-        self_fence_s: without contact to the controller for this long, take no more requests:
-            the fleet may have moved on. Shorter than the time after which it does.
+        self_fence_s: see `Gate`.
         drain_s: how long requests that are running may go on when the replica is stopped.
-        slots: where the engine's GPUs come from; None: Serve has given this process its own.
+        slots: where the engine's GPUs come from; None: Serve assigned this process its own.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -54,9 +52,7 @@ class Rollout:
         slots: DeploymentHandle | None = None,
     ) -> None:
         self._controller = controller
-        self._self_fence_s = self_fence_s
         self._drain_s = drain_s
-        self._stopping = False
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._incarnation = uuid.uuid4().hex
         if slots is not None:
@@ -72,25 +68,32 @@ class Rollout:
             replica_id=self._replica_id, incarnation=self._incarnation, member=self._member, poll=self._poll
         )
         self._following = asyncio.create_task(self._follower.run())
+        self._gate = Gate(
+            self._replica_id,
+            self._member,
+            self._follower,
+            self_fence_s=self_fence_s,
+            engine_dead=lambda: self._engine.dead,
+        )
         self._front = ReplicaFront(
             self._engine.app,
             replica_id=self._replica_id,
-            gate=self._until_version,
-            refusal=self._refusal,
+            gate=self._gate.wait,
+            refusal=self._gate.refusal,
             version=lambda: self._engine.version,
         )
         await self._until_admitted()
         self._server = ReplicaServer(self._front, ray.util.get_node_ip_address())
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What every router learns of this replica as it becomes ready."""
+        """What Serve sends to every router when this replica becomes ready."""
         return {"address": self._server.address, "key": self._front.key}
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What the router knows of this replica between two requests."""
+        """What Serve sends to every router periodically."""
         return {
             "version": self._engine.version,
-            "admitted": self._refusal() is None,
+            "admitted": self._gate.refusal() is None,
             "in_flight": self._front.in_flight,
         }
 
@@ -106,7 +109,9 @@ class Rollout:
         return os.getpid()
 
     async def __del__(self) -> None:
-        self._stopping = True
+        gate = getattr(self, "_gate", None)
+        if gate is not None:
+            gate.close()
         await self._drain()
         following = getattr(self, "_following", None)
         if following is not None:
@@ -128,7 +133,7 @@ class Rollout:
         try:
             return await asyncio.wait_for(response, POLL_TIMEOUT_S)
         except TimeoutError:
-            with contextlib.suppress(Exception):  # a poll that nobody waits for any more
+            with contextlib.suppress(Exception):  # nobody waits for this poll any more
                 response.cancel()
             raise
 
@@ -138,7 +143,7 @@ class Rollout:
             await asyncio.sleep(0.02)
 
     async def _drain(self) -> None:
-        """Let running requests end. Serve cannot: it does not see them."""
+        """Wait for running requests. Serve cannot: they do not pass through its handles."""
         server = getattr(self, "_server", None)
         if server is None:
             return
@@ -146,41 +151,3 @@ class Rollout:
         while self._front.in_flight and self._member.fenced is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         await server.close()
-
-    def _refusal(self) -> str | None:
-        """Why this replica must not answer; None if it may."""
-        if self._stopping:
-            return "it is being stopped"
-        if self._member.fenced is not None:
-            return f"fenced: {self._member.fenced}"
-        if not self._member.admitted:
-            return "not admitted yet"
-        if self._engine.dead:
-            return "the engine is dead"
-        silent_s = time.monotonic() - self._follower.last_contact
-        if silent_s > self._self_fence_s:
-            return f"no contact to the controller for {silent_s:.0f} s"
-        return None
-
-    async def _until_version(self, demand: Demand) -> None:
-        self._check()
-        changed = self._member.changed
-        if self._engine.version >= demand.min_version:
-            return
-        try:
-            async with asyncio.timeout(demand.timeout_s), changed:
-                await changed.wait_for(
-                    lambda: self._engine.version >= demand.min_version or self._refusal() is not None
-                )
-        except TimeoutError:
-            raise Conflict(
-                f"x-min-weight-version asks for version {demand.min_version}; the fleet serves "
-                f"{self._engine.version} and did not reach it within {demand.timeout_s:g} s",
-                {"expected": demand.min_version, "actual": self._engine.version},
-            ) from None
-        self._check()
-
-    def _check(self) -> None:
-        refusal = self._refusal()
-        if refusal is not None:
-            raise ReplicaUnavailable(f"replica {self._replica_id}: {refusal}", {"replica": self._replica_id})

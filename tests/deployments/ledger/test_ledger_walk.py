@@ -73,7 +73,7 @@ class RollingWalk(Walk):
 
 
 WALK = settings(
-    max_examples=50, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestTogether = Walk.TestCase
 TestTogether.settings = WALK

@@ -6,18 +6,24 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from deployments.errors import PayloadRejected
 from deployments.protocol import (
-    CommitArgs,
-    FleetOperation,
+    Call,
+    Commit,
     InFlight,
-    Instruction,
-    InstructionKind,
     KvCache,
+    Operation,
+    Pause,
+    Receive,
+    Resume,
+    Sleep,
+    SleepTag,
+    StagingOptions,
+    WakeUp,
 )
 from deployments.replica.engine import Engine
 from deployments.replica.engine_core import COMMIT
-from deployments.replica.follower import Rejected
-from deployments.replica.staged_member import EngineMember
+from deployments.replica.staged_member import StagedMember
 
 
 class Core:
@@ -49,21 +55,28 @@ class Llm:
         self.engine_core = Core()
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
 
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.engine_core.running = False
+
     async def sleep(self, level: int, mode: str) -> None:
         self.engine_core.running = False
-        self.engine_core.asleep = {"weights", "kv_cache"} if level else set()
+        if level:
+            self.engine_core.asleep = {"weights", "kv_cache"}
 
     async def wake_up(self, tags: list[str] | None) -> bool:
         core = self.engine_core
-        if tags is not None and not set(tags) - {"scheduling"} <= core.asleep:
-            return not core.asleep  # as vLLM's executor: a warning, and nothing is done
-        core.asleep -= set(core.asleep if tags is None else tags)
+        # vLLM's executor does nothing, with a warning, if one of the named parts is awake.
+        if tags is None or set(tags) - {"scheduling"} <= core.asleep:
+            core.asleep -= set(core.asleep if tags is None else tags)
         if not core.asleep:
             core.running = True
         return not core.asleep
 
     async def collective_rpc(self, method: str, kwargs: Any) -> list[Any]:
         return [None]
+
+
+WEIGHTS, KV_CACHE = SleepTag.WEIGHTS, SleepTag.KV_CACHE
 
 
 @pytest.fixture
@@ -77,62 +90,53 @@ def core_of(engine: Engine) -> Core:
 
 
 async def commit(engine: Engine) -> None:
-    args = CommitArgs(
-        round_id=1,
-        version=4,
-        label=None,
-        hold=False,
-        kv_cache=KvCache.RECOMPUTE,
-        in_flight=InFlight.KEEP,
+    await engine.commit(
+        Commit(round_id=1, version=4, hold=False, kv_cache=KvCache.RECOMPUTE, in_flight=InFlight.KEEP)
     )
-    await engine.commit(args)
 
 
-async def call(engine: Engine, operation: FleetOperation, **arguments: Any) -> None:
-    args = {"operation": operation.value, "arguments": arguments}
-    await EngineMember(engine).execute(
-        Instruction(seq=1, kind=InstructionKind.CALL, args=args, deadline_s=5.0)
-    )
+async def call(engine: Engine, operation: Operation) -> None:
+    await StagedMember(engine).execute(Call(operation=operation))
 
 
 async def test_an_update_between_the_two_wake_ups_does_not_start_the_scheduler(engine: Engine) -> None:
-    await call(engine, FleetOperation.SLEEP, level=1)
-    await call(engine, FleetOperation.WAKE_UP, tags=["weights"])
+    await call(engine, Sleep(level=1))
+    await call(engine, WakeUp(tags=(WEIGHTS,)))
     await commit(engine)
     assert engine.version == 4 and not core_of(engine).running
-    await call(engine, FleetOperation.WAKE_UP, tags=["kv_cache"])
+    await call(engine, WakeUp(tags=(KV_CACHE,)))
     assert core_of(engine).running
     await commit(engine)
     assert core_of(engine).running
 
 
 async def test_a_part_that_is_awake_already_does_not_keep_the_other_asleep(engine: Engine) -> None:
-    await call(engine, FleetOperation.WAKE_UP, tags=["weights"])
-    await call(engine, FleetOperation.SLEEP, level=1)
-    await call(engine, FleetOperation.WAKE_UP, tags=["weights"])
+    await call(engine, WakeUp(tags=(WEIGHTS,)))
+    await call(engine, Sleep(level=1))
+    await call(engine, WakeUp(tags=(WEIGHTS,)))
     assert core_of(engine).asleep == {"kv_cache"}
-    await call(engine, FleetOperation.WAKE_UP, tags=["weights", "kv_cache"])
+    await call(engine, WakeUp(tags=(WEIGHTS, KV_CACHE)))
     assert core_of(engine).running and not engine.asleep
 
 
 async def test_an_update_is_rejected_while_the_weights_sleep(engine: Engine) -> None:
-    begin = Instruction(seq=1, kind=InstructionKind.BEGIN, args={"round_id": 1}, deadline_s=5.0)
-    await call(engine, FleetOperation.SLEEP, level=1)
-    with pytest.raises(Rejected, match=r"POST /wake_up\?tags=weights"):
-        await EngineMember(engine).execute(begin)
+    receive = Receive(round_id=1, payload=None, options=StagingOptions())
+    await call(engine, Sleep(level=1))
+    with pytest.raises(PayloadRejected, match=r"POST /wake_up\?tags=weights"):
+        await StagedMember(engine).execute(receive)
 
 
 async def test_resume_waits_for_the_memory_that_sleeps(engine: Engine) -> None:
-    await call(engine, FleetOperation.SLEEP, level=1)
-    await call(engine, FleetOperation.RESUME)
+    await call(engine, Sleep(level=1))
+    await call(engine, Resume())
     assert not core_of(engine).running
-    await call(engine, FleetOperation.WAKE_UP)
+    await call(engine, WakeUp())
     assert core_of(engine).running
 
 
 async def test_waking_up_ends_a_users_pause_as_it_does_in_vllm(engine: Engine) -> None:
-    engine.paused_by_user = True
-    await call(engine, FleetOperation.SLEEP, level=0)
-    await call(engine, FleetOperation.WAKE_UP, tags=["scheduling"])
+    await call(engine, Pause(mode=InFlight.KEEP))
+    await call(engine, Sleep(level=0))
+    await call(engine, WakeUp(tags=(SleepTag.SCHEDULING,)))
     await commit(engine)
     assert core_of(engine).running, "an update must not leave it paused for good"

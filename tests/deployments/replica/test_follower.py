@@ -1,48 +1,63 @@
 """The follower against a scripted controller and a member that records; no clock is waited for."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
-from deployments.protocol import Directive, Instruction, InstructionKind, Outcome, Report
-from deployments.replica import follower as module
-from deployments.replica.follower import Broken, Follower, Rejected
+from deployments.errors import PayloadRejected, TransferFailed
+from deployments.protocol import (
+    Body,
+    Commit,
+    Connect,
+    Directive,
+    Drop,
+    InFlight,
+    Instruction,
+    KvCache,
+    Outcome,
+    Receive,
+    Report,
+    StagingOptions,
+    Value,
+    Verify,
+)
+from deployments.replica.follower import Follower
 
 
 class Member:
-    """Implements the port; what an instruction does is scripted by its arguments."""
+    """Implements the port; what an instruction does is scripted by its payload."""
 
     version, world_size, staged_round = 3, 1, None
-    kept_version, store_result = None, None
-    torn = False
+    retained_version, store_result = None, None
+    partially_updated = False
 
-    def __init__(self) -> None:
+    def __init__(self, act: str = "") -> None:
+        self.act = act
         self.ran: list[str] = []
         self.admitted = False
         self.fenced = ""
         self.interrupted = asyncio.Event()
 
-    async def execute(self, instruction: Instruction) -> Any:
-        self.ran.append(str(instruction.kind))
-        act = instruction.args.get("act")
-        if act == "reject":
-            raise Rejected("no such tensor")
-        if act == "break":
-            raise Broken("a peer is gone")
-        if act == "fail":
-            raise RuntimeError("broken")
-        if act == "wait for ever":
-            await asyncio.Event().wait()
-        if act == "hang":
-            await self.interrupted.wait()
-            raise Rejected("interrupted")
-        return {"seq": instruction.seq}
+    async def execute(self, body: Body) -> Value:
+        self.ran.append(body.name)
+        match self.act if not isinstance(body, Drop) else "":
+            case "reject":
+                raise PayloadRejected("no such tensor")
+            case "lose a peer":
+                raise TransferFailed("a peer is gone")
+            case "fail":
+                raise RuntimeError("broken")
+            case "wait for ever":
+                await asyncio.Event().wait()
+            case "hang":
+                await self.interrupted.wait()
+                raise PayloadRejected("interrupted")
+        return None
 
     async def interrupt(self) -> None:
         self.interrupted.set()
 
-    def admit(self, directive: Directive) -> None:
+    def on_directive(self, directive: Directive) -> None:
         self.admitted = directive.admitted
 
     async def fence(self, reason: str) -> None:
@@ -58,40 +73,50 @@ class Script:
 
     async def __call__(self, report: Report) -> Directive:
         self.reports.append(report)
-        heard = tuple(a.seq for a in report.acknowledgements)
+        seen = tuple(each.seq for each in report.acknowledgements)
         if not self._turns:
-            return Directive(admitted=False, committed_version=3, epoch=1, heard=heard, fenced="the end")
+            return Directive(
+                admitted=False, committed_version=3, epoch=1, acknowledged=seen, fenced="the end"
+            )
         turn = self._turns.pop(0)
         if isinstance(turn, Exception):
             raise turn
-        return Directive(admitted=True, committed_version=3, epoch=1, instructions=turn, heard=heard)
+        return Directive(admitted=True, committed_version=3, epoch=1, instructions=turn, acknowledged=seen)
 
     @property
     def outcomes(self) -> dict[int, tuple[Outcome, str]]:
         return {a.seq: (a.outcome, a.message) for r in self.reports for a in r.acknowledgements}
 
 
-def tell(seq: int, kind: InstructionKind, deadline_s: float = 5.0, **args: Any) -> Instruction:
-    return Instruction(seq=seq, kind=kind, args=args, deadline_s=deadline_s)
+RECEIVE = Receive(round_id=1, payload=None, options=StagingOptions())
+VERIFY = Verify(round_id=1)
+COMMIT = Commit(round_id=1, version=4, hold=False, kv_cache=KvCache.RECOMPUTE, in_flight=InFlight.KEEP)
+DROP = Drop(round_id=1)
 
 
-async def run(script: Script, *, torn: bool = False) -> Member:
-    member = Member()
-    member.torn = torn
-    made = Follower(replica_id="r", incarnation="i", member=member, poll=script)
-    await asyncio.wait_for(made.run(), 10)
+def tell(seq: int, body: Body, deadline_s: float = 5.0) -> Instruction:
+    return Instruction(seq=seq, body=body, deadline_s=deadline_s)
+
+
+async def run(script: Script, act: str = "", *, partially_updated: bool = False) -> Member:
+    member = Member(act)
+    member.partially_updated = partially_updated
+    follower = Follower(
+        replica_id="r", incarnation="i", member=member, poll=script, heartbeat_s=0.02, retry_s=0.01
+    )
+    await asyncio.wait_for(follower.run(), 10)
     assert member.fenced == "the end"
     return member
 
 
 async def test_instructions_run_in_order_and_once() -> None:
-    begin, receive = tell(1, InstructionKind.BEGIN), tell(2, InstructionKind.RECEIVE)
-    member = await run(Script([begin, receive], [receive], [tell(3, InstructionKind.VERIFY)]))
-    assert member.ran == ["begin", "receive", "verify"]
+    connect, receive = tell(1, Connect(init_info={})), tell(2, RECEIVE)
+    member = await run(Script([connect, receive], [receive], [tell(3, VERIFY)]))
+    assert member.ran == ["connect", "receive", "verify"]
 
 
-async def test_every_report_carries_what_was_not_heard_yet() -> None:
-    script = Script([tell(1, InstructionKind.BEGIN)], [])
+async def test_an_acknowledgement_is_repeated_until_it_has_arrived() -> None:
+    script = Script([tell(1, RECEIVE)], [])
     await run(script)
     assert [len(report.acknowledgements) for report in script.reports] == [0, 1, 0]
     assert script.outcomes == {1: (Outcome.DONE, "")}
@@ -101,42 +126,37 @@ async def test_every_report_carries_what_was_not_heard_yet() -> None:
     ("act", "outcome", "words"),
     [
         ("reject", Outcome.REJECTED, "no such tensor"),
-        ("break", Outcome.BROKEN, "a peer is gone"),
-        ("fail", Outcome.FAILED, "RuntimeError: broken"),
+        ("lose a peer", Outcome.TRANSFER_FAILED, "a peer is gone"),
+        ("fail", Outcome.REPLICA_FAILED, "RuntimeError: broken"),
     ],
 )
 async def test_the_outcome_says_whose_fault_it_was(act: str, outcome: Outcome, words: str) -> None:
-    script = Script([tell(1, InstructionKind.RECEIVE, act=act)])
-    await run(script)
+    script = Script([tell(1, RECEIVE)])
+    await run(script, act)
     assert script.outcomes == {1: (outcome, words)}
 
 
 async def test_a_deadline_before_the_commit_is_not_this_replicas_fault() -> None:
-    script = Script([tell(1, InstructionKind.RECEIVE, 0.05, act="hang")])
-    await run(script)
-    assert script.outcomes[1][0] is Outcome.REJECTED
-    assert "receive took longer than 0.05 s" in script.outcomes[1][1]
+    script = Script([tell(1, RECEIVE, 0.01)])
+    await run(script, "hang")
+    assert script.outcomes == {1: (Outcome.REJECTED, "receive took longer than 0.01 s")}
 
 
-@pytest.mark.parametrize(("kind", "torn"), [(InstructionKind.COMMIT, False), (InstructionKind.RECEIVE, True)])
-async def test_a_deadline_while_live_weights_change_is(kind: InstructionKind, torn: bool) -> None:
-    script = Script([tell(1, kind, 0.05, act="hang")])
-    await run(script, torn=torn)
-    assert script.outcomes[1][0] is Outcome.FAILED
+@pytest.mark.parametrize(("body", "partially_updated"), [(COMMIT, False), (RECEIVE, True)])
+async def test_a_deadline_while_live_weights_change_is(body: Body, partially_updated: bool) -> None:
+    script = Script([tell(1, body, 0.01)])
+    await run(script, "hang", partially_updated=partially_updated)
+    assert script.outcomes[1][0] is Outcome.REPLICA_FAILED
 
 
 @pytest.mark.parametrize("act", ["hang", "wait for ever"])
-async def test_a_drop_overtakes_an_instruction_that_waits_for_a_peer(
-    monkeypatch: pytest.MonkeyPatch, act: str
-) -> None:
-    """Also one that looks for bytes which nobody counts any more once the session is dropped."""
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
-    hang, drop = tell(1, InstructionKind.RECEIVE, 60.0, act=act), tell(2, InstructionKind.DROP)
-    member = await run(Script([hang], [hang], [hang, drop], [hang, drop]))
+async def test_a_drop_overtakes_an_instruction_that_waits_for_a_peer(act: str) -> None:
+    """Also one that waits for bytes which do not count any more once the update is dropped."""
+    hang, drop = tell(1, RECEIVE, 60.0), tell(2, DROP)
+    member = await run(Script([hang], [hang], [hang, drop], [hang, drop]), act)
     assert member.ran == ["receive", "drop"]
 
 
-async def test_a_controller_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.01)
-    member = await run(Script(ConnectionError("away"), [tell(1, InstructionKind.BEGIN)]))
-    assert member.ran == ["begin"]
+async def test_a_controller_that_is_away_is_asked_again() -> None:
+    member = await run(Script(ConnectionError("away"), [tell(1, RECEIVE)]))
+    assert member.ran == ["receive"]

@@ -1,4 +1,4 @@
-"""The order in which a native update pauses, loads and goes on; and that nothing torn is ever trusted."""
+"""The order in which a native update pauses, loads and resumes; partially updated weights are never trusted."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol import Instruction, InstructionKind
-from deployments.replica.follower import Rejected
+from deployments.errors import PayloadRejected
+from deployments.protocol import Commit, Drop, InFlight, KvCache, Receive, Staged, StagingOptions, Verify
 from deployments.replica.native_member import NativeMember
 from deployments.weights.wire.chunk_layout import describe
 from tests.tiny_models import tiny_llama
 
 
 class RecordingEngine:
-    """Stands where an Engine does, and writes down what it is told."""
+    """Stands where an Engine does, and records its calls."""
 
     def __init__(self) -> None:
         self.did: list[str] = []
-        self.version, self.world_size, self.paused_by_user, self.weights_asleep = 4, 1, False, False
+        self.version, self.world_size, self.asleep = 4, 1, frozenset[str]()
         core = SimpleNamespace(
             pause_scheduler_async=self._core("pause"), set_weight_version_async=self._core("version")
         )
@@ -52,35 +52,35 @@ def payload(*, without: str = "") -> dict[str, Any]:
     return describe(tensors)
 
 
-async def tell(member: NativeMember, kind: InstructionKind, **args: Any) -> Any:
-    return await member.execute(Instruction(seq=1, kind=kind, args={"round_id": 9, **args}, deadline_s=5))
+def receive(sent: dict[str, Any], kv_cache: KvCache = KvCache.RECOMPUTE) -> Receive:
+    return Receive(round_id=9, payload=sent, options=StagingOptions(kv_cache=kv_cache))
 
 
-async def begun(
-    model: Path, *, one_payload: bool = True, kv_cache: str = "recompute"
-) -> tuple[NativeMember, RecordingEngine]:
+VERIFY, DROP = Verify(round_id=9), Drop(round_id=9)
+
+
+def commit(*, hold: bool = False, kv_cache: KvCache = KvCache.RECOMPUTE) -> Commit:
+    return Commit(round_id=9, version=5, hold=hold, kv_cache=kv_cache, in_flight=InFlight.KEEP)
+
+
+def member_of(model: Path, *, one_payload: bool = True) -> tuple[NativeMember, RecordingEngine]:
     engine = RecordingEngine()
-    member = NativeMember(engine, str(model), one_payload=one_payload)  # type: ignore[arg-type]
-    await tell(member, InstructionKind.BEGIN, keep=None, kv_cache=kv_cache, in_flight="keep")
-    return member, engine
-
-
-COMMIT = {"version": 5, "label": None, "in_flight": "keep"}
+    return NativeMember(engine, str(model), one_payload=one_payload), engine  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("hold", "last"), [(True, []), (False, ["release"])])
 async def test_a_round_pauses_with_the_first_byte_and_resumes_with_the_commit(
     model: Path, hold: bool, last: list[str]
 ) -> None:
-    member, engine = await begun(model)
-    assert engine.did == [], "nothing stops before a byte has come"
-    await tell(member, InstructionKind.RECEIVE, payload=payload())
-    assert member.torn and member.staged_round == 9
-    value = await tell(member, InstructionKind.VERIFY, manifest=None)
+    member, engine = member_of(model)
+    await member.execute(receive(payload()))
+    assert member.partially_updated and member.staged_round == 9
+    staged = await member.execute(VERIFY)
+    assert isinstance(staged, Staged) and not staged.compared, "vLLM's publishers state no digests"
     size = sum(p.numel() * p.itemsize for p in tiny_llama(1).parameters())
-    assert (value["digest"], value["bytes"]) == ("aa", size)
-    await tell(member, InstructionKind.COMMIT, hold=hold, kv_cache="recompute", **COMMIT)
-    assert not member.torn and member.version == 5 and member.staged_round is None
+    assert (staged.digest, staged.size_bytes) == ("aa", size)
+    await member.execute(commit(hold=hold))
+    assert not member.partially_updated and member.version == 5 and member.staged_round is None
     assert engine.did == [
         *("pause keep True", "start_weight_update", "native_update"),
         *("finish_weight_update", "native_digest", "version 5", *last),
@@ -88,10 +88,10 @@ async def test_a_round_pauses_with_the_first_byte_and_resumes_with_the_commit(
 
 
 async def test_kept_caches_are_not_cleared_but_their_prefixes_are(model: Path) -> None:
-    member, engine = await begun(model, kv_cache="keep")
-    await tell(member, InstructionKind.RECEIVE, payload=payload())
-    await tell(member, InstructionKind.VERIFY, manifest=None)
-    await tell(member, InstructionKind.COMMIT, hold=False, kv_cache="keep", **COMMIT)
+    member, engine = member_of(model)
+    await member.execute(receive(payload(), KvCache.KEEP))
+    await member.execute(VERIFY)
+    await member.execute(commit(kv_cache=KvCache.KEEP))
     assert engine.did[0] == "pause keep False" and engine.did[-2:] == ["reset prefix cache", "release"]
 
 
@@ -99,39 +99,39 @@ async def test_kept_caches_are_not_cleared_but_their_prefixes_are(model: Path) -
     ("sent", "words"),
     [
         (payload(without="model.norm.weight"), "'model.norm.weight' is missing"),
-        (payload() | {"names": ["a"]}, "one entry a tensor"),
+        (payload() | {"names": ["a"]}, "one entry per tensor"),
         ({"segment": "x"}, "expected names, dtype_names and shapes"),
     ],
 )
 async def test_what_does_not_fit_is_rejected_before_the_first_byte(
     model: Path, sent: dict[str, Any], words: str
 ) -> None:
-    member, engine = await begun(model)
-    with pytest.raises(Rejected, match=words):
-        await tell(member, InstructionKind.RECEIVE, payload=sent)
-    assert engine.did == [] and not member.torn
-    await tell(member, InstructionKind.DROP)
+    member, engine = member_of(model)
+    with pytest.raises(PayloadRejected, match=words):
+        await member.execute(receive(sent))
+    assert engine.did == [] and not member.partially_updated
+    await member.execute(DROP)
 
 
 async def test_a_tensor_that_never_came_is_found_at_the_end_and_breaks_the_replica(model: Path) -> None:
-    member, _ = await begun(model, one_payload=False)
-    await tell(member, InstructionKind.RECEIVE, payload=payload(without="model.norm.weight"))
+    member, _ = member_of(model, one_payload=False)
+    await member.execute(receive(payload(without="model.norm.weight")))
     with pytest.raises(RuntimeError, match=r"'model\.norm\.weight' is missing"):
-        await tell(member, InstructionKind.VERIFY, manifest=None)
-    assert member.torn
+        await member.execute(VERIFY)
+    assert member.partially_updated
 
 
 async def test_an_empty_round_is_rejected_and_changes_nothing(model: Path) -> None:
-    member, engine = await begun(model, one_payload=False)
-    with pytest.raises(Rejected, match="is missing"):
-        await tell(member, InstructionKind.VERIFY, manifest=None)
+    member, engine = member_of(model, one_payload=False)
+    with pytest.raises(PayloadRejected, match="round 9 has brought no payload"):
+        await member.execute(VERIFY)
     assert engine.did == []
 
 
-async def test_after_the_first_byte_there_is_no_way_back(model: Path) -> None:
-    member, engine = await begun(model)
+async def test_after_the_first_byte_nothing_can_be_undone(model: Path) -> None:
+    member, engine = member_of(model)
     engine.fails = "native_update"
     with pytest.raises(RuntimeError, match="the peer is gone"):
-        await tell(member, InstructionKind.RECEIVE, payload=payload())
+        await member.execute(receive(payload()))
     with pytest.raises(RuntimeError, match="a mixture of two versions"):
-        await tell(member, InstructionKind.DROP)
+        await member.execute(DROP)

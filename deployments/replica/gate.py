@@ -1,0 +1,87 @@
+"""Whether a replica may answer a request: admitted, alive, in contact with the controller, and new enough."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from deployments.errors import Conflict, ReplicaUnavailable
+from deployments.replica.follower import Follower
+from deployments.replica.member import EngineMember
+from deployments.request_headers import Demand
+
+
+class Gate:
+    """The replica's own check of every request; the authority, whatever a router knows.
+
+    Args:
+        self_fence_s: without contact to the controller for this long, refuse requests: the fleet may have
+            moved on. Shorter than the time after which it does.
+        engine_dead: whether the engine's processes are gone.
+        clock: seconds, monotonic; the one of `Follower.last_contact`.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        member: EngineMember,
+        follower: Follower,
+        *,
+        self_fence_s: float,
+        engine_dead: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replica_id = replica_id
+        self._member = member
+        self._follower = follower
+        self._self_fence_s = self_fence_s
+        self._engine_dead = engine_dead
+        self._clock = clock
+        self._closed = False
+
+    def close(self) -> None:
+        """The replica is being stopped: refuse everything from here on."""
+        self._closed = True
+
+    def refusal(self) -> str | None:
+        """Why this replica must not answer; None if it may."""
+        if self._closed:
+            return "it is being stopped"
+        if self._member.fenced is not None:
+            return f"fenced: {self._member.fenced}"
+        if not self._member.admitted:
+            return "not admitted yet"
+        if self._engine_dead():
+            return "the engine is dead"
+        silent_s = self._clock() - self._follower.last_contact
+        if silent_s > self._self_fence_s:
+            return f"no contact to the controller for {silent_s:.0f} s"
+        return None
+
+    async def wait(self, demand: Demand) -> None:
+        """Return when a request with this demand may be answered.
+
+        Raises:
+            ReplicaUnavailable: this replica must not answer.
+            Conflict: the demanded version did not come in time.
+        """
+        self._check()
+        if self._member.version >= demand.min_version:
+            return
+        changed = self._member.changed
+        try:
+            async with asyncio.timeout(demand.timeout_s), changed:
+                await changed.wait_for(
+                    lambda: self._member.version >= demand.min_version or self.refusal() is not None
+                )
+        except TimeoutError:
+            raise Conflict(
+                f"x-min-weight-version asks for version {demand.min_version}; the fleet serves "
+                f"{self._member.version} and did not reach it within {demand.timeout_s:g} s",
+                {"expected": demand.min_version, "actual": self._member.version},
+            ) from None
+        self._check()
+
+    def _check(self) -> None:
+        refusal = self.refusal()
+        if refusal is not None:
+            raise ReplicaUnavailable(f"replica {self._replica_id}: {refusal}", {"replica": self._replica_id})

@@ -1,0 +1,125 @@
+"""What the controller's instructions mean for an engine, however an update is staged."""
+
+import asyncio
+from abc import ABC, abstractmethod
+
+from deployments.errors import PayloadRejected
+from deployments.protocol import (
+    Body,
+    Call,
+    CatchUp,
+    Commit,
+    Connect,
+    Directive,
+    Drop,
+    Forget,
+    Receive,
+    Release,
+    SleepTag,
+    Staged,
+    StoreResult,
+    Swapped,
+    Value,
+    Verify,
+    WriteVersion,
+)
+from deployments.replica.engine import Engine
+from deployments.replica.operations import carry_out
+
+
+class EngineMember(ABC):
+    """Carries instructions out on one engine, and holds what the replica reports of itself.
+
+    Implements the follower's port `Member`. Subclasses stage updates.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.staged_round: int | None = None
+        self.partially_updated = False
+        self.retained_version: int | None = None
+        self.store_result: StoreResult | None = None
+        self.admitted = False
+        self.fenced: str | None = None
+        self.changed = asyncio.Condition()  # notified when admission or the version may have changed
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def world_size(self) -> int:
+        return self._engine.world_size
+
+    async def execute(self, body: Body) -> Value:
+        """Carry out one instruction; see the port."""
+        value = await self._execute(body)
+        async with self.changed:
+            self.changed.notify_all()
+        return value
+
+    @abstractmethod
+    async def interrupt(self) -> None:
+        """Break whatever the running instruction waits for."""
+
+    def on_directive(self, directive: Directive) -> None:
+        self.admitted = directive.admitted
+
+    async def fence(self, reason: str) -> None:
+        """Take no more requests, and end the engine."""
+        self.fenced, self.admitted = reason, False
+        async with self.changed:
+            self.changed.notify_all()
+        await self._engine.stop()
+
+    async def _execute(self, body: Body) -> Value:
+        match body:
+            case Connect():
+                await self.connect(body)
+            case Receive():
+                self._check_awake()
+                await self.receive(body)
+            case Verify():
+                return await self.verify(body)
+            case Commit():
+                return await self.commit(body)
+            case Release():
+                await self._engine.release()
+            case Drop():
+                await self.drop(body)
+            case CatchUp():
+                await self._engine.load(body.path, body.version)
+            case Call():
+                return await carry_out(self._engine, body.operation)
+            case WriteVersion():
+                await self.write_version(body)
+            case Forget():
+                await self.forget(body)
+        return None
+
+    def _check_awake(self) -> None:
+        if SleepTag.WEIGHTS in self._engine.asleep:
+            raise PayloadRejected(
+                "its weights sleep; wake them before an update (POST /wake_up?tags=weights)"
+            )
+
+    @abstractmethod
+    async def connect(self, body: Connect) -> None: ...
+
+    @abstractmethod
+    async def receive(self, body: Receive) -> None: ...
+
+    @abstractmethod
+    async def verify(self, body: Verify) -> Staged: ...
+
+    @abstractmethod
+    async def commit(self, body: Commit) -> Swapped: ...
+
+    @abstractmethod
+    async def drop(self, body: Drop) -> None: ...
+
+    @abstractmethod
+    async def write_version(self, body: WriteVersion) -> None: ...
+
+    @abstractmethod
+    async def forget(self, body: Forget) -> None: ...

@@ -1,0 +1,94 @@
+"""Which requests a replica refuses, and how long one waits for a version."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deployments.errors import Conflict, ReplicaUnavailable
+from deployments.replica.gate import Gate
+from deployments.request_headers import Demand
+
+
+class Replica:
+    """What a gate looks at, with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.dead = False
+        self.member = SimpleNamespace(version=3, admitted=True, fenced=None, changed=asyncio.Condition())
+        self.follower = SimpleNamespace(last_contact=100.0)
+        member: Any = self.member
+        follower: Any = self.follower
+        self.gate = Gate(
+            "r0",
+            member,
+            follower,
+            self_fence_s=20.0,
+            engine_dead=lambda: self.dead,
+            clock=lambda: self.now,
+        )
+
+    async def change(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            setattr(self.member, name, value)
+        async with self.member.changed:
+            self.member.changed.notify_all()
+
+
+@pytest.fixture
+def replica() -> Replica:
+    return Replica()
+
+
+async def test_an_admitted_replica_in_contact_answers(replica: Replica) -> None:
+    assert replica.gate.refusal() is None
+    await replica.gate.wait(Demand())
+
+
+async def test_every_reason_to_refuse_has_a_name(replica: Replica) -> None:
+    async def refused(reason: str) -> None:
+        assert replica.gate.refusal() == reason
+        with pytest.raises(ReplicaUnavailable, match=f"^replica r0: {reason}$") as caught:
+            await replica.gate.wait(Demand())
+        assert caught.value.detail == {"replica": "r0"}
+
+    replica.now = 120.5
+    await refused("no contact to the controller for 20 s")
+    replica.dead = True
+    await refused("the engine is dead")
+    replica.member.admitted = False
+    await refused("not admitted yet")
+    replica.member.fenced = "verify: missing"
+    await refused("fenced: verify: missing")
+    replica.gate.close()
+    await refused("it is being stopped")
+
+
+async def test_contact_again_ends_the_self_fence(replica: Replica) -> None:
+    replica.now = 121.0
+    assert replica.gate.refusal() is not None
+    replica.follower.last_contact = 121.0
+    assert replica.gate.refusal() is None
+
+
+async def test_a_request_waits_for_its_version(replica: Replica) -> None:
+    waiting = asyncio.create_task(replica.gate.wait(Demand(min_version=4, timeout_s=60)))
+    await asyncio.sleep(0)
+    await replica.change(version=4)
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_version_that_does_not_come_is_a_conflict_with_the_numbers(replica: Replica) -> None:
+    with pytest.raises(Conflict, match=r"asks for version 4; the fleet serves 3 .* within 0.01 s") as caught:
+        await replica.gate.wait(Demand(min_version=4, timeout_s=0.01))
+    assert caught.value.detail == {"expected": 4, "actual": 3}
+
+
+async def test_a_fence_ends_the_wait_so_that_another_replica_can_answer(replica: Replica) -> None:
+    waiting = asyncio.create_task(replica.gate.wait(Demand(min_version=4, timeout_s=60)))
+    await asyncio.sleep(0)
+    await replica.change(fenced="commit: failed", admitted=False)
+    with pytest.raises(ReplicaUnavailable, match="fenced: commit: failed"):
+        await asyncio.wait_for(waiting, 5)

@@ -1,0 +1,190 @@
+"""What a staged member asks of its workers, and what it makes of their reports."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deployments.errors import PayloadRejected, TransferFailed
+from deployments.protocol import (
+    Commit,
+    Connect,
+    Drop,
+    Forget,
+    InFlight,
+    KvCache,
+    Outcome,
+    Receive,
+    Staged,
+    StagingOptions,
+    StoreResult,
+    Swapped,
+    Verify,
+    WriteVersion,
+)
+from deployments.replica.staged_member import StagedMember
+from deployments.weights.staging.reports import ConnectState, StagingState, to_wire
+
+DONE = StagingState(
+    payloads_done=0, size_bytes=100, stage_s=0.5, verify_s=0.1, outcome=Outcome.DONE, digest="aa"
+)
+
+
+class Workers:
+    """Two workers as `Engine.workers` reaches them, without shared memory. They stage at once."""
+
+    world_size = 2
+    staging_share = 0.25
+    busy = False
+    dead = False
+    asleep: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.version = 3
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.connects = ConnectState(done=True, outcome=Outcome.DONE)
+        self.states = [DONE, replace(DONE, stage_s=0.75)]
+        self.stored: StoreResult | None = None
+        self.active = False  # vLLM's own flag for an update
+
+    async def workers(self, method: str, **arguments: Any) -> list[Any]:
+        self.calls.append((method, arguments))
+        match method:
+            case "staging_connected":
+                return [to_wire(self.connects)] * 2
+            case "staging_report_to":
+                return [True, False]
+            case "staging_receive":
+                assert arguments["begins"] or self.active, "vLLM: update_weights without a start"
+                self.active = True
+                done = self.states[0].payloads_done * (not arguments["begins"]) + 1
+                self.states = [replace(state, payloads_done=done) for state in self.states]
+            case "staging_progress" | "staging_verify":
+                return [to_wire(state) for state in self.states]
+            case "staging_drop":
+                self.active = False
+            case "staging_store_state":
+                return [None if self.stored is None else to_wire(self.stored), None]
+        return [None, None]
+
+    async def commit(self, body: Commit) -> Swapped:
+        if not self.active:
+            raise RuntimeError("finish_weight_update called without start_weight_update")
+        self.active, self.version = False, body.version
+        return Swapped(swap_s=0.01, gap_s=0.02)
+
+    def named(self, method: str) -> list[dict[str, Any]]:
+        return [arguments for name, arguments in self.calls if name == method]
+
+
+def receive(round_id: int = 1, retain: int | None = None) -> Receive:
+    return Receive(round_id=round_id, payload={"x": 1}, options=StagingOptions(retain_version=retain))
+
+
+COMMIT = Commit(round_id=1, version=4, hold=True, kv_cache=KvCache.RECOMPUTE, in_flight=InFlight.KEEP)
+
+
+@pytest.fixture
+def engine() -> Workers:
+    return Workers()
+
+
+@pytest.fixture
+def member(engine: Workers) -> StagedMember:
+    return StagedMember(engine)  # type: ignore[arg-type]
+
+
+async def test_the_first_payload_of_a_round_begins_the_update(member: StagedMember, engine: Workers) -> None:
+    await member.execute(receive(retain=4))
+    await member.execute(receive(retain=4))
+    assert [(each["begins"], each["retain_version"]) for each in engine.named("staging_receive")] == [
+        (True, 4),
+        (False, 4),
+    ]
+    await member.execute(receive(round_id=2))
+    assert engine.named("staging_receive")[-1]["begins"], "another round begins its own"
+
+
+async def test_staging_takes_its_share_only_beside_requests(member: StagedMember, engine: Workers) -> None:
+    await member.execute(receive())
+    engine.busy = True
+    await member.execute(receive())
+    assert [each["share"] for each in engine.named("staging_receive")] == [1.0, 0.25]
+
+
+async def test_a_verified_version_is_the_workers_sum(member: StagedMember) -> None:
+    await member.execute(receive())
+    staged = await member.execute(Verify(round_id=1))
+    assert staged == Staged(digest="aa", compared=True, size_bytes=200, stage_s=0.75, verify_s=0.1)
+    assert member.staged_round == 1
+
+
+async def test_a_round_without_a_payload_is_rejected(member: StagedMember, engine: Workers) -> None:
+    await member.execute(receive())
+    with pytest.raises(PayloadRejected, match="round 2 has brought no payload"):
+        await member.execute(Verify(round_id=2))
+    assert member.staged_round is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        (Outcome.REJECTED, PayloadRejected),
+        (Outcome.TRANSFER_FAILED, TransferFailed),
+        (Outcome.REPLICA_FAILED, RuntimeError),
+    ],
+)
+async def test_one_workers_failure_is_the_replicas(
+    member: StagedMember, engine: Workers, outcome: Outcome, error: type[Exception]
+) -> None:
+    engine.states[1] = replace(DONE, outcome=outcome, message="what happened")
+    with pytest.raises(error, match=r"^what happened$"):
+        await member.execute(receive())
+
+
+async def test_workers_that_staged_different_tensors_fail_the_replica(
+    member: StagedMember, engine: Workers
+) -> None:
+    engine.states[1] = replace(DONE, digest="bb")
+    await member.execute(receive())
+    with pytest.raises(RuntimeError, match=r"staged different tensors: \['aa', 'bb'\]"):
+        await member.execute(Verify(round_id=1))
+
+
+async def test_a_peer_that_did_not_come_to_the_rendezvous_is_no_failure_of_the_replica(
+    member: StagedMember, engine: Workers
+) -> None:
+    engine.connects = ConnectState(done=True, outcome=Outcome.TRANSFER_FAILED, message="1 of 3 came")
+    with pytest.raises(TransferFailed, match="1 of 3 came"):
+        await member.execute(Connect(init_info={}))
+
+
+async def test_a_commit_that_comes_again_is_answered_from_what_is_live(
+    member: StagedMember, engine: Workers
+) -> None:
+    await member.execute(receive(retain=4))
+    await member.execute(Verify(round_id=1))
+    assert await member.execute(COMMIT) == Swapped(swap_s=0.01, gap_s=0.02)
+    assert await member.execute(COMMIT) == Swapped(swap_s=0.0, gap_s=0.0)
+    assert (engine.version, member.retained_version, member.staged_round) == (4, 4, None)
+
+
+async def test_a_commit_without_its_staging_fails(member: StagedMember) -> None:
+    await member.execute(receive())
+    await member.execute(Drop(round_id=1))
+    with pytest.raises(RuntimeError, match="without start_weight_update"):
+        await member.execute(COMMIT)
+
+
+async def test_what_the_store_has_is_not_retained(member: StagedMember, engine: Workers) -> None:
+    await member.execute(receive(retain=4))
+    await member.execute(COMMIT)
+    engine.stored = StoreResult(version=4, label="l", path="/store/v4", problem="")
+    await member.execute(WriteVersion(version=4, label="l", directory="/store", max_versions=3))
+    assert engine.named("staging_store") == [
+        {"version": 4, "label": "l", "directory": "/store", "max_versions": 3}
+    ]
+    await member.execute(Forget(version=3))
+    assert member.retained_version == 4, "an older one is not what it retains"
+    await member.execute(Forget(version=4))
+    assert member.retained_version is None
