@@ -1,11 +1,12 @@
-"""A loader is watched once; what it did is then done without it, or not at all."""
+"""A loader is recorded once; its copies are then repeated without it, or it runs in every round."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from deployments.weights.staging.load_plan import LoadPlans, Tensors
+from deployments.weights.staging.base import Tensors
+from deployments.weights.staging.load_plan import LoadPlans
 from deployments.weights.wire.chunk_layout import Chunk, pack, plan_chunks
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import unsigned
@@ -58,18 +59,18 @@ def chunk() -> Chunk:
 
 def one_round(plans: LoadPlans, chunk: Chunk, seed: int, load: Callable[[Tensors], None]) -> bool:
     """Whether the chunk was loaded by a plan."""
-    arrival = packed_chunk(chunk, block_of(chunk, version(seed)))
-    found = plans.replay(arrival)
+    received = packed_chunk(chunk, block_of(chunk, version(seed)))
+    found = plans.replay(received)
     if found is None:
-        with plans.watch(chunk, arrival.named()):
-            load(arrival.named())
+        with plans.record(chunk, received.named()):
+            load(received.named())
     else:
         assert unsigned(found.digests) == digests([tensor for _, tensor in version(seed)])
-    plans.settle()
+    plans.confirm()
     return found is not None
 
 
-def test_from_the_second_round_on_the_plan_does_what_the_loader_did(chunk: Chunk) -> None:
+def test_from_the_second_round_on_the_plan_repeats_the_loader(chunk: Chunk) -> None:
     plans, planned, loaded = LoadPlans(), Model(), Model()
     replayed = [one_round(plans, chunk, seed, planned.load) for seed in (1, 2, 3)]
     loaded.load(version(3))
@@ -109,32 +110,32 @@ def test_a_loader_that_does_more_than_copy_is_run_in_every_round(
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
-def test_a_change_that_nobody_saw_is_found_by_the_bytes(chunk: Chunk) -> None:
+def test_a_change_past_torch_is_found_by_the_bytes(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
-    arrival = packed_chunk(chunk, block_of(chunk, version(1)))
-    with plans.watch(chunk, arrival.named()):
-        model.load(arrival.named())
-    model.shard.numpy()[0, 0] += 1.0  # past torch, as a kernel of its own would do it
-    plans.settle()
-    assert plans.replay(arrival) is None
+    received = packed_chunk(chunk, block_of(chunk, version(1)))
+    with plans.record(chunk, received.named()):
+        model.load(received.named())
+    model.shard.numpy()[0, 0] += 1.0  # as a kernel outside torch would do it
+    plans.confirm()
+    assert plans.replay(received) is None
     assert plans.refused[chunk] == "a loaded tensor was changed after it had been copied"
 
 
 def test_a_round_that_was_dropped_leaves_no_plan(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
-    arrival = packed_chunk(chunk, block_of(chunk, version(1)))
-    with plans.watch(chunk, arrival.named()):
-        model.load(arrival.named())
+    received = packed_chunk(chunk, block_of(chunk, version(1)))
+    with plans.record(chunk, received.named()):
+        model.load(received.named())
     plans.discard()
-    plans.settle()
+    plans.confirm()
     assert len(plans) == 0
 
 
 def test_a_plan_that_left_parameters_unfilled_is_not_used_again(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
     one_round(plans, chunk, 1, model.load)
-    plans.distrust(set())
+    plans.refuse(set())
     assert len(plans) == 1
-    plans.distrust({chunk})
+    plans.refuse({chunk})
     assert not one_round(plans, chunk, 2, model.load)
     assert not one_round(plans, chunk, 3, model.load)

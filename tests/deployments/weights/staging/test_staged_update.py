@@ -1,0 +1,107 @@
+"""What an update has brought, and what its digests say."""
+
+import numpy as np
+import pytest
+import torch
+
+from deployments.protocol import Outcome
+from deployments.weights.staging.reports import StagingState
+from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate, compare
+from deployments.weights.wire.digest import digest, digest_tensor, digests, inspect
+from deployments.weights.wire.digest_definition import Digests, version_digest
+
+TENSORS = {"a": torch.arange(6.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.zeros(0, 4)}
+
+
+def findings_of(names: str, sent: torch.Tensor | None = None, **changed: torch.Tensor) -> ChunkFindings:
+    """One chunk of these tensors. `sent`: the digests that came along; `changed`: what arrived instead."""
+    tensors = [TENSORS[name] for name in names]
+    return ChunkFindings(
+        names=list(names),
+        sent=digest_tensor(tensors) if sent is None else sent,
+        found=inspect([changed.get(name, TENSORS[name]) for name in names]),
+    )
+
+
+def numbers(*values: int) -> Digests:
+    return np.array(values, dtype=np.uint64)
+
+
+def test_the_digest_of_a_version_does_not_depend_on_its_chunks() -> None:
+    update = StagedUpdate()
+    update.pending = [findings_of("ab"), findings_of("c")]
+    update.compare_digests()
+    other = StagedUpdate()
+    for names in "cab":
+        other.pending.append(findings_of(names))
+        other.compare_digests()
+    assert not update.is_complete and update.digest == ""
+    update.complete()
+    other.complete()
+    assert update.is_complete
+    assert update.digest == other.digest == version_digest(list(TENSORS), digests(list(TENSORS.values())))
+    assert update.digests() == {name: digest(tensor) for name, tensor in TENSORS.items()}
+
+
+def test_comparing_without_new_chunks_changes_nothing() -> None:
+    update = StagedUpdate()
+    update.compare_digests()
+    update.pending.append(findings_of("a"))
+    update.compare_digests()
+    update.compare_digests()
+    assert (update.names, update.pending) == (["a"], [])
+
+
+def test_a_tensor_that_changed_on_the_way_is_named_with_both_digests() -> None:
+    changed = TENSORS["a"].clone()
+    changed[5] = -1.0
+    update = StagedUpdate(pending=[findings_of("b"), findings_of("ac", a=changed)])
+    message = (
+        f"^'a' was sent with digest {digest(TENSORS['a']):016x} and arrived with {digest(changed):016x}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        update.compare_digests()
+    assert update.names == [] and not update.is_complete
+
+
+def test_a_tensor_that_is_not_finite_is_named() -> None:
+    bad = torch.tensor([0.0, float("inf")])
+    update = StagedUpdate(pending=[findings_of("a", sent=digest_tensor([bad]), a=bad)])
+    with pytest.raises(ValueError, match=r"^'a' holds NaN or infinity$"):
+        update.compare_digests()
+
+
+def test_differing_digests_are_reported_before_numbers_that_are_not_finite() -> None:
+    with pytest.raises(ValueError, match=r"^'y' was sent with digest 0{15}2 and arrived with 0{15}3$"):
+        compare(["x", "y"], numbers(1, 2), numbers(1, 3), numbers(1, 0))
+
+
+def test_digests_above_the_signed_range_are_compared_and_printed() -> None:
+    top = (1 << 64) - 1
+    compare(["x"], numbers(top), numbers(top), numbers(0))
+    with pytest.raises(ValueError, match=r"digest f{16} and arrived with f{15}e"):
+        compare(["x"], numbers(top), numbers(top - 1), numbers(0))
+
+
+def test_a_report_says_how_far_the_update_is() -> None:
+    update = StagedUpdate()
+    assert update.report() == StagingState(
+        payloads_done=0, size_bytes=0, stage_s=0.0, verify_s=0.0, outcome=Outcome.DONE
+    )
+    update.payloads_done, update.size_bytes, update.stage_s, update.verify_s = 2, 300, 1.5, 0.5
+    update.fail(Outcome.REJECTED, "'w' is missing")
+    assert update.report() == StagingState(
+        payloads_done=2,
+        size_bytes=300,
+        stage_s=1.5,
+        verify_s=0.5,
+        outcome=Outcome.REJECTED,
+        message="'w' is missing",
+    )
+
+
+def test_a_report_does_not_change_with_the_update() -> None:
+    update = StagedUpdate()
+    report = update.report()
+    update.payloads_done = 1
+    assert report.payloads_done == 0

@@ -1,0 +1,284 @@
+"""What the replica calls in a worker: an update from its first payload to the swap, and the store."""
+
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deployments.errors import TransferFailed
+from deployments.protocol import Outcome, StoreResult
+from deployments.weights.staging.progress_page import ProgressPage
+from deployments.weights.staging.reports import ConnectState, LoadPlanSummary, StagingState, from_wire
+from deployments.weights.wire.digest import digests
+from deployments.weights.wire.digest_definition import version_digest
+from deployments.weights.wire.received_chunk import ReceivedChunk
+from deployments.weights.wire.shared_memory import remove_segment
+from tests.deployments.weights.staging.memory_worker import (
+    MemoryWorker,
+    Tensors,
+    chunks_of,
+    weights,
+    write_checkpoint,
+)
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model")
+
+
+@pytest.fixture
+def worker(checkpoint: Path) -> Iterator[MemoryWorker]:
+    worker = MemoryWorker(checkpoint)
+    yield worker
+    worker.engine.shutdown()
+
+
+def digest_of(tensors: Tensors) -> str:
+    return version_digest([name for name, _ in tensors], digests([tensor for _, tensor in tensors]))
+
+
+def receive(worker: MemoryWorker, tensors: Tensors, name: str = "p", **options: Any) -> StagingState:
+    """One payload from the call to its end."""
+    arguments = {"share": 1.0, "begins": True, "retain_version": None} | options
+    worker.staging_receive(worker.offer(name, tensors), **arguments)
+    return progress_of(worker)
+
+
+def progress_of(worker: MemoryWorker) -> StagingState:
+    worker.engine._thread.submit(lambda: None).result(TIMEOUT_S)  # behind what was submitted before
+    return from_wire(StagingState, worker.staging_progress())
+
+
+def verify(worker: MemoryWorker) -> StagingState:
+    return from_wire(StagingState, worker.staging_verify())
+
+
+def test_an_update_is_staged_beside_the_live_model_and_swapped_by_the_commit(worker: MemoryWorker) -> None:
+    state = receive(worker, weights(2.0))
+    assert (state.payloads_done, state.outcome, state.message) == (1, Outcome.DONE, "")
+    assert state.digest == digest_of(weights(2.0))
+    assert state.size_bytes == sum(chunk.chunk.size_bytes for chunk in chunks_of(weights(2.0)))
+    assert verify(worker) == state
+    assert not any(tensor.any() for tensor in worker.model.tensors().values())
+    worker.finish_weight_update()
+    for name, tensor in weights(2.0):
+        assert torch.equal(worker.model.tensors()[name], tensor)
+
+
+def test_a_version_of_several_payloads_is_complete_with_the_last(worker: MemoryWorker) -> None:
+    first, second = weights(2.0)
+    state = receive(worker, [first])
+    assert (state.payloads_done, state.digest) == (1, "")
+    state = receive(worker, [second], begins=False)
+    assert (state.payloads_done, state.digest) == (2, digest_of([first, second]))
+
+
+def test_a_version_without_one_of_its_tensors_is_rejected(worker: MemoryWorker) -> None:
+    receive(worker, weights(2.0)[:1])
+    state = verify(worker)
+    assert (state.outcome, state.message) == (Outcome.REJECTED, "'b' is missing")
+
+
+def test_a_payload_before_the_first_one_is_refused(worker: MemoryWorker) -> None:
+    with pytest.raises(RuntimeError, match="start_weight_update must be called before update_weights"):
+        receive(worker, weights(2.0), begins=False)
+
+
+def test_an_update_that_was_not_dropped_must_end_before_the_next_begins(worker: MemoryWorker) -> None:
+    receive(worker, weights(2.0))
+    with pytest.raises(RuntimeError, match="already active"):
+        receive(worker, weights(3.0))
+    worker.staging_drop()
+    assert receive(worker, weights(3.0)).digest == digest_of(weights(3.0))
+
+
+def test_a_dropped_update_leaves_the_live_model_and_cannot_be_committed(worker: MemoryWorker) -> None:
+    receive(worker, weights(2.0))
+    worker.staging_drop()
+    assert not any(tensor.any() for tensor in worker.model.tensors().values())
+    with pytest.raises(RuntimeError, match="without a matching start_weight_update"):
+        worker.finish_weight_update()
+
+
+def corrupted() -> Iterator[ReceivedChunk]:
+    for received in chunks_of(weights(2.0)):
+        received.read()[1].view(torch.uint8)[0] ^= 1
+        yield received
+
+
+def misshapen() -> Iterator[ReceivedChunk]:
+    return chunks_of([("w", torch.zeros(4))])
+
+
+def not_finite() -> Iterator[ReceivedChunk]:
+    return chunks_of(weights(float("nan")))
+
+
+def peer_gone() -> Iterator[ReceivedChunk]:
+    yield from chunks_of(weights(2.0)[:1])
+    raise TransferFailed("rank 0 is gone")
+
+
+def device_lost() -> Iterator[ReceivedChunk]:
+    yield from chunks_of(weights(2.0)[:1])
+    raise RuntimeError("CUDA error")
+
+
+@pytest.mark.parametrize(
+    ("payload", "outcome", "message"),
+    [
+        (corrupted, Outcome.REJECTED, r"'b' was sent with digest \w{16} and arrived with \w{16}"),
+        (misshapen, Outcome.REJECTED, r"'w' must have shape \[2, 3\], got \[4\]"),
+        (not_finite, Outcome.REJECTED, "'w' holds NaN or infinity; 'b' holds NaN or infinity"),
+        (peer_gone, Outcome.TRANSFER_FAILED, "rank 0 is gone"),
+        (device_lost, Outcome.REPLICA_FAILED, "RuntimeError: CUDA error"),
+    ],
+)
+def test_what_goes_wrong_is_the_outcome_and_ends_the_update(
+    worker: MemoryWorker, payload: Any, outcome: Outcome, message: str
+) -> None:
+    worker.engine.payloads["bad"] = payload
+    worker.staging_receive({"payload": "bad"}, share=1.0, begins=True, retain_version=None)
+    state = progress_of(worker)
+    assert (state.payloads_done, state.outcome, state.digest) == (1, outcome, "")
+    assert re.fullmatch(message, state.message), state.message
+    after = receive(worker, weights(3.0), begins=False)
+    assert after == replace(state, payloads_done=2, stage_s=after.stage_s)
+    assert verify(worker) == after
+
+
+def test_arguments_that_the_transport_does_not_know_are_rejected(worker: MemoryWorker) -> None:
+    worker.staging_receive({"segment": "x"}, share=1.0, begins=True, retain_version=None)
+    state = progress_of(worker)
+    assert state.outcome is Outcome.REJECTED
+    assert state.message.startswith("Invalid update_info for MemoryTransferEngine")
+
+
+def test_each_worker_takes_its_own_of_a_list_of_payloads(checkpoint: Path) -> None:
+    worker = MemoryWorker(checkpoint, index=1)
+    payloads = [{"payload": "for another"}, worker.offer("own", weights(2.0))]
+    worker.staging_receive(payloads, share=1.0, begins=True, retain_version=None)
+    assert progress_of(worker).digest == digest_of(weights(2.0))
+    worker.engine.shutdown()
+
+
+def test_the_share_of_the_device_is_set_with_each_payload(worker: MemoryWorker) -> None:
+    receive(worker, weights(2.0)[:1], share=0.25)
+    assert worker.engine.share == 0.25
+    receive(worker, weights(2.0)[1:], begins=False)
+    assert worker.engine.share == 1.0
+
+
+def test_a_connection_is_reported_when_it_stands(worker: MemoryWorker) -> None:
+    joined = threading.Event()
+    worker.engine.on_connect = lambda: joined.wait(TIMEOUT_S) and None
+    worker.init_weight_transfer_engine({})
+    state = from_wire(ConnectState, worker.staging_connected())
+    assert state == ConnectState(done=False, outcome=Outcome.DONE)
+    joined.set()
+    worker.engine._connecting.result(TIMEOUT_S)
+    state = from_wire(ConnectState, worker.staging_connected())
+    assert state == ConnectState(done=True, outcome=Outcome.DONE)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (TransferFailed("2 of 3 members joined"), Outcome.TRANSFER_FAILED),
+        (OSError("no such host"), Outcome.REPLICA_FAILED),
+    ],
+)
+def test_a_connection_that_fails_is_reported_with_its_reason(
+    worker: MemoryWorker, error: Exception, outcome: Outcome
+) -> None:
+    def fail() -> None:
+        raise error
+
+    worker.engine.on_connect = fail
+    worker.init_weight_transfer_engine({})
+    worker.engine._connecting.exception(TIMEOUT_S)
+    state = from_wire(ConnectState, worker.staging_connected())
+    assert state == ConnectState(done=True, outcome=outcome, message=str(error))
+
+
+def test_progress_is_written_to_the_page_and_erased_by_the_next_update(worker: MemoryWorker) -> None:
+    name, page = ProgressPage.create(2)
+    assert worker.staging_report_to(name)
+    remove_segment(name)
+    assert page.read(0) is None
+    state = receive(worker, weights(2.0))
+    assert page.read(0) == state and page.read(1) is None
+    worker.staging_drop()
+    worker.start_weight_update()
+    assert page.read(0) is None, "the replica would take the former update's report for this one's"
+
+
+def test_a_page_on_another_host_is_refused(worker: MemoryWorker) -> None:
+    name, _ = ProgressPage.create(1)
+    remove_segment(name)
+    assert not worker.staging_report_to(name)
+
+
+def stored(worker: MemoryWorker) -> StoreResult:
+    assert worker.engine.version_writer.wait(TIMEOUT_S)
+    return from_wire(StoreResult, worker.staging_store_state())
+
+
+def test_a_retained_version_is_stored_after_its_commit(worker: MemoryWorker, tmp_path: Path) -> None:
+    assert worker.staging_store_state() is None
+    receive(worker, weights(2.0), retain_version=5)
+    with pytest.raises(ValueError, match="version 5 must be retained to be stored, the retained one is None"):
+        worker.staging_store(5, None, str(tmp_path / "store"), 3)
+    worker.finish_weight_update()
+    worker.staging_store(5, "five", str(tmp_path / "store"), 3)
+    path = tmp_path / "store" / "v00000005"
+    assert stored(worker) == StoreResult(version=5, label="five", path=str(path), problem="")
+    assert {file.name for file in path.iterdir()} == {"config.json", "manifest.json", "model.safetensors"}
+    loaded = load_file(path / "model.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(2.0))
+
+
+def test_the_store_retains_as_many_versions_as_it_is_told_to(worker: MemoryWorker, tmp_path: Path) -> None:
+    for version in (5, 6):
+        receive(worker, weights(version), retain_version=version)
+        worker.finish_weight_update()
+        worker.staging_store(version, None, str(tmp_path / "store"), 1)
+        assert stored(worker).version == version
+    assert [entry.name for entry in (tmp_path / "store").iterdir()] == ["v00000006"]
+
+
+def test_a_forgotten_version_cannot_be_stored(worker: MemoryWorker, tmp_path: Path) -> None:
+    receive(worker, weights(2.0), retain_version=5)
+    worker.finish_weight_update()
+    worker.staging_forget(5)
+    with pytest.raises(ValueError, match="the retained one is None"):
+        worker.staging_store(5, None, str(tmp_path / "store"), 3)
+
+
+def test_only_the_first_worker_of_a_replica_retains_and_stores(checkpoint: Path, tmp_path: Path) -> None:
+    worker = MemoryWorker(checkpoint, index=1)
+    receive(worker, weights(2.0), retain_version=5)
+    worker.finish_weight_update()
+    worker.staging_store(5, None, str(tmp_path / "store"), 3)
+    assert worker.staging_store_state() is None and not (tmp_path / "store").exists()
+    with pytest.raises(ValueError, match="the retained one is None"):
+        worker.engine.retained.committed(5, None)
+    worker.engine.shutdown()
+
+
+def test_host_staging_has_no_load_plans(worker: MemoryWorker) -> None:
+    assert from_wire(LoadPlanSummary, worker.staging_plans()) == LoadPlanSummary(chunks=0, refused=())
+
+
+def test_a_checkpoint_is_loaded_by_the_model_runner(worker: MemoryWorker) -> None:
+    worker.load_checkpoint("/store/v00000005")
+    assert worker.model_runner.loaded_from == "/store/v00000005"
