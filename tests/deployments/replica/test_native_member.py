@@ -1,4 +1,4 @@
-"""The order in which a native update pauses, loads and resumes; partially updated weights are never trusted."""
+"""How a native update pauses, loads and resumes; partially updated weights are never trusted."""
 
 from pathlib import Path
 from types import SimpleNamespace
