@@ -49,6 +49,15 @@ def room_of(module: str) -> str | None:
     return max(found, key=len, default=None)
 
 
+def imports_between_rooms() -> Iterator[tuple[str, str]]:
+    for top in SOURCE:
+        for file in (ROOT / top).rglob("*.py"):
+            room = room_of(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+            for target in map(room_of, imports_of(file)):
+                if room is not None and target is not None and target != room:
+                    yield room, target
+
+
 def contracts(kind: str) -> list[dict[str, list[str]]]:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     return [contract for contract in settings["contracts"] if contract["type"] == kind]
@@ -82,16 +91,16 @@ def test_no_folder_has_more_than_eighteen_modules() -> None:
 
 def test_every_import_between_rooms_is_in_the_table() -> None:
     allowed = rooms()
-    wrong = set()
-    for top in SOURCE:
-        for file in (ROOT / top).rglob("*.py"):
-            module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            room = room_of(module)
-            for imported in imports_of(file):
-                target = room_of(imported)
-                if room is not None and target not in (None, room) and target not in allowed[room]:
-                    wrong.add(f"{module} -> {imported}")
-    assert wrong == set()
+    assert {
+        (room, target) for room, target in imports_between_rooms() if target not in allowed[room]
+    } == set()
+
+
+def test_every_arrow_of_the_table_is_used() -> None:
+    used: dict[str, set[str]] = {room: set() for room in rooms()}
+    for module, imported in imports_between_rooms():
+        used[module].add(imported)
+    assert {room: targets - used[room] for room, targets in rooms().items() if targets - used[room]} == {}
 
 
 def test_every_module_belongs_to_a_room_of_the_table() -> None:
