@@ -1,7 +1,7 @@
 """A trainer process and one engine, without Ray, for the GPU benchmarks.
 
 trainer process                     this process (asyncio)
-vLLM's trainer engine ── client ──► EngineMember ──► AsyncLLM        ours: staged, then a commit
+vLLM's trainer engine ── client ──► StagedMember ──► AsyncLLM        ours: staged, then a commit
                                     AsyncLLM                         native: loaded inside a pause
 """
 
@@ -22,7 +22,6 @@ from deployments.protocol import (
     Commit,
     Connect,
     InFlight,
-    Instruction,
     KvCache,
     Receive,
     Staged,
@@ -46,10 +45,10 @@ class Ours:
     """A replica that runs the instructions of a round: staged while it decodes, then a commit."""
 
     def __init__(self, engine: Any, kv_cache: KvCache = KvCache.KEEP) -> None:
-        from deployments.replica.staged_member import EngineMember
+        from deployments.replica.staged_member import StagedMember
 
         self.engine = engine
-        self._member = EngineMember(engine)
+        self._member = StagedMember(engine)
         self.kv_cache = kv_cache
         self.version = engine.version
         self.times = Times()
@@ -80,8 +79,7 @@ class Ours:
         self.times.live = time.perf_counter()
 
     async def _run(self, body: Body) -> Any:
-        instruction = Instruction(seq=0, body=body, deadline_s=TIMEOUT_S)
-        return await asyncio.wait_for(self._member.execute(instruction), TIMEOUT_S)
+        return await asyncio.wait_for(self._member.execute(body), TIMEOUT_S)
 
 
 class Native:
