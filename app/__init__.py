@@ -1,4 +1,4 @@
-"""What a user deploys and runs: settings, HTTP routes, the command line, jobs, scenarios, layouts.
+"""What a user deploys and runs: settings, routes, a client, the command line, jobs, scenarios, layouts.
 
 Code here decides what runs. How it runs is in `deployments`, how the model learns is in `trainers`;
 neither may import from here. No weights are moved here, and no fleet state is kept here.

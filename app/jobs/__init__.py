@@ -4,7 +4,7 @@ Runs in a job's driver process (`make rl`), or in any Python process that reache
 prompts, rewards, rollouts, a queue that bounds staleness, and a record of its steps.
 
 Not here: losses, optimizers and models (`trainers`, which run in the trainer deployment). A job knows the
-fleet by its HTTP routes alone and imports nothing of `deployments`.
+fleet through `app.client` alone and imports nothing of `deployments`.
 
 Read first: `app.jobs.grpo`.
 """
