@@ -16,9 +16,10 @@ from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
 from deployments.protocol import RoundReport, StoreResult
 from deployments.trainer.addresses import free_port, own_address
-from deployments.trainer.messages import LoadedTrainer, SavedCheckpoint, StoreStatus
+from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.publisher import Publisher
 from deployments.trainer.spec import TrainerSpec
+from deployments.trainer_reports import SavedCheckpoint
 from deployments.weights.store.safetensors_file import write_safetensors
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
@@ -82,7 +83,7 @@ class TrainerWorker:
         """One optimizer step on `{"trajectories": [...]}`, see `trainers.trajectory`.
 
         Raises:
-            InvalidRequest: the batch is not valid: what was expected and what came; nothing has changed.
+            InvalidRequest: the batch is not valid: what was expected and what was received. Nothing changed.
         """
         unknown = sorted(set(body) - {"trajectories"})
         if unknown:

@@ -11,7 +11,7 @@ There are two ways to fill it, chosen at construction by what the model does aft
     layerwise   weights are repacked or quantized (online fp8, MLA, some MoE kernels): vLLM's layerwise
                 reload collects a layer's tensors, processes them and copies the result over the shadow
 
-What cannot be staged: what a layer derives from its weights and keeps outside its parameters and
+What cannot be staged: what a layer derives from its weights and stores outside its parameters and
 buffers (`_k_scale_float` of a calibrated fp8 cache), a draft model, LoRA (it wraps the live modules),
 expert load balancing (it moves experts between ranks), and weights that are offloaded to the host.
 The last three are refused at construction.

@@ -104,7 +104,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
         Raises:
             TransferFailed: a peer is gone, or sent nothing in time.
-            ValueError: the payload is wrong: what was expected and what came.
+            ValueError: the payload is wrong: what was expected and what was received.
         """
 
     def init_transfer_engine(self, init_info: Init) -> None:

@@ -158,7 +158,7 @@ class _Recorder(TorchDispatchMode):
             self._record_copy(args[0], args[1])
         elif func._schema.is_mutable:
             if args[0].numel() and not (func in _CONSTANTS and not self._is_ours(args[0])):
-                self.objection = f"{func} writes something other than a copy"
+                self.objection = f"{func} writes something other than a copy of a received tensor"
         elif any(map(self._is_ours, _tensors_in((args, kwargs)))):
             results = tree_leaves(result)
             if not all(isinstance(leaf, torch.Tensor) and self._is_ours(leaf) for leaf in results):

@@ -33,7 +33,7 @@ class StagingState:
     stage_s: float
     verify_s: float  # on a GPU the time to launch the digests
     outcome: Outcome
-    message: str = ""  # what was expected and what came, when not DONE
+    message: str = ""  # what was expected and what was received, when not DONE
     digest: str = ""  # of the whole version, once it is complete
 
 

@@ -1,4 +1,4 @@
-"""What one update has brought to a worker so far, and the comparison of its digests."""
+"""What arrived of one update at a worker so far, and the comparison of its digests."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class StagedUpdate:
     stage_s: float = 0.0
     verify_s: float = 0.0  # on a GPU the time to launch the digests
     outcome: Outcome = Outcome.DONE
-    message: str = ""  # what was expected and what came, when not DONE
+    message: str = ""  # what was expected and what was received, when not DONE
 
     def report(self) -> StagingState:
         """How far the update is."""

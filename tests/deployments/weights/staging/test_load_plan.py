@@ -97,16 +97,24 @@ def copies_from_elsewhere(model: Model, tensors: Tensors) -> None:
     model.shard.copy_(torch.ones(HEADS, WIDTH // 2))
 
 
-@pytest.mark.parametrize("load", [computes, reads_a_number, adds, copies_from_elsewhere])
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (computes, "aten.mul.Tensor computes from the received tensors"),
+        (reads_a_number, "aten._local_scalar_dense.default computes from the received tensors"),
+        (adds, "aten.add_.Tensor writes something other than a copy of a received tensor"),
+        (copies_from_elsewhere, "aten.copy_.default writes something other than a copy of a received tensor"),
+    ],
+)
 def test_a_loader_that_does_more_than_copy_is_run_in_every_round(
-    chunk: Chunk, load: Callable[[Model, Tensors], None]
+    chunk: Chunk, load: Callable[[Model, Tensors], None], reason: str
 ) -> None:
     plans, model, expected = LoadPlans(), Model(), Model()
     replayed = [one_round(plans, chunk, seed, lambda tensors: load(model, tensors)) for seed in (1, 2)]
     load(expected, version(1))
     load(expected, version(2))
     assert replayed == [False, False]
-    assert plans.refused[chunk]
+    assert plans.refused == {chunk: reason}
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
@@ -139,3 +147,19 @@ def test_a_plan_that_left_parameters_unfilled_is_not_used_again(chunk: Chunk) ->
     plans.refuse({chunk})
     assert not one_round(plans, chunk, 2, model.load)
     assert not one_round(plans, chunk, 3, model.load)
+
+
+def test_chunks_that_are_no_longer_sent_are_forgotten(chunk: Chunk) -> None:
+    plans, model = LoadPlans(), Model()
+    one_round(plans, chunk, 1, model.load)
+    plans.retain_only({chunk})
+    assert len(plans) == 1
+    plans.retain_only(set())
+    assert len(plans) == 0 and not one_round(plans, chunk, 2, model.load)
+
+
+def test_a_plan_is_prepared_again_where_its_memory_was_released(chunk: Chunk) -> None:
+    plans, model = LoadPlans(), Model()
+    one_round(plans, chunk, 1, model.load)
+    plans.release()
+    assert one_round(plans, chunk, 2, model.load)

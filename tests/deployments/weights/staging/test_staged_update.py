@@ -1,4 +1,4 @@
-"""What an update has brought, and what its digests say."""
+"""What arrived of an update, and the comparison of its digests."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ TENSORS = {"a": torch.arange(6.0), "b": torch.ones(3, dtype=torch.bfloat16), "c"
 
 
 def findings_of(names: str, sent: torch.Tensor | None = None, **changed: torch.Tensor) -> ChunkFindings:
-    """One chunk of these tensors. `sent`: the digests that came along; `changed`: what arrived instead."""
+    """One chunk of these tensors. `sent`: their digests as stated; `changed`: what arrived instead."""
     tensors = [TENSORS[name] for name in names]
     return ChunkFindings(
         names=list(names),

@@ -219,7 +219,7 @@ def test_progress_is_written_to_the_page_and_erased_by_the_next_update(worker: M
     assert page.read(0) == state and page.read(1) is None
     worker.staging_drop()
     worker.start_weight_update()
-    assert page.read(0) is None, "the replica would take the former update's report for this one's"
+    assert page.read(0) is None, "the replica would mistake the former report for one of this update"
 
 
 def test_a_page_on_another_host_is_refused(worker: MemoryWorker) -> None:
