@@ -3,7 +3,6 @@
 import json
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from ray.serve.handle import DeploymentHandle
@@ -37,7 +36,7 @@ class FleetRoutes:
             Endpoint("GET", "/fleet", self.fleet),
             Endpoint("GET", "/fleet/rounds", self.rounds),
             Endpoint("GET", "/fleet/events", self.events, media_type="text/event-stream"),
-            Endpoint("POST", "/fleet/rollback", self.rollback, answer=RoundReport),
+            Endpoint("POST", "/fleet/rollback", self.rollback),
             Endpoint("GET", "/metrics", self.metrics, media_type="text/plain"),
         ]
 
@@ -73,7 +72,7 @@ class FleetRoutes:
             raise InvalidRequest(f"Last-Event-ID: expected the number of an event, got {text!r}")
         return StreamingResponse(self._events(int(text)), media_type="text/event-stream")
 
-    async def rollback(self, body: RollbackBody) -> Any:
+    async def rollback(self, body: RollbackBody) -> RoundReport:
         """Publish a stored version again, as an ordinary round.
 
         Raises:
@@ -81,7 +80,8 @@ class FleetRoutes:
         """
         if self._trainer is None:
             raise InvalidRequest("a rollback needs the trainer deployment, and the fleet has none")
-        return await self._trainer.rollback.remote(body.version)
+        report: RoundReport = await self._trainer.rollback.remote(body.version)
+        return report
 
     async def metrics(self) -> Response:
         """The fleet's state in Prometheus' text format."""

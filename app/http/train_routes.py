@@ -8,6 +8,7 @@ from app.http.endpoint import Endpoint
 from app.http.requests import PublishBody, SaveBody, StepBody
 from deployments.errors import InvalidRequest
 from deployments.protocol import RoundReport
+from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
 
 
 class TrainRoutes:
@@ -25,7 +26,7 @@ class TrainRoutes:
         limit = self._max_body_bytes
         return [
             Endpoint("POST", "/train/step", self.step, max_body_bytes=limit),
-            Endpoint("POST", "/train/publish", self.publish, max_body_bytes=limit, answer=RoundReport),
+            Endpoint("POST", "/train/publish", self.publish, max_body_bytes=limit),
             Endpoint("POST", "/train/save", self.save, max_body_bytes=limit),
             Endpoint("GET", "/train/status", self.status),
         ]
@@ -39,31 +40,32 @@ class TrainRoutes:
         metrics: dict[str, Any] = await self._handle().step.remote({"trajectories": body.trajectories})
         return metrics
 
-    async def publish(self, body: PublishBody) -> Any:
+    async def publish(self, body: PublishBody) -> RoundReport:
         """Move the fleet to the trainer's weights; answers the round's report.
 
         Raises:
             InvalidRequest: no trainer.
             RoundAborted: the fleet still serves the old version; try again.
         """
-        return await self._handle().publish.remote(body.label)
+        report: RoundReport = await self._handle().publish.remote(body.label)
+        return report
 
-    async def save(self, body: SaveBody) -> dict[str, Any]:
+    async def save(self, body: SaveBody) -> SavedCheckpoint:
         """Write a Hugging Face checkpoint.
 
         Raises:
             InvalidRequest: no trainer.
         """
-        saved: dict[str, Any] = await self._handle().save.remote(body.path)
+        saved: SavedCheckpoint = await self._handle().save.remote(body.path)
         return saved
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> TrainerStatus:
         """Steps done, the version published last, and what the trainer does now.
 
         Raises:
             InvalidRequest: no trainer.
         """
-        status: dict[str, Any] = await self._handle().status.remote()
+        status: TrainerStatus = await self._handle().status.remote()
         return status
 
     def _handle(self) -> Any:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 import uuid
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -25,6 +26,7 @@ from deployments.replica.gate import Gate
 from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import own_engine
+from deployments.replica_info import ReplicaEndpoint, RoutingStats
 
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
 logger = serve_logger()
@@ -87,15 +89,16 @@ class Replica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What Serve sends to every router when this replica becomes ready."""
-        return {"address": self._server.address, "key": self._front.key}
+        return asdict(ReplicaEndpoint(address=self._server.address, key=self._front.key))
 
     def record_routing_stats(self) -> dict[str, Any]:
         """What Serve sends to every router periodically."""
-        return {
-            "version": self._engine.version,
-            "admitted": self._gate.refusal() is None,
-            "in_flight": self._front.in_flight,
-        }
+        stats = RoutingStats(
+            version=self._engine.version,
+            admitted=self._gate.refusal() is None,
+            in_flight=self._front.in_flight,
+        )
+        return asdict(stats)
 
     def check_health(self) -> None:
         if self._member.fenced is not None:

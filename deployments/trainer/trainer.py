@@ -19,10 +19,10 @@ from deployments.errors import SlipstreamError
 from deployments.logs import serve_logger
 from deployments.protocol import RoundReport
 from deployments.trainer.lost_version import watch
-from deployments.trainer.messages import SavedCheckpoint, TrainerStatus
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 from deployments.trainer.worker_group import WorkerGroup
+from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from trainers.learner import Metrics
 

@@ -9,16 +9,16 @@ from starlette.requests import Request
 from app.http.fleet_routes import FleetRoutes
 from app.http.requests import EventsQuery
 from deployments.errors import InvalidRequest
-from deployments.protocol import Event
+from deployments.protocol import Event, RoundReport
 from tests.app.http.fake_controller import FakeController, Handle, report, status
 from tests.app.http.serving import client
 
 
 class FakeTrainer:
-    async def rollback(self, version: int) -> dict[str, Any]:
+    async def rollback(self, version: int) -> RoundReport:
         if version != 2:
             raise InvalidRequest(f"version: expected one in the store [2], got {version}")
-        return asdict(report(9, 4, "rollback to 2"))
+        return report(9, 4, "rollback to 2")
 
 
 async def test_health_is_503_until_one_replica_serves() -> None:

@@ -1,0 +1,33 @@
+"""What the trainer deployment answers to its callers, beside `RoundReport`: the routes send it as JSON."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deployments.protocol import RoundReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint directory that `save` wrote on the trainer's host."""
+
+    path: str
+    step: int  # optimizer steps done
+    save_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStatus:
+    """What the trainer is doing, and what it has done."""
+
+    step: int  # optimizer steps done
+    version: int  # the newest that this trainer published or resumed from
+    doing: str | None  # step | publish | rollback | save
+    doing_s: float
+    strategy: str
+    world_size: int  # ranks of the trainer
+    transport: str
+    parameters: int  # numbers in the model, over all ranks
+    last_step: Mapping[str, float | int | bool]  # metrics; empty before the first step
+    last_round: RoundReport | None
+    stored_version: int | None  # the newest that this trainer wrote to the store
+    store_problem: str | None  # why the version written last is not in the store
