@@ -14,24 +14,24 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from deployments.errors import TransferFailed
+from deployments.weights.transports.broadcast import BroadcastInfo, BroadcastReceiver, BroadcastSender
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
-from deployments.weights.transports.rendezvous import (
-    BroadcastInfo,
-    BroadcastReceiver,
-    BroadcastSender,
-    MeetingInfo,
-    meet,
-)
+from deployments.weights.transports.rendezvous import RendezvousInfo, rendezvous
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["gloo"].chunk_bytes
 ABORTED = "the transfer group was aborted"
-_SLICE_S = 0.02  # of a wait that an abort from another thread must be able to end
+_SLICE_S = 0.02  # waits are cut into slices, so that an abort from another thread can end them
 
 
 @dataclass
 class GlooTrainerInitInfo(TrainerInitInfo):
-    """`world_size` counts the publisher (rank 0) and every worker of every replica."""
+    """The connection of a trainer rank.
+
+    Attributes:
+        world_size: counts the publisher (rank 0) and every worker of every replica.
+        timeout_s: of the rendezvous and of each broadcast.
+    """
 
     backend: ClassVar[str] = "gloo"
 
@@ -55,74 +55,85 @@ def trainer_init_info(facts: TrainerFacts) -> GlooTrainerInitInfo:
 
 
 class GlooGroup:
-    """A group with a way out of its waits: ProcessGroupGloo's own `abort` does nothing.
+    """A Gloo group whose waits can be aborted: ProcessGroupGloo's own `abort` does nothing.
+
+    Args:
+        check: raises to end the wait for the members; called every few milliseconds.
 
     Raises:
-        TransferFailed: not all members came within `timeout_s`.
+        TransferFailed: not all members joined within `info.timeout_s`.
     """
 
-    def __init__(self, info: MeetingInfo, rank: int, check: Callable[[], None]) -> None:
-        meeting, _ = meet(info, rank, check)
+    def __init__(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> None:
+        store, _ = rendezvous(info, rank, check)
         try:
-            self._group: ProcessGroupGloo | None = form_group(meeting, info, rank)
+            self._group: ProcessGroupGloo | None = create_process_group(store, info, rank)
         except RuntimeError as error:  # torch has no finer class
-            raise TransferFailed(f"the transfer group broke: {str(error).splitlines()[0]}") from error
+            raise _failed(error) from error
 
     def broadcast(self, block: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
         """Send or receive one block (uint8, host memory) from rank 0.
 
         Args:
-            check: raises when nobody will take part; called now and then.
+            check: raises to end the wait; called every few milliseconds.
 
         Raises:
-            TransferFailed: a peer is gone, or did not come within the group's timeout, or `abort` was called.
+            TransferFailed: a peer is gone or exceeded the group's timeout, or `abort` was called.
         """
         group = self._group
         if group is None:
             raise TransferFailed(ABORTED)
-        work = group.broadcast([block], _from_publisher())
+        work = group.broadcast([block], _from_rank_0())
         try:
-            while not _ends_soon(work):
+            while not _wait_slice(work):
                 check()
                 if self._group is None:
                     raise TransferFailed(ABORTED)
         except BaseException:  # whatever ends the wait, the group must outlive its broadcast
             if not work.is_completed():
                 threading.Thread(
-                    target=_outlive, args=(group, work), name="gloo-abandoned", daemon=True
+                    target=_wait_abandoned, args=(group, work), name="gloo-abandoned", daemon=True
                 ).start()
             raise
 
     def abort(self) -> None:
-        """End the wait of the thread that broadcasts. Any thread may call it; the group is gone then."""
+        """End the wait of a broadcast. Any thread may call it; the group cannot be used afterwards."""
         self._group = None
 
 
-def _ends_soon(work: Work) -> bool:
-    """Wait for a slice of time. Raises TransferFailed if the broadcast has failed."""
-    over = work.is_completed()
+def _wait_slice(work: Work) -> bool:
+    """Whether the broadcast ended within a slice of time. Raises TransferFailed if it has failed."""
+    completed = work.is_completed()
     try:
         work.wait(timedelta(seconds=_SLICE_S))
-    except RuntimeError as error:  # the slice's end, or the broadcast's: torch has classes for neither
-        if over:
-            raise TransferFailed(f"the transfer group broke: {str(error).splitlines()[0]}") from error
+    except RuntimeError as error:  # a timeout or a failure of the broadcast: torch has one class for both
+        if completed:
+            raise _failed(error) from error
         return False
     return True
 
 
-def _outlive(group: ProcessGroupGloo, work: Work) -> None:
-    """Keep an abandoned group until Gloo's thread comes out of the broadcast, at the group's timeout: its
-    destructor waits for that thread, and everything else in this process would wait for the destructor."""
+def _failed(error: RuntimeError) -> TransferFailed:
+    return TransferFailed(f"the transfer group failed: {str(error).splitlines()[0]}")
+
+
+def _wait_abandoned(group: ProcessGroupGloo, work: Work) -> None:
+    """Hold an abandoned group until Gloo's thread leaves the broadcast, at the group's timeout.
+
+    The group's destructor waits for that thread, and would block whichever thread runs it.
+    """
     with suppress(RuntimeError):
         work.wait()
 
 
 class GlooWeightTransferEngine(BroadcastReceiver[GlooGroup]):
-    def join(self, info: MeetingInfo, rank: int, check: Callable[[], None]) -> GlooGroup:
+    """The worker's half."""
+
+    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> GlooGroup:
         return GlooGroup(info, rank, check)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
-        group, chunks = self.expected()
+        group, chunks = self.group_and_chunks()
         for chunk in chunks:
             block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
             group.broadcast(block)
@@ -130,9 +141,11 @@ class GlooWeightTransferEngine(BroadcastReceiver[GlooGroup]):
 
 
 class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, GlooGroup]):
+    """The trainer's half."""
+
     init_info_cls = GlooTrainerInitInfo
 
-    def form(self, info: MeetingInfo, check: Callable[[], None]) -> GlooGroup:
+    def open_group(self, info: RendezvousInfo, check: Callable[[], None]) -> GlooGroup:
         return GlooGroup(info, 0, check)
 
     def broadcast(self, check: Callable[[], None]) -> None:
@@ -143,26 +156,31 @@ class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, GlooG
             self.group.broadcast(block, check)
 
 
-def form_group(meeting: PrefixStore, info: MeetingInfo, rank: int) -> ProcessGroupGloo:
+def create_process_group(store: PrefixStore, info: RendezvousInfo, rank: int) -> ProcessGroupGloo:
+    """torch's group over this host's address. All members must have joined the rendezvous.
+
+    Raises:
+        RuntimeError: a member is gone.
+    """
     options: Any = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=info.timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(info.master_address))]
-    return ProcessGroupGloo(meeting, rank, info.world_size, options)
+    return ProcessGroupGloo(store, rank, info.world_size, options)
 
 
-def _from_publisher() -> Any:
+def _from_rank_0() -> Any:
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     return options
 
 
 def _own_address(master_address: str) -> str:
-    """The address of this host that the meeting point can reach.
+    """The address of this host that the rendezvous host can reach.
 
-    Gloo's default is whatever the host name resolves to, which in containers is often nothing.
+    Gloo's default is the address to which the host name resolves, which in containers is often none.
     """
     if ipaddress.ip_address(socket.gethostbyname(master_address)).is_loopback:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master_address, 9))  # no packet is sent
+        probe.connect((master_address, 9))  # sends no packet
         return str(probe.getsockname()[0])

@@ -1,64 +1,54 @@
-"""Transport `ipc`: a trainer rank and the workers on the same GPU. CUDA IPC, opened once.
+"""Transport `ipc`: a trainer rank and the workers on the same GPU. CUDA IPC, opened once per connection.
 
-Each trainer rank has a channel, named by the GPU's UUID: a page of counters in shared memory, and either
-its model's own tensors (`ipc_tensors`) or, where tensors are gathered or cast for the round, two buffers
-into which they are packed. The workers on that GPU open it when they connect and keep it. A round is
-one payload; the chunks pass without a call for each:
+Each trainer rank has a channel, named by the GPU's UUID: a page of counters in shared memory, and either the
+model's own tensors (`ipc_tensors`) or, where tensors are gathered or cast for the round, two buffers into
+which they are packed. The workers on that GPU open it when they connect. A round is one payload; no chunk
+needs a call of its own:
 
-    trainer rank   waits until every worker took chunk i-2, packs chunk i, publishes i
+    trainer rank   waits until every worker has taken chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
-The model's own tensors are published all at once, with their digests, and taken all at once. Every
-wait ends when the other side gives up. (Workers that copied while the trainer still made its digests were
-no faster: both wait for the same memory.)
+The model's own tensors are published all at once, with their digests, and taken all at once. Every wait ends
+when the other side aborts. (Workers that copied while the trainer still computed its digests were not faster:
+both are bound by the same memory.)
 """
 
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
-    WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
 from deployments.errors import TransferFailed
 from deployments.weights.staging.engine import StagedWeightTransferEngine, wait_for
 from deployments.weights.transports.ipc_channel import (
+    ABANDONED,
     BUFFERS,
-    GIVEN_UP,
     PUBLISHED,
     TAKEN,
+    Channel,
+    IpcInitInfo,
+    PackedBuffers,
     Page,
+    ResidentTensors,
     create_page,
-    gathered,
-    gpu_uuid,
-    open_buffer,
     open_page,
-    share_buffer,
 )
+from deployments.weights.transports.ipc_memory import gpu_uuid, open_memory, share_memory
 from deployments.weights.transports.ipc_tensors import OpenedTensors, SharedTensors
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
-from deployments.weights.transports.sender import OnePayloadEngine
-from deployments.weights.wire.chunk_layout import Chunk, DescribedTensors, describe
+from deployments.weights.transports.sender import OnePayloadSender, gather_from_ranks
+from deployments.weights.wire.chunk_layout import Chunk, describe
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 from deployments.weights.wire.shared_memory import remove_orphans, remove_segment
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["ipc"].chunk_bytes
-
-
-@dataclass(kw_only=True)
-class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
-    """The channels by GPU UUID: "page", and "buffers" (two handles) or what `SharedTensors` describes."""
-
-    channels: dict[str, dict[str, Any]]
-    rank_offset: int
-    world_size: int
-    timeout_s: float = DEFAULT_TIMEOUT_S
 
 
 @dataclass
@@ -70,9 +60,11 @@ class IpcUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class IpcTrainerInitInfo(TrainerInitInfo):
-    """`world_size` counts the publisher (rank 0) and every worker of every replica.
+    """The connection of a trainer rank. Several trainer ranks are exactly torch's default process group.
 
-    With several trainer ranks, torch's default process group is exactly those ranks.
+    Attributes:
+        world_size: counts the publisher (rank 0) and every worker of every replica.
+        timeout_s: of every wait for the workers.
     """
 
     backend: ClassVar[str] = "slipstream_ipc"
@@ -93,42 +85,38 @@ def trainer_init_info(facts: TrainerFacts) -> IpcTrainerInitInfo:
 
 
 class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateInfo]):
+    """The worker's half: reads the channel of the trainer rank on its GPU."""
+
     init_info_cls = IpcInitInfo
     update_info_cls = IpcUpdateInfo
 
-    _page: Page | None = None
-    _place = TAKEN
+    _counters: Page | None = None  # `_page` is the base's
+    _slot = TAKEN  # of this worker's counter in the page
     _chunks: tuple[Chunk, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._stop = threading.Event()
+        self._aborted = threading.Event()
         self._buffers: list[torch.Tensor] = []
         self._tensors: OpenedTensors | None = None
         super().__init__(*args, **kwargs)
 
     def connect(self, init_info: IpcInitInfo) -> None:
-        uuid = gpu_uuid(self.device)
-        channel = init_info.channels.get(uuid)
-        if channel is None:
-            raise ValueError(
-                f"this worker is on GPU {uuid}, and the trainer has ranks on {sorted(init_info.channels)}: "
-                "transport 'ipc' needs a trainer rank on the same GPU"
-            )
+        channel = init_info.channel_of(gpu_uuid(self.device))
         self._chunks = init_info.chunks()
         self._close()
-        if "buffers" in channel:
-            self._buffers = [open_buffer(handle, self.device) for handle in channel["buffers"]]
+        if isinstance(channel.memory, PackedBuffers):
+            self._buffers = [open_memory(handle, self.device) for handle in channel.memory.buffers]
         else:
-            self._tensors = OpenedTensors(channel, self.device)
-        self._page = open_page(channel["page"], init_info.timeout_s)
-        self._place = TAKEN + init_info.rank_offset + self.worker_index
-        self._page[self._place] = 0
+            self._tensors = OpenedTensors(channel.memory, self.device)
+        self._counters = open_page(channel.page, init_info.world_size, init_info.timeout_s)
+        self._slot = TAKEN + init_info.rank_offset + self.worker_index
+        self._counters[self._slot] = 0
 
     def receive(self, update_info: IpcUpdateInfo) -> Iterator[ReceivedChunk]:
-        page = self._page
+        page = self._counters
         if page is None:
             raise ValueError("no channel: call init_weight_transfer_engine before update_weights")
-        self._stop.clear()
+        self._aborted.clear()
         start = update_info.round_id << 32
         if self._tensors is None:
             return self._receive_packed(page, self._chunks, start)
@@ -138,9 +126,9 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         self, page: Page, chunks: Sequence[Chunk], start: int, tensors: OpenedTensors
     ) -> Iterator[ReceivedChunk]:
         self._wait_published(page, start + len(chunks))
-        yield from tensors.arrivals(chunks)
+        yield from tensors.received(chunks)
         wait_for(torch.cuda.current_stream().record_event())
-        page[self._place] = start + len(chunks)
+        page[self._slot] = start + len(chunks)
 
     def _receive_packed(self, page: Page, chunks: Sequence[Chunk], start: int) -> Iterator[ReceivedChunk]:
         largest = max((chunk.size_bytes for chunk in chunks), default=0)
@@ -151,75 +139,76 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
             self._wait_published(page, start + index + 1)
             yield packed_chunk(chunk, self._buffers[index % BUFFERS][: chunk.size_bytes])
             copied.append(torch.cuda.current_stream().record_event())
-            if index > 0:  # one behind: this thread queues the next copies while those run
+            if index > 0:  # one behind: this thread queues the next copies while these run
                 wait_for(copied[index - 1])
-                page[self._place] = start + index
+                page[self._slot] = start + index
         if copied:
             wait_for(copied[-1])
-            page[self._place] = start + len(chunks)
+            page[self._slot] = start + len(chunks)
 
     def abort(self) -> None:
-        self._stop.set()
+        self._aborted.set()
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._page = None
+        self._counters = None
         self._close()
 
     def _close(self) -> None:
-        """Give back what the connection has mapped."""
+        """Unmap the memory of the connection."""
         if self._stream is not None:
-            self._stream.synchronize()  # copies out of it may still run
+            self._stream.synchronize()  # copies from it may still run
         self._buffers, self._tensors = [], None
 
     def _wait_published(self, page: Page, count: int) -> None:
         def published() -> bool:
-            if self._stop.is_set():
+            if self._aborted.is_set():
                 raise TransferFailed("the transfer was aborted")
-            if page[GIVEN_UP] == count >> 32 or page[PUBLISHED] >> 32 > count >> 32:
-                raise TransferFailed("the publisher has given this round up")
+            if page[ABANDONED] == count >> 32 or page[PUBLISHED] >> 32 > count >> 32:
+                raise TransferFailed("the publisher has abandoned this round")
             return page[PUBLISHED] >= count
 
         page.wait(published, "the publisher of the weights")
 
 
-class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
-    """On every trainer rank, for its own GPU's channel. Only rank 0 calls the fleet."""
+class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
+    """The trainer's half: on every trainer rank, for its own GPU's channel. Only rank 0 calls the fleet."""
 
     init_info_cls = IpcTrainerInitInfo
 
     _round_id = 0
     _shared: SharedTensors | None = None
     _page: Page | None = None
-    _senders: Page | None = None  # rank 0's: the other ranks learn there that a round is given up
+    _page_of_rank_0: Page | None = None  # on the other ranks: they see there that a round is abandoned
 
     def send_weights(self) -> None:
         self._round_id += 1
         super().send_weights()
 
-    def fits(self) -> bool:
-        self.packer.look()
-        return self._still_there()
+    def is_current(self) -> bool:
+        self.packer.refresh_resident()
+        return self._is_in_place()
 
-    def _still_there(self) -> bool:
-        return self._in_place() is (None if self._shared is None else self._shared.tensors)
+    def _is_in_place(self) -> bool:
+        """Whether the tensors that were shared are still those of the source."""
+        return self._readable() is (None if self._shared is None else self._shared.tensors)
 
-    def _in_place(self) -> list[torch.Tensor] | None:
-        """The tensors that workers on this rank's GPU can read where they are."""
+    def _readable(self) -> list[torch.Tensor] | None:
+        """The tensors that the workers on this rank's GPU can read where they are."""
         tensors = self.packer.in_place
         return tensors if tensors and tensors[0].device == self._device else None
 
     def prepare(self) -> None:
-        if not self._still_there():
+        if not self._is_in_place():
             raise TransferFailed("the model's tensors are not where they were opened: connect again")
         if self._shared is not None:
-            self._shared.look()
+            self._shared.refresh_digests()
 
     def payload(self) -> dict[str, Any]:
-        return {"round_id": self._round_id}
+        return asdict(IpcUpdateInfo(round_id=self._round_id))
 
-    def follow(self) -> None:
-        self.send(None)
+    def join_gathers(self) -> None:
+        self.send(None)  # every rank has a channel of its own, and packing takes part in the gathers
 
     def send(self, receiving: Future[None] | None) -> None:
         page, start, chunks = self._page, self._round_id << 32, self.packer.chunks
@@ -236,70 +225,77 @@ class IpcTrainerWeightTransferEngine(OnePayloadEngine[IpcTrainerInitInfo]):
                 page[PUBLISHED] = start + index + 1
         self._wait_taken(page, start + len(chunks), receiving)
 
-    def give_up(self) -> None:
+    def abandon_round(self) -> None:
         if self._page is not None:
-            self._page[GIVEN_UP] = self._round_id
+            self._page[ABANDONED] = self._round_id
 
     def shutdown(self) -> None:
-        self.give_up()
+        self.abandon_round()
 
     def _wait_taken(self, page: Page, count: int, receiving: Future[None] | None) -> None:
         def taken() -> bool:
-            if all(page[place] >= count for place in self._workers):
+            if all(page[slot] >= count for slot in self._workers):
                 return True
             if receiving is not None and receiving.done():
                 receiving.result()
-                return True  # those who remain have received all of it
-            if self._senders is not None and self._senders[GIVEN_UP] == self._round_id:
-                raise TransferFailed("rank 0 of the trainer has given this round up")
+                return True  # the replicas that remain have received everything
+            if self._page_of_rank_0 is not None and self._page_of_rank_0[ABANDONED] == self._round_id:
+                raise TransferFailed("rank 0 of the trainer has abandoned this round")
             return False
 
         page.wait(taken, f"the workers on GPU {self._uuid}")
 
-    def meet(self, init_info: IpcTrainerInitInfo) -> None:
+    def connect(self, init_info: IpcTrainerInitInfo) -> None:
         if self.is_sender:
             remove_orphans()
-        self._device = device = torch.device("cuda", torch.cuda.current_device())
-        self._uuid = gpu_uuid(device)
-        tensors = self._in_place()
-        if tensors is not None:
-            self._shared = SharedTensors(tensors)
-            memory = self._shared.describe()
-        else:
-            largest = max(chunk.size_bytes for chunk in self.packer.chunks)
-            self._buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-            memory = {"buffers": [share_buffer(block) for block in self._buffers]}
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._uuid = gpu_uuid(self._device)
+        memory = self._share()
         name, self._page = create_page(init_info.world_size, init_info.timeout_s)
         try:
-            self._open_to_workers(init_info, {"page": name, **memory})
+            self._open_to_workers(init_info, Channel(page=name, memory=memory))
         finally:
-            remove_segment(name)  # the mappings stay
+            remove_segment(name)  # the mappings stay valid
         self._workers = self._page.workers()
-        alone = [gpu for gpu, workers in gathered((self._uuid, len(self._workers))) if not workers]
-        if alone:
+        ranks = gather_from_ranks((self._uuid, len(self._workers)))
+        without = [gpu for gpu, workers in ranks if not workers]
+        if without:
             raise ValueError(
-                f"no replica's worker is on GPU {', '.join(alone)}, where a trainer rank is: transport "
+                f"no replica's worker is on GPU {', '.join(without)}, where a trainer rank is: transport "
                 "'ipc' needs one on the GPU of each trainer rank"
             )
 
-    def _open_to_workers(self, init_info: IpcTrainerInitInfo, channel: dict[str, Any]) -> None:
-        channels = {self._uuid: channel}
-        for other in gathered(channels):
-            channels |= other
-        names = gathered(channel["page"])
-        if not self.is_sender:
-            self._senders = open_page(names[0], init_info.timeout_s)
+    def _share(self) -> PackedBuffers | ResidentTensors:
+        tensors = self._readable()
+        if tensors is not None:
+            self._shared = SharedTensors(tensors)
+            return self._shared.describe()
+        largest = max(chunk.size_bytes for chunk in self.packer.chunks)
+        first, second = (torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS))
+        self._buffers = [first, second]
+        return PackedBuffers(buffers=(share_memory(first), share_memory(second)))
+
+    def _open_to_workers(self, init_info: IpcTrainerInitInfo, channel: Channel) -> None:
+        ranks = gather_from_ranks((self._uuid, channel))
         failure: Exception | None = None
         if self.is_sender:
-            agreed = {name: getattr(init_info, name) for name in ("world_size", "chunk_bytes", "timeout_s")}
-            described = describe(self.packer.metadata)
-            info = {"channels": channels, "rank_offset": 1, **agreed, **described}
+            info = IpcInitInfo(
+                channels=dict(ranks),
+                rank_offset=1,
+                world_size=init_info.world_size,
+                chunk_bytes=init_info.chunk_bytes,
+                timeout_s=init_info.timeout_s,
+                **describe(self.packer.metadata),
+            )
             try:
-                self.client.init_weight_transfer_engine(info)
-            except Exception as error:  # the other ranks wait below, and are told
+                self.client.init_weight_transfer_engine(info.to_wire())
+            except Exception as error:  # raised below, after the other ranks have received it
                 failure = error
-        texts = gathered(None if failure is None else f"{type(failure).__name__}: {failure}")
+        else:
+            page = ranks[0][1].page
+            self._page_of_rank_0 = open_page(page, init_info.world_size, init_info.timeout_s)
+        reasons = gather_from_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        if texts[0] is not None:
-            raise TransferFailed(f"the fleet did not connect: {texts[0]}")
+        if reasons[0] is not None:
+            raise TransferFailed(f"rank 0 of the trainer did not connect: {reasons[0]}")

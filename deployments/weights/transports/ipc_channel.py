@@ -1,102 +1,193 @@
-"""The channel of transport `ipc`: two buffers on a GPU and a page of counters, open in two processes.
+"""The channel of transport `ipc`, between a trainer rank and the workers on the same GPU.
 
-A counter is `round << 32 | chunks`, so what a broken round left behind is never taken for the next
-one's. Every wait has a deadline. Handles travel as JSON; no pickle is involved.
+A channel is GPU memory that the trainer rank shares (two buffers, or the model's own tensors) and a page of
+counters in shared memory. `Channel` describes it to the workers in JSON types, once per connection.
 """
 
-import base64
+import mmap
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
 
-import torch
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from deployments.errors import TransferFailed
-from deployments.weights.transports.counters import ABSENT, Counters
+from deployments.weights.transports.ipc_memory import MemoryHandle
+from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
+from deployments.weights.wire.chunk_layout import DescribedTensors
+from deployments.weights.wire.shared_memory import create_mapping, open_mapping
 
 BUFFERS = 2
-PUBLISHED, GIVEN_UP, TAKEN = 0, 1, 2  # places in the page: the last is rank 0's
-_POLL_S = 0.0001  # each look costs the interpreter's lock, for which the thread that decodes waits
+
+
+class TensorLocation(NamedTuple):
+    """Where a tensor is in the storages of `ResidentTensors`."""
+
+    storage: int  # index
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBuffers:
+    """Buffers into which the trainer rank packs chunks, in turn."""
+
+    kind: Literal["buffers"] = "buffers"
+    buffers: tuple[MemoryHandle, MemoryHandle]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentTensors:
+    """The model's own n tensors, and the table of their digests (int64 [n])."""
+
+    kind: Literal["tensors"] = "tensors"
+    storages: tuple[MemoryHandle, ...]
+    tensors: tuple[TensorLocation, ...]
+    digests: MemoryHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """What a worker needs to open the channel of its GPU."""
+
+    page: str  # name of the segment
+    memory: Annotated[PackedBuffers | ResidentTensors, Field(discriminator="kind")]
+
+
+_CHANNELS: TypeAdapter[dict[str, Channel]] = TypeAdapter(dict[str, Channel])
+
+
+def encode_channels(channels: Mapping[str, Channel]) -> JsonValue:
+    """Channels by GPU UUID, in JSON types."""
+    encoded: JsonValue = _CHANNELS.dump_python(dict(channels), mode="json")
+    return encoded
+
+
+def parse_channels(encoded: object) -> dict[str, Channel]:
+    """The inverse of `encode_channels`; channels that are parsed already are returned unchanged.
+
+    Raises:
+        ValueError: something else; names the first wrong field.
+    """
+    try:
+        return _CHANNELS.validate_python(encoded)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(["channels", *map(str, first["loc"])])
+        raise ValueError(f"{path}: {first['msg']}, got {str(first['input'])[:200]}") from None
+
+
+@dataclass(kw_only=True)
+class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
+    """The channels of all trainer ranks, and the tensors of every round.
+
+    Attributes:
+        channels: by GPU UUID.
+        rank_offset: of a replica's first worker.
+        world_size: counts the publisher (rank 0) and every worker of every replica.
+        timeout_s: of every wait for the publisher.
+
+    Raises:
+        ValueError: the channels are not of this form; names the first wrong field.
+    """
+
+    channels: Mapping[str, Channel]
+    rank_offset: int
+    world_size: int
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        self.channels = parse_channels(self.channels)
+
+    def channel_of(self, gpu: str) -> Channel:
+        """The channel of a GPU, by its UUID.
+
+        Raises:
+            ValueError: no trainer rank is on it.
+        """
+        channel = self.channels.get(gpu)
+        if channel is None:
+            raise ValueError(
+                f"this worker is on GPU {gpu}, and the trainer has ranks on {sorted(self.channels)}: "
+                "transport 'ipc' needs a trainer rank on the same GPU"
+            )
+        return channel
+
+    def to_wire(self) -> dict[str, Any]:
+        """The init info in JSON types."""
+        return {**vars(self), "channels": encode_channels(self.channels)}
+
+
+# Slots of a page. From TAKEN on there is one for each rank; that of rank 0 is not used.
+PUBLISHED, ABANDONED, TAKEN = 0, 1, 2
+_ABSENT = -1  # until its writer has opened the page
+_COUNTER_BYTES = 8
+_POLL_S = 0.0001  # each poll takes the interpreter's lock, for which the decoding thread waits
 
 
 class Page:
-    """The counters of one channel, mapped into both processes, and the waits for them."""
+    """The counters of a channel, in shared memory that the trainer rank and its workers map.
 
-    def __init__(self, words: Counters, timeout_s: float) -> None:
-        self._words = words
+    Each counter has one writer. PUBLISHED and TAKEN are `round << 32 | chunks`, so that what an aborted round
+    left is never mistaken for the next round's. ABANDONED is the last round that the publisher gave up.
+
+    Args:
+        timeout_s: of every wait.
+    """
+
+    def __init__(self, mapping: mmap.mmap, timeout_s: float) -> None:
+        self._counters = memoryview(mapping).cast("q")
         self._timeout_s = timeout_s
 
-    def __getitem__(self, place: int) -> int:
-        return self._words[place]
+    def __len__(self) -> int:
+        return len(self._counters)
 
-    def __setitem__(self, place: int, value: int) -> None:
-        self._words[place] = value
+    def __getitem__(self, slot: int) -> int:
+        return self._counters[slot]
+
+    def __setitem__(self, slot: int, value: int) -> None:
+        self._counters[slot] = value
 
     def workers(self) -> list[int]:
-        """The places of the workers that have opened the channel."""
-        return [place for place in range(TAKEN, len(self._words)) if self._words[place] != ABSENT]
+        """The slots of the workers that have opened the channel."""
+        return [slot for slot in range(TAKEN, len(self)) if self[slot] != _ABSENT]
 
-    def wait(self, reached: Callable[[], bool], what: str) -> None:
+    def wait(self, reached: Callable[[], bool], peer: str) -> None:
+        """Poll until `reached`, which may raise to end the wait.
+
+        Raises:
+            TransferFailed: it was not reached within the timeout; names the peer.
+        """
         deadline = time.monotonic() + self._timeout_s
         while not reached():
             if time.monotonic() > deadline:
-                raise TransferFailed(f"{what}: nothing came in {self._timeout_s:g} s")
+                raise TransferFailed(f"{peer}: no progress in {self._timeout_s:g} s")
             time.sleep(_POLL_S)
 
 
 def create_page(world_size: int, timeout_s: float) -> tuple[str, Page]:
-    """A new channel's counters, and the name under which the workers open them."""
-    name, words = Counters.create(TAKEN + world_size)
-    words[PUBLISHED] = 0
-    return name, Page(words, timeout_s)
-
-
-def open_page(name: str, timeout_s: float) -> Page:
-    """Map a channel's counters.
+    """The name and the counters of a new page, whose segment the caller removes.
 
     Raises:
-        ValueError: no such page on this host; names outside our own are refused.
+        OSError: not enough shared memory.
     """
-    return Page(Counters.open(name), timeout_s)
+    name, mapping = create_mapping(_page_bytes(world_size))
+    page = Page(mapping, timeout_s)
+    for slot in range(len(page)):
+        page[slot] = _ABSENT
+    page[PUBLISHED] = 0
+    return name, page
 
 
-def gpu_uuid(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def share_buffer(block: torch.Tensor) -> list[Any]:
-    """What another process needs to open a CUDA buffer, as JSON types."""
-    shared = block.untyped_storage()._share_cuda_()
-    return [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in shared]
-
-
-def open_buffer(handle: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """The buffer (uint8) that `share_buffer` of another process describes.
+def open_page(name: str, world_size: int, timeout_s: float) -> Page:
+    """Map the counters of a channel.
 
     Raises:
-        ValueError: this is not such a handle, or the driver refuses it.
+        ValueError: no such page on this host, a page of another world size, or not a name of ours.
     """
-    try:
-        _, memory, size, offset, counter, counter_offset, event, sync = handle
-        storage = torch.UntypedStorage._new_shared_cuda(
-            device.index,  # the sender's numbering need not be ours
-            base64.b64decode(memory),
-            int(size),
-            int(offset),
-            base64.b64decode(counter),
-            int(counter_offset),
-            base64.b64decode(event),
-            bool(sync),
-        )
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"the CUDA IPC handle cannot be opened: {error}") from error
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return Page(open_mapping(name, mmap.ACCESS_WRITE, _page_bytes(world_size)), timeout_s)
 
 
-def gathered(value: Any) -> list[Any]:
-    """The value of every trainer rank."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
+def _page_bytes(world_size: int) -> int:
+    return _COUNTER_BYTES * (TAKEN + world_size)

@@ -15,14 +15,10 @@ from typing import ClassVar
 import torch
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-from deployments.weights.transports.nccl_communicator import BUFFERS, TransferGroup
+from deployments.weights.transports.broadcast import BroadcastInfo, BroadcastReceiver, BroadcastSender
+from deployments.weights.transports.nccl_communicator import BUFFERS, NcclGroup
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
-from deployments.weights.transports.rendezvous import (
-    BroadcastInfo,
-    BroadcastReceiver,
-    BroadcastSender,
-    MeetingInfo,
-)
+from deployments.weights.transports.rendezvous import RendezvousInfo
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["nccl"].chunk_bytes
@@ -30,7 +26,12 @@ DEFAULT_CHUNK_BYTES = TRANSPORTS["nccl"].chunk_bytes
 
 @dataclass
 class NcclTrainerInitInfo(TrainerInitInfo):
-    """`world_size` counts the publisher (rank 0) and every worker of every replica."""
+    """The connection of a trainer rank.
+
+    Attributes:
+        world_size: counts the publisher (rank 0) and every worker of every replica.
+        timeout_s: of the rendezvous and of each broadcast.
+    """
 
     backend: ClassVar[str] = "slipstream_nccl"
 
@@ -53,17 +54,19 @@ def trainer_init_info(facts: TrainerFacts) -> NcclTrainerInitInfo:
     )
 
 
-class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
-    def join(self, info: MeetingInfo, rank: int, check: Callable[[], None]) -> TransferGroup:
-        return TransferGroup(info, rank, self.device, check)
+class NcclWeightTransferEngine(BroadcastReceiver[NcclGroup]):
+    """The worker's half."""
+
+    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> NcclGroup:
+        return NcclGroup(info, rank, self.device, check)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
-        group, chunks = self.expected()
+        group, chunks = self.group_and_chunks()
         group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
         finished = False
         try:
-            # One ahead, behind the loads of chunk i-1, which had this buffer, on the current stream. But
-            # where staging rests, nothing of it is to run meanwhile.
+            # One broadcast ahead, ordered after the loads of chunk i-1, which used the same buffer, on the
+            # current stream. But where staging pauses between chunks, no broadcast may run in the pause.
             ahead = 1 if self.share == 1.0 else 0
             started = 0
             for index, chunk in enumerate(chunks):
@@ -74,15 +77,17 @@ class NcclWeightTransferEngine(BroadcastReceiver[TransferGroup]):
                 yield packed_chunk(chunk, group.buffer(index, chunk.size_bytes))
             finished = True
         finally:
-            if not finished:  # peers wait in broadcasts that this worker will not take part in
+            if not finished:  # peers wait in broadcasts that this worker will not join
                 self.abort()
 
 
-class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, TransferGroup]):
+class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, NcclGroup]):
+    """The trainer's half."""
+
     init_info_cls = NcclTrainerInitInfo
 
-    def form(self, info: MeetingInfo, check: Callable[[], None]) -> TransferGroup:
-        return TransferGroup(info, 0, torch.device("cuda", torch.cuda.current_device()), check)
+    def open_group(self, info: RendezvousInfo, check: Callable[[], None]) -> NcclGroup:
+        return NcclGroup(info, 0, torch.device("cuda", torch.cuda.current_device()), check)
 
     def broadcast(self, check: Callable[[], None]) -> None:
         group, chunks = self.group, self.packer.chunks
@@ -90,7 +95,7 @@ class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, Trans
         for index, chunk in enumerate(chunks):
             if index >= BUFFERS:
                 group.wait(index - BUFFERS, check)
-            # On the caller's stream: that of the tensors, whose memory may be freed right after.
+            # On the caller's stream, that of the tensors: their memory may be freed right afterwards.
             self.packer.pack(index, group.buffer(index, chunk.size_bytes))
             group.start(index, chunk.size_bytes, check)
         for index in range(max(len(chunks) - BUFFERS, 0), len(chunks)):

@@ -1,8 +1,8 @@
-"""The group of transport `nccl`: a communicator with a stream of its own, and a way out of every wait.
+"""The group of transport `nccl`: a communicator with its own stream, whose waits can all be aborted.
 
-A thread waits for NCCL only by polling, with a deadline, and queues nothing behind a broadcast before it
-has arrived: a dead peer then leaves no stream stuck, and its group is aborted. Members meet on the host
-before each broadcast: a kernel that waits for a peer holds processors of which the model is in need.
+A thread waits for NCCL only by polling, with a deadline, and queues nothing behind a broadcast that has not
+finished: then a dead peer leaves no stream stuck, and the group is aborted. Before each broadcast the members
+synchronize on the host: a kernel blocked on a peer occupies SMs that the model needs.
 """
 
 import ctypes
@@ -21,75 +21,86 @@ from vllm.distributed.utils import StatelessProcessGroup
 from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env
 
 from deployments.errors import TransferFailed
-from deployments.weights.transports.rendezvous import MeetingInfo, meet
+from deployments.weights.transports.rendezvous import RendezvousInfo, rendezvous
 
 BUFFERS = 2
-NEEDED_NCCL = (2, 29, 7)
+MINIMUM_NCCL = (2, 29, 7)
 _POLL_S = 0.0001
-_CALL_S = 0.2
-_STARTED = "started"  # broadcasts, by all members
+_CALL_S = 0.2  # an abort waits this long for a call in progress
+_STARTED = "started"  # key of the number of broadcasts that members have started, over all members
 _WATCH_S = 0.25
 _WARM_UP_BYTES = 4 << 20
 
 
-class TransferGroup:
-    """A communicator with a stream of its own, two buffers, and a way out of a wait.
+class NcclGroup:
+    """A communicator with its own stream and two buffers, whose waits can be aborted.
+
+    Args:
+        check: raises to end the wait for the members; called every few milliseconds.
 
     Raises:
-        ValueError: NCCL is disabled here or at a peer.
-        TransferFailed: a member did not come, or is gone.
+        ValueError: NCCL does not work here or at a peer.
+        TransferFailed: a member did not join, or is gone.
     """
 
-    def __init__(self, info: MeetingInfo, rank: int, device: torch.device, check: Callable[[], None]) -> None:
+    def __init__(
+        self, info: RendezvousInfo, rank: int, device: torch.device, check: Callable[[], None]
+    ) -> None:
         self._timeout_s = info.timeout_s
         self._device = device
         self._world_size = info.world_size
         self._started = 0
-        self._meeting = meet_with_nccl(info, rank, check)
-        self._communicator: PyNcclCommunicator | None = form_communicator(
-            self._meeting, info.world_size, rank, device
+        self._store = rendezvous_with_nccl(info, rank, check)
+        self._communicator: PyNcclCommunicator | None = create_communicator(
+            self._store, info.world_size, rank, device
         )
         self._stream = torch.cuda.Stream(device)
-        # Taken once: an allocation during a broadcast may make the driver wait for all streams.
+        # Allocated once: an allocation during a broadcast may make the driver wait for all streams.
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._done = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._calling = threading.Lock()
-        self._call_ends = math.inf
-        # One thread for all calls: to start one for each would cost as much as the call.
-        threading.Thread(target=_guard, args=(weakref.ref(self),), name="nccl-guard", daemon=True).start()
-        # NCCL connects lazily: with everybody present now, not in the first round with a peer that died.
+        self._call_deadline = math.inf
+        # One watchdog thread for all calls: to start one for each would cost as much as the call.
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="nccl-watchdog", daemon=True).start()
+        # NCCL connects lazily: do it now, when all members are present; in the first round one may be dead.
         self.reserve(_WARM_UP_BYTES)
         self.start(0, _WARM_UP_BYTES)
         self.wait(0)
 
     @property
     def alive(self) -> bool:
+        """Whether the group was not aborted."""
         return self._communicator is not None
 
-    def end_overdue_call(self) -> None:
-        if time.monotonic() > self._call_ends:
+    def abort_overdue_call(self) -> None:
+        """Abort the group if a call into NCCL has exceeded the timeout."""
+        if time.monotonic() > self._call_deadline:
             self.abort()
 
     def reserve(self, size_bytes: int) -> None:
+        """Make the buffers at least this large."""
         if self._buffers[0].numel() < size_bytes:
-            self._buffers = []
+            self._buffers = []  # free the smaller ones first
             self._buffers = [
                 torch.empty(size_bytes, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)
             ]
 
     def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
+        """The buffer of broadcast `index` (uint8 [size_bytes])."""
         return self._buffers[index % BUFFERS][:size_bytes]
 
     def start(self, index: int, size_bytes: int, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for the other members; queue the broadcast of a buffer behind what the current stream has done
-        with it.
+        """Wait for the other members, then queue the broadcast of a buffer, ordered after the current stream.
 
         Args:
-            check: raises when there is nothing to wait for any more.
+            check: raises to end the wait; called every few milliseconds.
+
+        Raises:
+            TransferFailed: a member is gone, or exceeded the timeout, or `abort` was called.
         """
         self._await_peers(check)
-        # NCCL may connect to its peers inside the call and wait there for a dead one: the guard ends that.
-        self._call_ends = time.monotonic() + self._timeout_s
+        # NCCL may connect to its peers inside the call and wait there for a dead one: the watchdog ends that.
+        self._call_deadline = time.monotonic() + self._timeout_s
         try:
             with self._calling:
                 communicator = self._communicator
@@ -99,34 +110,37 @@ class TransferGroup:
                 communicator.broadcast(self.buffer(index, size_bytes), src=0, stream=self._stream)
                 self._done[index % BUFFERS].record(self._stream)
         except RuntimeError as error:  # NCCL_CHECK has no finer class
-            raise TransferFailed(f"the transfer group broke: {error}") from error
+            raise TransferFailed(f"the transfer group failed: {error}") from error
         finally:
-            self._call_ends = math.inf
+            self._call_deadline = math.inf
 
     def wait(self, index: int, check: Callable[[], None] = lambda: None) -> None:
-        """Until the buffer's broadcast is through; the current stream may then use the buffer.
+        """Wait until the buffer's broadcast has finished; then the current stream may use the buffer.
 
         Args:
-            check: raises when there is nothing to wait for any more.
+            check: raises to end the wait; called every few milliseconds.
+
+        Raises:
+            TransferFailed: a member is gone, or exceeded the timeout, or `abort` was called.
         """
         done = self._done[index % BUFFERS]
-        self._until(done.query, check)
+        self._wait_until(done.query, check)
         torch.cuda.current_stream().wait_event(done)
 
     def _await_peers(self, check: Callable[[], None]) -> None:
         self._started += 1
-        # One sum for all broadcasts: nobody counts for the next one before all have counted for this one.
+        # One sum for all broadcasts: no member adds for the next one before all have added for this one.
         needed = self._started * self._world_size
-        if self._count(1) < needed:
-            self._until(lambda: self._count(0) >= needed, check)
+        if self._add_started(1) < needed:
+            self._wait_until(lambda: self._add_started(0) >= needed, check)
 
-    def _count(self, more: int) -> int:
+    def _add_started(self, more: int) -> int:
         try:
-            return self._meeting.add(_STARTED, more)
+            return self._store.add(_STARTED, more)
         except RuntimeError as error:  # torch has no finer class
-            raise TransferFailed(f"the transfer group broke: its meeting point is gone: {error}") from error
+            raise TransferFailed(f"the transfer group failed: its store is unreachable: {error}") from error
 
-    def _until(self, reached: Callable[[], bool], check: Callable[[], None]) -> None:
+    def _wait_until(self, reached: Callable[[], bool], check: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._timeout_s
         while not reached():
             check()
@@ -134,45 +148,56 @@ class TransferGroup:
                 break
             if time.monotonic() > deadline:
                 self.abort()
-                raise TransferFailed(f"the transfer group broke: no progress in {self._timeout_s:g} s")
+                raise TransferFailed(f"the transfer group failed: no progress in {self._timeout_s:g} s")
             time.sleep(_POLL_S)
-        if self._communicator is None:  # an abort also ends the kernel, without the bytes
+        if self._communicator is None:  # an abort also ends the kernel, but without the bytes
             raise TransferFailed("the transfer group was aborted")
 
     def abort(self) -> None:
-        """End every wait, on the device too. Any thread may call it; the group is gone afterwards."""
-        # Not in the middle of a call that is about to return; one that hangs is what an abort is for.
-        alone = self._calling.acquire(timeout=_CALL_S)
+        """End every wait, also on the device. Any thread may call it; the group cannot be used afterwards."""
+        # Do not interrupt a call that is about to return; a call that hangs is what an abort is for.
+        acquired = self._calling.acquire(timeout=_CALL_S)
         try:
             communicator, self._communicator = self._communicator, None
             if communicator is not None:
                 communicator.destroy()  # ncclCommAbort, given up after 5 s
         finally:
-            if alone:
+            if acquired:
                 self._calling.release()
 
 
-def _guard(group: "weakref.ref[TransferGroup]") -> None:
-    while (guarded := group()) is not None and guarded.alive:
-        guarded.end_overdue_call()
-        del guarded  # an owner that forgets the group must not find it kept alive here
+def _watch(group: "weakref.ref[NcclGroup]") -> None:
+    while (watched := group()) is not None and watched.alive:
+        watched.abort_overdue_call()
+        del watched  # this thread must not keep alive a group that its owner has dropped
         time.sleep(_WATCH_S)
 
 
-def meet_with_nccl(info: MeetingInfo, rank: int, check: Callable[[], None]) -> PrefixStore:
-    """`meet`, where every member says whether its NCCL works: one that does not would leave the others in
-    ncclCommInitRank, which has no deadline and cannot be aborted from outside."""
-    meeting, faults = meet(info, rank, check, word=nccl_fault())
-    found = [f"rank {peer}: {fault}" for peer, fault in enumerate(faults) if fault]
+def rendezvous_with_nccl(info: RendezvousInfo, rank: int, check: Callable[[], None]) -> PrefixStore:
+    """`rendezvous`, in which every member reports whether its NCCL works.
+
+    A member without it would leave the others in ncclCommInitRank, which has no deadline and no abort.
+
+    Raises:
+        ValueError: NCCL does not work at a member; names each.
+        TransferFailed: as `rendezvous`.
+    """
+    store, problems = rendezvous(info, rank, check, payload=nccl_problem())
+    found = [f"rank {peer}: {problem}" for peer, problem in enumerate(problems) if problem]
     if found:
         raise ValueError(f"transport 'nccl' does not work; {'; '.join(found)}")
-    return meeting
+    return store
 
 
-def form_communicator(
-    meeting: PrefixStore, world_size: int, rank: int, device: torch.device
+def create_communicator(
+    store: PrefixStore, world_size: int, rank: int, device: torch.device
 ) -> PyNcclCommunicator:
-    group = StatelessProcessGroup(rank=rank, world_size=world_size, store=meeting)
+    """vLLM's communicator. All members must have joined the rendezvous.
+
+    Raises:
+        ValueError: vLLM has disabled it.
+    """
+    group = StatelessProcessGroup(rank=rank, world_size=world_size, store=store)
     with unpinned_nccl_env(), torch.cuda.device(device):
         communicator = PyNcclCommunicator(group, device=device)
     # A disabled communicator's broadcast does nothing and reports success: the fleet would serve garbage.
@@ -181,7 +206,7 @@ def form_communicator(
     return communicator
 
 
-def nccl_fault() -> str:
+def nccl_problem() -> str:
     """Why vLLM's NCCL communicator would disable itself here; empty if it would not."""
     if envs.VLLM_DISABLE_PYNCCL:
         return "VLLM_DISABLE_PYNCCL is set"
@@ -189,10 +214,10 @@ def nccl_fault() -> str:
     try:
         path = find_nccl_library()
         NCCLLibrary(path)
-    except Exception as error:  # the loader's own word, whatever it is
-        needed = ".".join(map(str, NEEDED_NCCL))
+    except Exception as error:  # the loader raises whatever it is; it is reported with the advice
+        minimum = ".".join(map(str, MINIMUM_NCCL))
         return (
-            f"vLLM cannot use {path}, version {_version(path)}: {error}; NCCL {needed} or newer is needed, "
+            f"vLLM cannot use {path}, version {_version(path)}: {error}; NCCL {minimum} or newer is needed, "
             "and VLLM_NCCL_SO_PATH names the library to use"
         )
     return ""

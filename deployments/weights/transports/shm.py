@@ -1,15 +1,15 @@
-"""Transport `shm`: processes of one host, CPU. Named segments of shared memory, one a chunk.
+"""Transport `shm`: processes of one host, CPU. One named segment of shared memory per chunk.
 
-The publisher writes a chunk into a new segment and sends its name; every replica maps the same
-pages, so a version is in host memory once however many replicas there are. A mapping outlives
-the name, so the publisher removes each segment as soon as all replicas have opened it, and a
-publisher that dies leaves nothing that a replica needs.
+The publisher writes a chunk into a new segment and sends its name. Every replica maps the same pages, so a
+version is in host memory once, for any number of replicas. A mapping stays valid after the name is removed:
+the publisher removes each name as soon as all replicas have opened the segment, and if the publisher dies,
+the replicas lose nothing.
 """
 
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
-from deployments.weights.transports.sender import SendingEngine
+from deployments.weights.transports.sender import WeightSender
 from deployments.weights.wire.chunk_layout import Chunk, describe, layout
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 from deployments.weights.wire.shared_memory import (
@@ -32,17 +32,17 @@ from deployments.weights.wire.shared_memory import (
 )
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["shm"].chunk_bytes
-_UNBOUNDED = 1 << 62  # a payload is one chunk, whatever its size
+_UNBOUNDED = 1 << 62  # a payload is one chunk of any size
 
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: a payload carries all that its reader needs."""
+    """Empty: a payload has everything that its receiver needs."""
 
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """One chunk: the segment that holds it, and what lies in it."""
+    """One chunk: the segment that holds it, and its tensors."""
 
     segment: str
     names: list[str]
@@ -52,6 +52,8 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class ShmTrainerInitInfo(TrainerInitInfo):
+    """The connection of a trainer rank."""
+
     backend: ClassVar[str] = "shm"
 
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
@@ -66,6 +68,8 @@ def trainer_init_info(facts: TrainerFacts) -> ShmTrainerInitInfo:
 
 
 class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """The worker's half: maps the segment of each payload."""
+
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
     one_payload = False
@@ -80,19 +84,19 @@ class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateI
         yield packed_chunk(chunks[0], open_segment(update_info.segment, chunks[0].size_bytes))
 
 
-class ShmTrainerWeightTransferEngine(SendingEngine[ShmTrainerInitInfo]):
-    """Sends a source's tensors chunk by chunk; while one is taken in, the next is packed."""
+class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
+    """The trainer's half: one payload per chunk; while the replicas receive one, the next is packed."""
 
     init_info_cls = ShmTrainerInitInfo
 
-    def meet(self, init_info: ShmTrainerInitInfo) -> None:
+    def connect(self, init_info: ShmTrainerInitInfo) -> None:
         if self.is_sender:
             remove_orphans()
             self.client.init_weight_transfer_engine({})
 
     def transfer(self, calls: ThreadPoolExecutor) -> None:
         if not self.is_sender:
-            self.follow()
+            self.join_gathers()
             return
         receiving: Future[None] | None = None
         for index, chunk in enumerate(self.packer.chunks):
@@ -101,17 +105,17 @@ class ShmTrainerWeightTransferEngine(SendingEngine[ShmTrainerInitInfo]):
                 self.packer.pack(index, block)
                 if receiving is not None:
                     receiving.result()
-            except BaseException:  # nobody else knows the segment's name yet
+            except BaseException:  # no other process knows the segment's name yet
                 remove_segment(name)
                 raise
-            receiving = calls.submit(self._hand_over, name, chunk)
+            receiving = calls.submit(self._send_segment, name, chunk)
         if receiving is not None:
             receiving.result()
 
-    def _hand_over(self, segment: str, chunk: Chunk) -> None:
+    def _send_segment(self, segment: str, chunk: Chunk) -> None:
         described = describe([(entry.name, entry.dtype, entry.shape) for entry in chunk.entries])
         try:
-            self.client.update_weights({"segment": segment, **described})
+            self.client.update_weights(asdict(ShmUpdateInfo(segment=segment, **described)))
         finally:
             remove_segment(segment)
 
@@ -120,17 +124,17 @@ def create_segment(size_bytes: int) -> tuple[str, torch.Tensor]:
     """A new named segment, mapped: its name and its bytes (uint8 [size_bytes]).
 
     Raises:
-        OSError: there is no room; the message has the numbers.
+        OSError: not enough shared memory; the message has the sizes.
     """
     name, mapping = create_mapping(size_bytes)
     return name, torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def open_segment(name: str, size_bytes: int) -> torch.Tensor:
-    """Map an existing segment for reading (uint8 [size_bytes]); it stays after its name is gone.
+    """Map a segment for reading (uint8 [size_bytes]); the tensor stays valid after the name is removed.
 
     Raises:
         ValueError: as `open_mapping`.
     """
-    # ACCESS_COPY: torch wants a writable buffer; nothing is written, so no page is copied.
+    # ACCESS_COPY: torch requires a writable buffer; nothing is written, so no page is copied.
     return torch.frombuffer(open_mapping(name, mmap.ACCESS_COPY, size_bytes), dtype=torch.uint8)

@@ -56,9 +56,7 @@ def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.
     try:
         actual = os.fstat(descriptor).st_size
         if size_bytes is not None and actual != size_bytes:
-            raise ValueError(
-                f"segment {name!r} must have {size_bytes} bytes for its tensors, it has {actual}"
-            )
+            raise ValueError(f"segment {name!r} must have {size_bytes} bytes, it has {actual}")
         return mmap.mmap(descriptor, actual, access=access)
     finally:
         os.close(descriptor)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, TransferAborted, SlipstreamError
+from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError, TransferAborted
 from deployments.ledger.members import Task
 from deployments.protocol import InstructionKind, Outcome
 from tests.deployments.ledger.ledger_scene import Scene, report_of

@@ -1,4 +1,4 @@
-"""What the contract tests of the transports share: the transports, a fleet for each, and a publisher."""
+"""What the contract tests share: every transport of the registry, a fleet for each, and a publisher."""
 
 import socket
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
+from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts, trainer_init_info
 from tests.deployments.weights.transports.transport_fleet import (
     Fleet,
     ListSource,
@@ -17,18 +18,24 @@ from tests.deployments.weights.transports.transport_fleet import (
 )
 
 CHUNK_BYTES = 4096
-TIMEOUT_S = 4.0
-PATIENCE_S = 3 * TIMEOUT_S
+PATIENCE_S = 12.0
 
-ON_A_CPU = ["shm", "gloo"]
-ON_GPUS = [
-    pytest.param("slipstream_ipc", marks=pytest.mark.gpu),
-    pytest.param("slipstream_nccl", marks=pytest.mark.gpu),
-]
-WITH_A_PEER = ["gloo", *ON_GPUS]  # these wait for somebody, and must not wait for ever
 
-every_transport = pytest.mark.parametrize("transport", [*ON_A_CPU, *ON_GPUS])
-every_waiting_transport = pytest.mark.parametrize("transport", WITH_A_PEER)
+def _parameters(names: list[str]) -> list[Any]:
+    return [
+        pytest.param(name, marks=pytest.mark.gpu) if TRANSPORTS[name].device == "cuda" else name
+        for name in names
+    ]
+
+
+every_transport = pytest.mark.parametrize("transport", _parameters(list(TRANSPORTS)))
+# The others wait for a peer, and must not wait for ever.
+every_waiting_transport = pytest.mark.parametrize(
+    "transport", _parameters([n for n in TRANSPORTS if n != "shm"])
+)
+every_collective_transport = pytest.mark.parametrize(
+    "transport", _parameters([name for name, transport in TRANSPORTS.items() if transport.collective])
+)
 
 
 def weights(seed: int, device: str = "cpu") -> Tensors:
@@ -45,25 +52,26 @@ def weights(seed: int, device: str = "cpu") -> Tensors:
     return [(name, tensor.to(device)) for name, tensor in tensors]
 
 
-def on_gpu(transport: str) -> bool:
-    return transport.startswith("slipstream")
-
-
 def device_of(transport: str) -> str:
-    return "cuda:0" if on_gpu(transport) else "cpu"
+    return "cuda:0" if TRANSPORTS[transport].device == "cuda" else "cpu"
 
 
-def make_fleet(transport: str, checkpoint: Path, count: int = 2, tear: bool = False) -> Fleet:
-    if not on_gpu(transport):
-        return Fleet([Receiver(transport, str(checkpoint), "cpu", tear) for _ in range(count)])
+def timeout_of(transport: str) -> float:
+    """Of every wait of a connection: enough to form a group on a busy machine."""
+    return 4.0 if TRANSPORTS[transport].device == "cuda" else 2.0
+
+
+def make_fleet(transport: str, checkpoint: Path, count: int = 2, corrupt: bool = False) -> Fleet:
+    if TRANSPORTS[transport].device == "cpu":
+        return Fleet([Receiver(transport, str(checkpoint), "cpu", corrupt) for _ in range(count)])
     gpus = torch.cuda.device_count()
-    if transport == "slipstream_nccl":
+    if transport == "nccl":
         if gpus < 2:
-            pytest.skip(f"NCCL takes one GPU a rank, and there is {gpus}")
-        places = [f"cuda:{1 + index}" for index in range(min(count, gpus - 1))]
+            pytest.skip(f"NCCL needs one GPU per rank, and there is {gpus}")
+        devices = [f"cuda:{1 + index}" for index in range(min(count, gpus - 1))]
     else:
-        places = ["cuda:0"] * count
-    keys = [(transport, str(checkpoint), place, tear, index) for index, place in enumerate(places)]
+        devices = ["cuda:0"] * count
+    keys = [(transport, str(checkpoint), device, corrupt, index) for index, device in enumerate(devices)]
     for key in keys:
         if key not in PROCESSES:
             PROCESSES[key] = ProcessReceiver(*key[:4])
@@ -89,36 +97,43 @@ def kill(receiver: Any) -> None:
         receiver.stop()
 
 
-def init_info(transport: str, fleet: Fleet, world_size: int | None = None) -> TrainerInitInfo:
-    size = 1 + len(fleet.receivers) if world_size is None else world_size
-    common: dict[str, Any] = {"rank": 0, "chunk_bytes": CHUNK_BYTES}
-    if transport != "shm":
-        common |= {"world_size": size, "timeout_s": TIMEOUT_S}
-    if transport in ("gloo", "slipstream_nccl"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            common |= {"master_address": "127.0.0.1", "master_port": probe.getsockname()[1]}
-    match transport:
-        case "shm":
-            from deployments.weights.transports.shm import ShmTrainerInitInfo as Info
-        case "gloo":
-            from deployments.weights.transports.gloo import GlooTrainerInitInfo as Info
-        case "slipstream_ipc":
-            from deployments.weights.transports.ipc import IpcTrainerInitInfo as Info
-        case _:
-            from deployments.weights.transports.nccl import NcclTrainerInitInfo as Info
-    return Info(**common)
+def end_round(transport: str, fleet: Fleet) -> None:
+    """Discard what is staged, as after an aborted round; a group of ranks would not survive that."""
+    if not TRANSPORTS[transport].collective:
+        fleet.drop()
 
 
-def connect(transport: str, fleet: Fleet, source: ListSource) -> TrainerWeightTransferEngine[Any]:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def init_info(
+    transport: str, workers: int, timeout_s: float | None = None, port: int | None = None
+) -> TrainerInitInfo:
+    facts = TrainerFacts(
+        rank=0,
+        workers=workers,
+        address="127.0.0.1",
+        port=free_port() if port is None else port,
+        chunk_bytes=CHUNK_BYTES,
+        timeout_s=timeout_of(transport) if timeout_s is None else timeout_s,
+    )
+    return trainer_init_info(TRANSPORTS[transport].backend, facts)
+
+
+def connect_with(info: TrainerInitInfo, fleet: Fleet, source: ListSource) -> TrainerWeightTransferEngine[Any]:
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
     from deployments.vllm_plugin import register
 
     register()
-    return WeightTransferTrainerFactory.trainer_init(
-        init_info=init_info(transport, fleet), client=fleet, source=source
-    )
+    return WeightTransferTrainerFactory.trainer_init(init_info=info, client=fleet, source=source)
+
+
+def connect(transport: str, fleet: Fleet, source: ListSource) -> TrainerWeightTransferEngine[Any]:
+    return connect_with(init_info(transport, len(fleet.receivers)), fleet, source)
 
 
 def publish(transport: str, fleet: Fleet, source: ListSource) -> None:

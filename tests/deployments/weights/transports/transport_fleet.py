@@ -1,6 +1,6 @@
 """Receivers without a vLLM engine, and the client that drives them as the fleet would.
 
-A receiver is the real transfer engine of a transport with host staging. On a CPU it lives in this
+A receiver is the real transfer engine of a transport with host staging. On a CPU it runs in this
 process; CUDA IPC and NCCL need one process each.
 """
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +21,17 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from deployments.protocol import Outcome
 from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.staging.reports import ConnectState, StagingState
+from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.wire.digest import digests
-from deployments.weights.wire.digest_definition import combined
-from deployments.weights.wire.received_chunk import Arrival
+from deployments.weights.wire.digest_definition import version_digest
+from deployments.weights.wire.received_chunk import ReceivedChunk
 
 DEADLINE_S = 90.0
 POLL_S = 0.002
 
 Tensors = list[tuple[str, torch.Tensor]]
+Engine = StagedWeightTransferEngine[Any, Any]
 
 
 class ListSource(WeightSource):
@@ -55,7 +59,7 @@ class ListSource(WeightSource):
 
 
 class Resident(ListSource):
-    """A source whose tensors stay where they are: no pass is needed.
+    """A source whose tensors stay at their addresses: no pass is needed.
 
     Args:
         declared: in the dtypes that are to be sent.
@@ -75,20 +79,20 @@ class Resident(ListSource):
 
 
 class Receiver:
-    """One worker's transfer engine; what a test asks of it."""
+    """The transfer engine of one worker, and what a test calls of it."""
 
-    def __init__(self, transport: str, directory: str, device: str, tear: bool = False) -> None:
-        self._made_of = (transport, directory, torch.device(device), tear)
-        self.engine = _engine(*self._made_of)
+    def __init__(self, transport: str, directory: str, device: str, corrupt: bool = False) -> None:
+        self._arguments = (transport, directory, torch.device(device), corrupt)
+        self.engine = _engine(*self._arguments)
 
     def reset(self) -> None:
         self.engine.shutdown()
-        self.engine = _engine(*self._made_of)
+        self.engine = _engine(*self._arguments)
 
     def connect(self, info: dict[str, Any]) -> None:
         self.engine.init_transfer_engine(self.engine.parse_init_info(info))
 
-    def connected(self) -> dict[str, Any]:
+    def connected(self) -> ConnectState:
         return self.engine.connected()
 
     def start(self) -> None:
@@ -97,10 +101,10 @@ class Receiver:
     def update(self, info: dict[str, Any]) -> None:
         self.engine.update_weights(info)
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> StagingState:
         return self.engine.progress()
 
-    def verify(self) -> dict[str, Any]:
+    def verify(self) -> StagingState:
         return self.engine.verify()
 
     def drop(self) -> float:
@@ -109,9 +113,9 @@ class Receiver:
         return time.perf_counter() - start
 
     def staged(self) -> str:
-        """The digest of what waits in the staging, computed anew."""
+        """The digest of the staged tensors, computed anew."""
         tensors = self.engine.staging._tensors
-        return combined(list(tensors), digests(list(tensors.values())))
+        return version_digest(list(tensors), digests(list(tensors.values())))
 
     def stop(self) -> None:
         self.engine.shutdown()
@@ -135,8 +139,8 @@ class ProcessReceiver:
             self._pipe.send((name, args))
             if not self._pipe.poll(DEADLINE_S):
                 raise TimeoutError(f"receiver did not answer {name} in {DEADLINE_S:g} s")
-            worked, value = self._pipe.recv()
-        if not worked:
+            succeeded, value = self._pipe.recv()
+        if not succeeded:
             raise RuntimeError(value)
         return value
 
@@ -151,44 +155,48 @@ def _serve(pipe: Connection, *args: Any) -> None:
         name, arguments = pipe.recv()
         try:
             pipe.send((True, getattr(receiver, name)(*arguments)))
-        except Exception as error:  # the test's process judges it
+        except Exception as error:  # raised in the test's process
             pipe.send((False, f"{type(error).__name__}: {error}"))
 
 
 class Rejected(Exception):
-    """A receiver has said that it has no use for what came."""
+    """A receiver has reported another outcome than DONE."""
 
 
 @dataclass
 class Fleet:
-    """vLLM's weight-sync client over a few receivers, each with ranks of its own."""
+    """vLLM's weight-sync client over a few receivers, each with its own rank."""
 
     receivers: list[Any]
     payloads: int = 0
-    offset: int = 1
-    given: dict[str, Any] = field(default_factory=dict)
+    first_rank: int = 1
+    started: threading.Event = field(default_factory=threading.Event)  # an update, on all receivers
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
         for index, receiver in enumerate(self.receivers):
-            own = {"rank_offset": self.offset + index} if "rank_offset" in info else {}
+            own = {"rank_offset": self.first_rank + index} if "rank_offset" in info else {}
             receiver.connect({**info, **own})
-        _until(lambda: [r.connected() for r in self.receivers], lambda state: state["done"])
+        _until(lambda: [r.connected() for r in self.receivers], lambda state: state.done)
 
     def start_weight_update(self) -> None:
         self.payloads = 0
         for receiver in self.receivers:
             receiver.start()
+        self.started.set()
 
     def update_weights(self, info: Any) -> None:
         self.payloads += 1
         for receiver in self.receivers:
             receiver.update(info)
-        _until(lambda: [r.progress() for r in self.receivers], lambda s: s["payloads_done"] >= self.payloads)
+        _until(self.progress, lambda state: state.payloads_done >= self.payloads)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         pass  # nothing is swapped here: there is no model
 
-    def verify(self) -> list[dict[str, Any]]:
+    def progress(self) -> list[StagingState]:
+        return [receiver.progress() for receiver in self.receivers]
+
+    def verify(self) -> list[StagingState]:
         return [receiver.verify() for receiver in self.receivers]
 
     def drop(self) -> None:
@@ -196,13 +204,13 @@ class Fleet:
             receiver.drop()
 
 
-def _until(states: Callable[[], list[dict[str, Any]]], reached: Callable[[dict[str, Any]], bool]) -> None:
+def _until(states: Callable[[], list[Any]], reached: Callable[[Any], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while True:
         now = states()
         for state in now:
-            if state["outcome"] != Outcome.DONE:
-                raise Rejected(state["message"])
+            if state.outcome is not Outcome.DONE:
+                raise Rejected(state.message)
         if all(reached(state) for state in now):
             return
         if time.monotonic() > deadline:
@@ -210,9 +218,7 @@ def _until(states: Callable[[], list[dict[str, Any]]], reached: Callable[[dict[s
         time.sleep(POLL_S)
 
 
-def _engine(
-    transport: str, directory: str, device: torch.device, tear: bool
-) -> StagedWeightTransferEngine[Any, Any]:
+def _engine(transport: str, directory: str, device: torch.device, corrupt: bool) -> Engine:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
         model_config=SimpleNamespace(model=directory),
@@ -220,28 +226,20 @@ def _engine(
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    kind = _engine_class(transport)
-    return (_tearing(kind) if tear else kind)(SimpleNamespace(), config, device, torch.nn.Module())
+    record = TRANSPORTS[transport]
+    kind = getattr(import_module(record.module), record.receiver_class)
+    return (_corrupting(kind) if corrupt else kind)(SimpleNamespace(), config, device, torch.nn.Module())
 
 
-def _engine_class(transport: str) -> type[StagedWeightTransferEngine[Any, Any]]:
-    from importlib import import_module
+def _corrupting(kind: type[Engine]) -> type[Engine]:
+    class Corrupting(kind):  # type: ignore[misc, valid-type]
+        def receive(self, update_info: Any) -> Iterator[ReceivedChunk]:
+            for received in super().receive(update_info):
+                tensors = [tensor.clone() for tensor in received.read()]
+                tensors[-1].view(-1).view(torch.uint8)[0] ^= 1
+                yield replace(received, read=partial(list, tensors))
 
-    from deployments.vllm_plugin import TRANSPORTS
-
-    module, prefix = TRANSPORTS[transport]
-    return getattr(import_module(module), f"{prefix}WeightTransferEngine")
-
-
-def _tearing(kind: type[StagedWeightTransferEngine[Any, Any]]) -> type[StagedWeightTransferEngine[Any, Any]]:
-    class Tearing(kind):  # type: ignore[misc, valid-type]
-        def receive(self, update_info: Any) -> Iterator[Arrival]:
-            for arrival in super().receive(update_info):
-                torn = [tensor.clone() for tensor in arrival.read()]
-                torn[-1].view(-1).view(torch.uint8)[0] ^= 1
-                yield replace(arrival, read=partial(list, torn))
-
-    return Tearing
+    return Corrupting
 
 
 def write_checkpoint(directory: Path, tensors: Tensors) -> None:

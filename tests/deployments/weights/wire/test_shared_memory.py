@@ -35,7 +35,7 @@ def test_a_mapping_stays_valid_after_its_name_is_removed(segment: str) -> None:
 
 
 def test_a_segment_of_another_size_is_refused(segment: str) -> None:
-    expected = f"^segment '{segment}' must have 32 bytes for its tensors, it has 16$"
+    expected = f"^segment '{segment}' must have 32 bytes, it has 16$"
     with pytest.raises(ValueError, match=expected):
         open_mapping(segment, mmap.ACCESS_READ, 32)
 

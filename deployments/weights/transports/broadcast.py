@@ -1,0 +1,178 @@
+"""Both halves of a transport that broadcasts over a group of ranks (`gloo`, `nccl`), except the group itself.
+
+Rank 0 is the publisher; each replica's workers have a range of ranks of their own, assigned by the ledger.
+A group belongs to one membership: a lost peer breaks it for all members, and it is never used again.
+"""
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferUpdateInfo
+
+from deployments.errors import TransferFailed
+from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.transports.rendezvous import RendezvousInfo
+from deployments.weights.transports.sender import OnePayloadSender
+from deployments.weights.wire.chunk_layout import Chunk, describe
+
+
+@dataclass
+class BroadcastInfo(WeightTransferUpdateInfo):
+    """Empty: the tensors were described when the group was formed."""
+
+
+class Abortable(Protocol):
+    """What a group of ranks must offer here."""
+
+    def abort(self) -> None:
+        """End every wait. Any thread may call it; the group cannot be used afterwards."""
+
+
+Group = TypeVar("Group", bound=Abortable)
+Init = TypeVar("Init", bound=TrainerInitInfo)
+
+
+class BroadcastReceiver(StagedWeightTransferEngine[RendezvousInfo, BroadcastInfo], Generic[Group]):
+    """The base of the workers' halves."""
+
+    init_info_cls = RendezvousInfo
+    update_info_cls = BroadcastInfo
+
+    _group: Group | None = None
+    _chunks: tuple[Chunk, ...] = ()
+    _aborted = threading.Event()  # of the present attempt to connect; each has its own
+
+    @abstractmethod
+    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> Group:
+        """Become a member; waits for the others.
+
+        Args:
+            check: raises to end the wait; called every few milliseconds.
+
+        Raises:
+            TransferFailed: a member did not join, or is gone.
+        """
+
+    def init_transfer_engine(self, init_info: RendezvousInfo) -> None:
+        self._aborted.set()
+        # On the engine's thread, where `abort` is called too: it cannot miss a connection that is queued.
+        self._aborted = threading.Event()
+        super().init_transfer_engine(init_info)
+
+    def connect(self, init_info: RendezvousInfo) -> None:
+        aborted = self._aborted
+
+        def check() -> None:
+            if aborted.is_set():
+                raise TransferFailed("the connection was aborted")
+
+        self._leave()
+        self._chunks = init_info.chunks()
+        self._group = self.join_group(init_info, init_info.rank_offset + self.worker_index, check)
+
+    def group_and_chunks(self) -> tuple[Group, tuple[Chunk, ...]]:
+        """The group, and the chunks of every round.
+
+        Raises:
+            ValueError: not connected.
+        """
+        if self._group is None:
+            raise ValueError("no transfer group: call init_weight_transfer_engine before update_weights")
+        return self._group, self._chunks
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self._leave()
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+class BroadcastSender(OnePayloadSender[Init], Generic[Init, Group]):
+    """The base of the trainer's halves."""
+
+    _group: Group | None = None
+
+    @abstractmethod
+    def open_group(self, info: RendezvousInfo, check: Callable[[], None]) -> Group:
+        """Open the rendezvous and become rank 0; waits for the others.
+
+        Args:
+            check: raises to end the wait; called every few milliseconds.
+
+        Raises:
+            TransferFailed: a member did not join, or is gone.
+        """
+
+    @property
+    def group(self) -> Group:
+        """Raises TransferFailed without a connection."""
+        if self._group is None:
+            raise TransferFailed("the transfer group is gone: connect again")
+        return self._group
+
+    def connect(self, init_info: Any) -> None:
+        if not self.is_sender:
+            return
+        info = RendezvousInfo(
+            master_address=init_info.master_address,
+            master_port=init_info.master_port,
+            rank_offset=1,
+            world_size=init_info.world_size,
+            chunk_bytes=init_info.chunk_bytes,
+            timeout_s=init_info.timeout_s,
+            **describe(self.packer.metadata),
+        )
+        calls = ThreadPoolExecutor(max_workers=1)
+        try:
+            connecting = calls.submit(self.client.init_weight_transfer_engine, asdict(info))
+            try:
+                self._group = self.open_group(info, lambda: raise_if_failed(connecting))
+            except TransferFailed:
+                connecting.result()  # the fleet's error names the members that did not join
+                raise
+            connecting.result()
+        finally:
+            calls.shutdown(wait=False)
+
+    def is_current(self) -> bool:
+        return self._group is not None or not self.is_sender
+
+    def send(self, receiving: Future[None] | None) -> None:
+        try:
+            self.broadcast(lambda: raise_if_failed(receiving))
+        except TransferFailed:
+            # Leave the group, so that its other members stop waiting and the call ends: its result names the
+            # replica that is gone, or shows that the others have received everything.
+            self.shutdown()
+
+    @abstractmethod
+    def broadcast(self, check: Callable[[], None]) -> None:
+        """Send all chunks.
+
+        Args:
+            check: raises when nobody receives any more; called every few milliseconds.
+
+        Raises:
+            TransferFailed: a peer is gone.
+        """
+
+    def abandon_round(self) -> None:
+        self.shutdown()  # broadcasts may be queued that no receiver will join
+
+    def shutdown(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+def raise_if_failed(call: Future[None] | None) -> None:
+    """Raise the error of a call to the fleet that has failed: then no receiver waits for the sender."""
+    if call is not None and call.done():
+        call.result()

@@ -1,0 +1,92 @@
+"""Gloo's group: every wait can be ended, long before its timeout."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from deployments.errors import TransferFailed
+from deployments.weights.transports.gloo import ABORTED, GlooGroup
+from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
+
+TIMEOUT_S = 8.0
+AT_ONCE_S = 2.0
+
+
+@pytest.fixture
+def calls() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        yield pool
+
+
+@pytest.fixture
+def groups(calls: ThreadPoolExecutor) -> list[GlooGroup]:
+    info = info_for(3, TIMEOUT_S)
+    return list(calls.map(lambda rank: GlooGroup(info, rank, go_on), range(3)))
+
+
+def block() -> torch.Tensor:
+    return torch.zeros(4 << 20, dtype=torch.uint8)  # larger than the kernel's socket buffers
+
+
+def start_waiting(
+    calls: ThreadPoolExecutor, group: GlooGroup, check: Callable[[], None] = go_on
+) -> Future[None]:
+    """A broadcast that waits for members that do not join it."""
+    waits = threading.Event()
+
+    def checked() -> None:  # called only after the broadcast has not finished for a while
+        waits.set()
+        check()
+
+    future = calls.submit(group.broadcast, block(), checked)
+    assert waits.wait(TIMEOUT_S) and not future.done()
+    return future
+
+
+def assert_ends_at_once(future: Future[None], error: type[Exception], message: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(error, match=message):
+        future.result(TIMEOUT_S)
+    assert time.monotonic() - start < AT_ONCE_S
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_abort_ends_the_wait_for_a_member_that_hangs(
+    calls: ThreadPoolExecutor, groups: list[GlooGroup], rank: int
+) -> None:
+    # Rank 2 hangs when the publisher waits, the publisher when a receiver does.
+    future = start_waiting(calls, groups[rank])
+    groups[rank].abort()
+    assert_ends_at_once(future, TransferFailed, f"^{ABORTED}$")
+    start = time.monotonic()
+    with pytest.raises(TransferFailed, match=f"^{ABORTED}$"):
+        groups[rank].broadcast(block())
+    groups.clear()  # the destructor must not wait for Gloo's own thread, which is still in the broadcast
+    assert time.monotonic() - start < AT_ONCE_S
+
+
+def test_a_publisher_whose_call_has_failed_stops_waiting(
+    calls: ThreadPoolExecutor, groups: list[GlooGroup]
+) -> None:
+    failed = threading.Event()
+
+    def check() -> None:
+        if failed.is_set():
+            raise OSError("the fleet has aborted the round")
+
+    future = start_waiting(calls, groups[0], check)
+    failed.set()
+    assert_ends_at_once(future, OSError, r"^the fleet has aborted the round$")
+
+
+def test_a_member_that_ends_fails_the_broadcast_of_the_others(
+    calls: ThreadPoolExecutor, groups: list[GlooGroup]
+) -> None:
+    future = start_waiting(calls, groups[0])
+    groups[1].abort()
+    groups[2].abort()
+    assert_ends_at_once(future, TransferFailed, r"^the transfer group failed: ")

@@ -1,0 +1,198 @@
+"""The messages and the counters of the channel; CUDA memory itself is in the contract tests."""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.errors import TransferFailed
+from deployments.protocol import json_only
+from deployments.weights.transports.ipc import IpcWeightTransferEngine
+from deployments.weights.transports.ipc_channel import (
+    ABANDONED,
+    PUBLISHED,
+    TAKEN,
+    Channel,
+    IpcInitInfo,
+    PackedBuffers,
+    Page,
+    ResidentTensors,
+    TensorLocation,
+    create_page,
+    encode_channels,
+    open_page,
+    parse_channels,
+)
+from deployments.weights.transports.ipc_memory import MemoryHandle
+from deployments.weights.transports.ipc_tensors import OpenedTensors, check_location
+from deployments.weights.wire.chunk_layout import Entry, describe
+from deployments.weights.wire.shared_memory import remove_segment
+
+
+def handle(size_bytes: int = 4096) -> MemoryHandle:
+    return MemoryHandle(
+        memory="bWVtb3J5",
+        size_bytes=size_bytes,
+        offset_bytes=512,
+        counter="Y291bnRlcg==",
+        counter_offset=3,
+        event="ZXZlbnQ=",
+        sync=True,
+    )
+
+
+PACKED = Channel(page="page-1", memory=PackedBuffers(buffers=(handle(), handle())))
+IN_PLACE = Channel(
+    page="page-2",
+    memory=ResidentTensors(
+        storages=(handle(),), tensors=(TensorLocation(0, 256), TensorLocation(0, 0)), digests=handle(16)
+    ),
+)
+CHANNELS = {"GPU-1": PACKED, "GPU-2": IN_PLACE}
+
+
+def init_info() -> IpcInitInfo:
+    described = describe([("a", torch.bfloat16, (2, 3)), ("b", torch.float32, ())])
+    return IpcInitInfo(channels=CHANNELS, rank_offset=1, world_size=3, chunk_bytes=1 << 20, **described)
+
+
+def test_channels_are_the_same_after_the_wire() -> None:
+    encoded = encode_channels(CHANNELS)
+    assert parse_channels(json.loads(json.dumps(encoded))) == CHANNELS
+    assert parse_channels(CHANNELS) == CHANNELS
+
+
+def test_vllm_parses_the_init_info_that_the_trainer_sends() -> None:
+    sent = init_info().to_wire()
+    json_only(sent, "init_info")
+    engine = object.__new__(IpcWeightTransferEngine)  # parsing needs no model
+    assert engine.parse_init_info(json.loads(json.dumps(sent))) == init_info()
+
+
+def changed(path: tuple[Any, ...], value: object) -> Any:
+    """The encoded channels with one field replaced; `...` removes it."""
+    encoded = json.loads(json.dumps(encode_channels(CHANNELS)))
+    inner = encoded
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return encoded
+
+
+@pytest.mark.parametrize(
+    ("encoded", "message"),
+    [
+        ("x", "channels: Input should be a valid dictionary, got x"),
+        ({"GPU-1": {"page": "p"}}, "channels.GPU-1.memory: Field required, got {'page': 'p'}"),
+        (
+            changed(("GPU-1", "page"), None),
+            "channels.GPU-1.page: Input should be a valid string, got None",
+        ),
+        (
+            changed(("GPU-1", "memory", "kind"), "file"),
+            "channels.GPU-1.memory: Input tag 'file' found using 'kind' does not match any of the expected "
+            "tags: 'buffers', 'tensors', got {'kind': 'file'",
+        ),
+        (
+            changed(("GPU-1", "memory", "buffers", 0, "size_bytes"), "many"),
+            "channels.GPU-1.memory.buffers.buffers.0.size_bytes: Input should be a valid integer, "
+            "unable to parse string as an integer, got many",
+        ),
+        (
+            changed(("GPU-1", "memory", "buffers", 1), ...),
+            "channels.GPU-1.memory.buffers.buffers.1: Field required, got ",
+        ),
+        (
+            changed(("GPU-2", "memory", "tensors", 0), [1]),
+            "channels.GPU-2.memory.tensors.tensors.0.",
+        ),
+    ],
+    ids=["no mapping", "no memory", "page", "kind", "size", "one buffer", "location"],
+)
+def test_another_form_is_refused_with_the_first_wrong_field(encoded: Any, message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        parse_channels(encoded)
+    assert str(raised.value).startswith(message)
+
+
+def test_a_worker_uses_the_channel_of_its_own_gpu() -> None:
+    assert init_info().channel_of("GPU-2") == IN_PLACE
+    expected = (
+        r"^this worker is on GPU GPU-3, and the trainer has ranks on \['GPU-1', 'GPU-2'\]: "
+        r"transport 'ipc' needs a trainer rank on the same GPU$"
+    )
+    with pytest.raises(ValueError, match=expected):
+        init_info().channel_of("GPU-3")
+
+
+@pytest.mark.parametrize("location", [(-1, 0), (1, 0), (0, -1), (0, 4073)])
+def test_a_tensor_outside_of_the_opened_memory_is_refused(location: tuple[int, int]) -> None:
+    entry = Entry(name="w", dtype=torch.float32, shape=(2, 3), offset=0)
+    check_location(TensorLocation(0, 4072), entry, [4096])
+    with pytest.raises(ValueError, match=r"^'w' \(24 bytes\) is outside of the opened memory$"):
+        check_location(TensorLocation(*location), entry, [4096])
+
+
+def test_a_table_of_digests_that_is_too_short_is_refused_before_it_is_opened() -> None:
+    tensors = ResidentTensors(storages=(), tensors=(TensorLocation(0, 0),) * 3, digests=handle(16))
+    with pytest.raises(ValueError, match=r"^the digests of 3 tensors need 24 bytes, got 16$"):
+        OpenedTensors(tensors, torch.device("cpu"))
+
+
+@pytest.fixture
+def page() -> Iterator[tuple[str, Page]]:
+    name, created = create_page(world_size=3, timeout_s=0.2)
+    yield name, created
+    remove_segment(name)
+
+
+def test_workers_are_those_that_have_opened_the_page(page: tuple[str, Page]) -> None:
+    name, ours = page
+    assert len(ours) == TAKEN + 3 and ours.workers() == [] and ours[PUBLISHED] == 0 > ours[ABANDONED]
+    theirs = open_page(name, 3, 0.2)
+    theirs[TAKEN + 2] = 0
+    assert ours.workers() == [TAKEN + 2]
+    ours[PUBLISHED] = 7 << 32 | 1
+    assert theirs[PUBLISHED] == 7 << 32 | 1
+
+
+def test_a_page_outlives_its_name(page: tuple[str, Page]) -> None:
+    name, ours = page
+    theirs = open_page(name, 3, 0.2)
+    remove_segment(name)
+    ours[PUBLISHED] = 5
+    assert theirs[PUBLISHED] == 5
+    with pytest.raises(ValueError, match=rf"^segment '{name}' does not exist on this host$"):
+        open_page(name, 3, 0.2)
+
+
+def test_a_page_of_another_world_size_is_refused(page: tuple[str, Page]) -> None:
+    with pytest.raises(ValueError, match=r"must have 48 bytes, it has 40$"):
+        open_page(page[0], 4, 0.2)
+
+
+def test_a_wait_ends_with_the_peers_progress(page: tuple[str, Page]) -> None:
+    name, _ = page
+    ours, waits = open_page(name, 3, 10.0), threading.Event()
+
+    def published() -> bool:
+        waits.set()
+        return ours[PUBLISHED] == 1
+
+    with ThreadPoolExecutor(max_workers=1) as calls:
+        future = calls.submit(ours.wait, published, "the publisher")
+        assert waits.wait(10.0) and not future.done()
+        open_page(name, 3, 10.0)[PUBLISHED] = 1
+        future.result(10.0)
+
+
+def test_a_wait_without_progress_ends_at_the_timeout_and_names_the_peer(page: tuple[str, Page]) -> None:
+    with pytest.raises(TransferFailed, match=r"^the publisher: no progress in 0\.2 s$"):
+        page[1].wait(lambda: False, "the publisher")

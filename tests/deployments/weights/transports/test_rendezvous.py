@@ -1,0 +1,44 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from deployments.errors import TransferFailed
+from deployments.weights.transports.rendezvous import rendezvous
+from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
+
+
+def test_every_member_receives_the_payload_of_every_other() -> None:
+    info = info_for(3, timeout_s=30.0)
+    with ThreadPoolExecutor(max_workers=3) as calls:
+        joined = list(calls.map(lambda rank: rendezvous(info, rank, go_on, f"rank {rank}"), range(3)))
+    assert [payloads for _, payloads in joined] == [["rank 0", "rank 1", "rank 2"]] * 3
+    joined[2][0].set("key", "value")
+    assert joined[1][0].get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("rank", "problem"), [(0, "not all of them joined"), (1, "rank 0 has not opened the rendezvous")]
+)
+def test_members_that_do_not_join_are_waited_for_until_the_timeout(rank: int, problem: str) -> None:
+    info = info_for(3, timeout_s=0.3)
+    expected = rf"^3 members were expected at 127\.0\.0\.1:{info.master_port} within 0\.3 s: {problem}$"
+    with pytest.raises(TransferFailed, match=expected):
+        rendezvous(info, rank, go_on)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_check_that_raises_ends_the_wait(rank: int) -> None:
+    waits, over = threading.Event(), threading.Event()
+
+    def check() -> None:
+        waits.set()
+        if over.is_set():
+            raise TransferFailed("the connection was aborted")
+
+    with ThreadPoolExecutor(max_workers=1) as calls:
+        future = calls.submit(rendezvous, info_for(3, timeout_s=30.0), rank, check)
+        assert waits.wait(10.0) and not future.done()
+        over.set()
+        with pytest.raises(TransferFailed, match=r"^the connection was aborted$"):
+            future.result(10.0)
