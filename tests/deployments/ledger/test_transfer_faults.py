@@ -1,0 +1,221 @@
+"""A transfer that fails: the round is aborted, to be sent again, and no intact replica is fenced for it."""
+
+import pytest
+
+from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError, TransferAborted
+from deployments.ledger.members import PendingCall
+from deployments.protocol import Body, Connect, Outcome, Receive, Verify
+from tests.deployments.ledger.ledger_scene import Scene, report_of
+
+TRANSFER_FAILED, REPLICA_FAILED = Outcome.TRANSFER_FAILED, Outcome.REPLICA_FAILED
+REJECTED, DONE = Outcome.REJECTED, Outcome.DONE
+GROUP = {"rank_offset": 1}  # what makes a connection a communicator
+SEPARATE: dict[str, int] = {}
+
+
+def scene_with(body: type[Body], outcomes: tuple[Outcome, ...]) -> Scene:
+    scene = Scene(replicas=len(outcomes))
+    for replica, outcome in zip(scene.replicas, outcomes, strict=True):
+        replica.outcomes[body] = outcome
+    return scene
+
+
+def fenced(scene: Scene) -> tuple[int, ...]:
+    return tuple(i for i, each in enumerate(scene.replicas) if each.fenced is not None)
+
+
+@pytest.mark.parametrize("init_info", [GROUP, SEPARATE])
+@pytest.mark.parametrize("body", [Receive, Verify])
+@pytest.mark.parametrize(
+    ("outcomes", "error", "who"),
+    [
+        ((TRANSFER_FAILED, TRANSFER_FAILED), TransferAborted, ()),
+        ((TRANSFER_FAILED, DONE), TransferAborted, ()),
+        ((TRANSFER_FAILED, REPLICA_FAILED), TransferAborted, (1,)),
+        ((TRANSFER_FAILED, REJECTED), InvalidRequest, ()),  # what one has seen and refused, all would
+        ((TRANSFER_FAILED, REJECTED, DONE), TransferAborted, (1,)),
+    ],
+)
+def test_a_receiver_that_lost_its_peers_is_intact(
+    body: type[Body],
+    outcomes: tuple[Outcome, ...],
+    error: type[SlipstreamError],
+    who: tuple[int, ...],
+    init_info: dict[str, int],
+) -> None:
+    scene = scene_with(body, outcomes)
+    scene.connect(init_info)
+    call = scene.send(scene.open()) if body is Receive else scene.close(scene.receive())
+    scene.poll(4)
+    assert type(call.error) is error and fenced(scene) == who
+    assert "r0: transfer_failed here" in call.error.message or error is InvalidRequest
+    for index, replica in enumerate(scene.replicas):
+        assert index in who or (replica.admitted and replica.version == 0 and "drop" in replica.names())
+
+
+def test_after_a_failed_transfer_the_round_can_be_sent_again() -> None:
+    scene = scene_with(Receive, (TRANSFER_FAILED, TRANSFER_FAILED))
+    scene.connect(GROUP)
+    error = sent(scene).error
+    assert isinstance(error, RoundAborted) and error.status == 503
+    assert error.detail["send_again"] is True and "send the round again" in error.message
+    for replica in scene.replicas:
+        replica.outcomes.clear()
+    assert report_of(scene.publish()).version == 1 and fenced(scene) == ()
+
+
+def sent(scene: Scene) -> PendingCall:
+    call = scene.send(scene.open())
+    scene.poll()
+    return call
+
+
+def test_the_others_do_not_wait_for_a_member_of_the_group_that_was_lost() -> None:
+    scene = Scene(replicas=3)
+    scene.connect(GROUP)
+    for replica in scene.replicas:
+        replica.hangs_in.add(Receive)
+    call = sent(scene)
+    assert not call.done
+    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    assert isinstance(call.error, TransferAborted) and "r1: its process is gone" in call.error.message
+    others = [scene.replicas[0], scene.replicas[2]]
+    scene.poll(only=others)
+    assert all("drop" in each.names() and each.admitted for each in others)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "error", "who"),
+    [
+        ((REPLICA_FAILED, None), TransferAborted, (0,)),
+        ((DONE, REPLICA_FAILED, None), TransferAborted, (1,)),
+        ((TRANSFER_FAILED, None), None, ()),
+    ],
+)
+def test_the_others_do_not_wait_for_a_member_that_has_failed_itself(
+    outcomes: tuple[Outcome | None, ...], error: type[SlipstreamError] | None, who: tuple[int, ...]
+) -> None:
+    scene = Scene(replicas=len(outcomes))
+    for replica, outcome in zip(scene.replicas, outcomes, strict=True):
+        if outcome is None:
+            replica.hangs_in.add(Receive)
+        else:
+            replica.outcomes[Receive] = outcome
+    scene.connect(GROUP)
+    call = sent(scene)
+    assert (None if call.error is None else type(call.error)) is error and fenced(scene) == who
+    assert ("drop" in scene.replicas[-1].names()) is (error is not None)
+
+
+def test_a_member_that_was_lost_before_the_first_byte_ends_the_sending_at_once() -> None:
+    scene = Scene(replicas=2)
+    scene.connect(GROUP)
+    round_id = scene.open()
+    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    assert isinstance(scene.send(round_id).error, TransferAborted)
+
+
+def test_a_replica_that_has_received_everything_does_not_need_the_lost_member() -> None:
+    scene = Scene(replicas=2)
+    scene.replicas[1].hangs_in.add(Receive)
+    scene.connect(GROUP)
+    round_id = scene.open()
+    call = scene.send(round_id)
+    scene.poll()
+    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    assert call.done and call.error is None
+    closed = scene.close(round_id)
+    scene.poll(8, only=scene.replicas[:1])
+    assert set(report_of(closed).replicas) == {"r0"}
+
+
+def test_replicas_with_connections_of_their_own_go_on_receiving_without_the_lost_one() -> None:
+    scene = Scene(replicas=2)
+    scene.connect(SEPARATE)
+    for replica in scene.replicas:
+        replica.hangs_in.add(Receive)
+    call = sent(scene)
+    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    assert not call.done
+    scene.replicas[0].hangs_in.clear()
+    scene.poll(2, only=scene.replicas[:1])
+    assert call.done and call.error is None
+
+
+def test_with_too_few_left_the_round_is_not_to_be_sent_again() -> None:
+    scene = Scene(replicas=2, min_replicas=2)
+    scene.connect(GROUP)
+    scene.replicas[0].hangs_in.add(Receive)
+    call = sent(scene)
+    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    assert type(call.error) is RoundAborted and "send_again" not in call.error.detail
+
+
+def test_a_rendezvous_that_a_lost_member_cannot_join_ends_at_once() -> None:
+    scene = Scene(replicas=3)
+    for replica in scene.replicas:
+        replica.hangs_in.add(Connect)
+    call = scene.connect(GROUP)
+    assert not call.done
+    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    assert isinstance(call.error, Conflict) and call.error.detail["connect_again"]
+    assert "r1: its process is gone" in call.error.message
+    others = [scene.replicas[0], scene.replicas[2]]
+    for replica in others:
+        replica.hangs_in.clear()
+    scene.poll(only=others)
+    assert all("drop" in each.names() and each.admitted for each in others)
+    scene.connect(GROUP)
+    round_id = scene.open()
+    scene.send(round_id)
+    scene.poll(only=others)
+    closed = scene.close(round_id)
+    scene.poll(8, only=others)
+    assert set(report_of(closed).replicas) == {"r0", "r2"}
+
+
+def test_replicas_with_connections_of_their_own_go_on_connecting_without_the_lost_one() -> None:
+    scene = Scene(replicas=2)
+    for replica in scene.replicas:
+        replica.hangs_in.add(Connect)
+    call = scene.connect(SEPARATE)
+    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    assert not call.done
+
+
+@pytest.mark.parametrize("lost", ["expired", "taken anew"])
+def test_no_replica_waits_in_a_rendezvous_for_a_publisher_that_is_gone(lost: str) -> None:
+    scene = Scene(replicas=2, lease_s=5.0)
+    for replica in scene.replicas:
+        replica.hangs_in.add(Connect)
+    call = scene.connect(GROUP)
+    if lost == "expired":
+        scene.wait(6.0)
+    else:
+        scene.token = scene.ledger.acquire("trainer", scene.now).token
+    assert isinstance(call.error, Conflict)
+    scene.poll()
+    assert all("drop" in each.names() and each.fenced is None for each in scene.replicas)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "error", "who"),
+    [
+        ((TRANSFER_FAILED, TRANSFER_FAILED), Conflict, ()),
+        ((TRANSFER_FAILED, DONE), Conflict, ()),
+        ((TRANSFER_FAILED, REPLICA_FAILED), Conflict, (1,)),
+        ((TRANSFER_FAILED, REJECTED), Conflict, ()),
+        ((REPLICA_FAILED, REPLICA_FAILED), InvalidRequest, ()),
+    ],
+)
+def test_a_publisher_whose_rendezvous_failed_is_asked_to_connect_again(
+    outcomes: tuple[Outcome, ...], error: type[SlipstreamError], who: tuple[int, ...]
+) -> None:
+    scene = scene_with(Connect, outcomes)
+    call = scene.connect(GROUP)
+    assert type(call.error) is error and fenced(scene) == who
+    assert bool(call.error.detail.get("connect_again")) is (error is Conflict)
+    for replica in scene.replicas:
+        replica.outcomes.clear()
+    scene.poll()
+    assert report_of(scene.publish()).version == 1
