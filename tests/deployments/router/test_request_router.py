@@ -1,0 +1,36 @@
+"""The policy as Serve calls it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from deployments.request_headers import Demand
+from deployments.router.request_router import FleetRequestRouter
+
+
+def replica(name: str, **stats: object) -> Any:
+    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
+
+
+def pending(*args: object) -> Any:
+    return SimpleNamespace(args=list(args), routing_context=SimpleNamespace(should_backoff=False))
+
+
+async def chosen(replicas: list[Any], request: Any) -> list[list[Any]]:
+    router = FleetRequestRouter.__new__(FleetRequestRouter)  # Serve's own state plays no part in a choice
+    return await router.choose_replicas(replicas, request)
+
+
+async def test_the_demand_among_the_arguments_decides() -> None:
+    old = replica("old", version=4, admitted=True, in_flight=0)
+    new = replica("new", version=5, admitted=True, in_flight=9)
+    request = pending("other", Demand(min_version=5))
+    assert await chosen([old, new], request) == [[new], [old]]
+    assert request.routing_context.should_backoff, "Serve must not retry in a busy loop"
+    assert await chosen([old, new], pending()) == [[old, new]]
+    assert await chosen([old, new], None) == [[old, new]]
+
+
+async def test_a_replica_that_has_not_reported_yet_may_be_chosen() -> None:
+    unknown = replica("unknown")
+    fenced = replica("fenced", version=5, admitted=False, in_flight=0)
+    assert await chosen([unknown, fenced], pending(Demand())) == [[unknown]]

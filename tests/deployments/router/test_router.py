@@ -1,0 +1,176 @@
+"""What the router sends to a replica and returns from it, and what it does when that fails.
+
+Replicas are sockets that send canned bytes. The router in front of real replica fronts is tested in
+`tests/deployments/test_router_to_replica.py`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from ray.serve.exceptions import BackPressureError
+
+from deployments.errors import FleetUnavailable
+from deployments.request_headers import Demand
+from deployments.router.router import MAX_REFUSALS, Router, RouterLimits
+
+LIMITS = RouterLimits(
+    max_in_flight=8,
+    max_body_bytes=1000,
+    retry_after_s=2.0,
+    find_replica_timeout_s=10.0,
+    weight_timeout_s=3.5,
+)
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+REASON = b'{"error": {"message": "it sleeps"}}'
+REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nx-slipstream-refused: 1\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(REASON), REASON)
+)
+TRUNCATED = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this"
+NOTHING = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    first_line: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class StubReplica:
+    """A server that reads a request, sends canned bytes and closes the connection."""
+
+    def __init__(self, response: bytes) -> None:
+        self.response = response
+        self.received: list[Received] = []
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first_line, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+        self.received.append(Received(first_line=first_line, headers=headers, body=body))
+        writer.write(self.response)
+        await writer.drain()
+        writer.close()
+
+
+class FakeHandle:
+    """Stands for Serve's handle: chooses the replicas in turn."""
+
+    def __init__(self) -> None:
+        self.metadata: dict[str, dict[str, str]] = {}
+        self.demands: list[Demand] = []
+        self.error: Exception | None = None
+
+    @asynccontextmanager
+    async def choose_replica(self, demand: Demand, *, _reserve: bool) -> AsyncIterator[Any]:
+        self.demands.append(demand)
+        if self.error is not None:
+            raise self.error
+        chosen = list(self.metadata)[(len(self.demands) - 1) % len(self.metadata)]
+        yield SimpleNamespace(replica_id=chosen, replica_metadata=self.metadata[chosen])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    handle: FakeHandle
+    router: Router
+    client: httpx.AsyncClient
+    replicas: list[StubReplica]
+
+
+@asynccontextmanager
+async def scene(*responses: bytes, timeout_s: float = 10.0) -> AsyncIterator[Scene]:
+    handle = FakeHandle()
+    router = Router(handle, replace(LIMITS, find_replica_timeout_s=timeout_s))
+    replicas = [StubReplica(response) for response in responses]
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(router.close)
+        for index, replica in enumerate(replicas):
+            server = await asyncio.start_server(replica.handle, "127.0.0.1", 0)
+            stack.callback(server.close)
+            host, port = server.sockets[0].getsockname()
+            handle.metadata[f"r{index}"] = {"address": f"{host}:{port}", "key": f"key-{index}"}
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=router), base_url="http://fleet")
+        await stack.enter_async_context(client)
+        yield Scene(handle=handle, router=router, client=client, replicas=replicas)
+
+
+async def test_a_request_is_forwarded_as_it_is_without_the_headers_of_its_connection() -> None:
+    async with scene(OK) as fleet:
+        headers = {"x-own": "1", "te": "trailers", "x-slipstream-key": "guess", "expect": "100-continue"}
+        answer = await fleet.client.post("/v1/a%20b?q=%2F", content=b"hello", headers=headers)
+        assert (answer.status_code, answer.text) == (200, "ok")
+        (received,) = fleet.replicas[0].received
+        assert received.first_line == "POST /v1/a%20b?q=%2F HTTP/1.1"
+        assert received.body == b"hello"
+        assert received.headers["x-own"] == "1"
+        assert received.headers["x-slipstream-key"] == "key-0", "the client's guess is replaced"
+        assert received.headers["x-weight-timeout"] == "3.5", "the router's default"
+        assert received.headers["host"] == fleet.handle.metadata["r0"]["address"]
+        assert not {"te", "expect", "connection"} & received.headers.keys()
+
+
+async def test_a_response_keeps_its_own_headers_and_loses_those_of_its_connection() -> None:
+    response = (
+        b"HTTP/1.1 307 Temporary Redirect\r\nlocation: /elsewhere\r\nset-cookie: a=1\r\nset-cookie: b=2\r\n"
+        b"date: today\r\nserver: uvicorn\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+    )
+    async with scene(response) as fleet:
+        answer = await fleet.client.get("/")
+        assert answer.status_code == 307, "not followed by the router"
+        assert answer.headers.multi_items() == [
+            ("location", "/elsewhere"),
+            ("set-cookie", "a=1"),
+            ("set-cookie", "b=2"),
+            ("content-length", "0"),
+        ]
+
+
+@pytest.mark.parametrize("failure", [REFUSAL, TRUNCATED, NOTHING])
+async def test_a_replica_that_fails_before_the_first_byte_is_sent_on_is_replaced(failure: bytes) -> None:
+    async with scene(failure, OK) as fleet:
+        answer = await fleet.client.post("/x", content=b"again")
+        assert (answer.status_code, answer.text) == (200, "ok")
+        assert [each.received[0].body for each in fleet.replicas] == [b"again", b"again"]
+        assert [demand.refused for demand in fleet.handle.demands] == [(), ("r0",)]
+        assert fleet.router.in_flight == 0
+
+
+async def test_the_choice_knows_how_many_requests_are_at_each_replica() -> None:
+    async with scene(REFUSAL, OK) as fleet:
+        await fleet.client.get("/")
+        await fleet.client.get("/")
+        first, second, third, _ = fleet.handle.demands
+        assert (dict(first.in_flight), dict(second.in_flight)) == ({}, {"r0": 0})
+        assert dict(third.in_flight) == {"r0": 0, "r1": 0}
+
+
+async def test_when_every_replica_refuses_the_last_reason_is_in_the_answer() -> None:
+    async with scene(REFUSAL, timeout_s=0.2) as fleet:
+        with pytest.raises(FleetUnavailable, match=r"within 0\.2 s: it sleeps$") as raised:
+            await fleet.client.get("/")
+        assert raised.value.detail == {"retry_after_s": 2.0}
+        assert fleet.router.in_flight == 0
+
+
+async def test_a_request_remembers_the_last_refusals_only() -> None:
+    async with scene(*[REFUSAL] * (MAX_REFUSALS + 1), OK) as fleet:
+        assert (await fleet.client.get("/")).text == "ok"
+        last = fleet.handle.demands[-1].refused
+        assert last == tuple(f"r{index}" for index in range(1, MAX_REFUSALS + 1))
+
+
+async def test_back_pressure_of_serve_is_a_reason_to_try_again() -> None:
+    async with scene(OK, timeout_s=0.1) as fleet:
+        fleet.handle.error = BackPressureError(num_queued_requests=5, max_queued_requests=5)
+        with pytest.raises(FleetUnavailable, match=r"within 0\.1 s: BackPressureError: "):
+            await fleet.client.get("/")
+        fleet.handle.error = None
+        assert (await fleet.client.get("/")).text == "ok"
