@@ -257,8 +257,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         finally:
             remove_segment(name)  # the mappings stay valid
         self._workers = self._page.workers()
-        ranks = gather_from_ranks((self._uuid, len(self._workers)))
-        without = [gpu for gpu, workers in ranks if not workers]
+        without = [gpu for gpu, count in gather_from_ranks((self._uuid, len(self._workers))) if not count]
         if without:
             raise ValueError(
                 f"no replica's worker is on GPU {', '.join(without)}, where a trainer rank is: transport "
@@ -271,9 +270,9 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
             self._shared = SharedTensors(tensors)
             return self._shared.describe()
         largest = max(chunk.size_bytes for chunk in self.packer.chunks)
-        first, second = (torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS))
-        self._buffers = [first, second]
-        return PackedBuffers(buffers=(share_memory(first), share_memory(second)))
+        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
+        first, second = map(share_memory, self._buffers)
+        return PackedBuffers(buffers=(first, second))
 
     def _open_to_workers(self, init_info: IpcTrainerInitInfo, channel: Channel) -> None:
         ranks = gather_from_ranks((self._uuid, channel))

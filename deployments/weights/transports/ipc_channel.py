@@ -130,7 +130,8 @@ class Page:
     """The counters of a channel, in shared memory that the trainer rank and its workers map.
 
     Each counter has one writer. PUBLISHED and TAKEN are `round << 32 | chunks`, so that what an aborted round
-    left is never mistaken for the next round's. ABANDONED is the last round that the publisher gave up.
+    left is never mistaken for the next round's. ABANDONED is the last round that the
+    publisher abandoned.
 
     Args:
         timeout_s: of every wait.

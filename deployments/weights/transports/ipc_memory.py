@@ -25,7 +25,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def share_memory(tensor: torch.Tensor) -> MemoryHandle:
-    """The handle of the whole storage of a CUDA tensor, which must outlive its users."""
+    """The handle of a CUDA tensor's storage, which must outlive its users."""
     # The first part is this process's index of the device.
     _, memory, size, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
     return MemoryHandle(

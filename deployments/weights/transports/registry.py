@@ -14,7 +14,7 @@ To connect a trainer, over any transport and over vLLM's own engines:
     info = trainer_init_info(backend(transport, staging), facts)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
-`address` and `port` are used by transports with `collective`; others ignore them. `largest_tensor_bytes` is
+`address` and `port` are used by transports with `rendezvous`; others ignore them. `largest_tensor_bytes` is
 used by vLLM's own `ipc` engine alone. vLLM's own engines are built in `native.py`.
 """
 
@@ -51,7 +51,7 @@ class Transport:
     device: Literal["cpu", "cuda"]
     native: bool  # vLLM has an engine of this `name`, chosen with `staging: none`
     same_gpu: SameGpu
-    collective: bool  # all members form one group of ranks at an address, and a lost member breaks it
+    rendezvous: bool  # all members form one group of ranks at an address, and a lost member breaks it
     chunk_bytes: int  # default
     staging_share: float  # default share of the GPU's time that staging may take while requests run
     module: str
@@ -76,7 +76,7 @@ _ALL = (
         device="cpu",
         native=False,
         same_gpu=SameGpu.NO_GPU,
-        collective=False,
+        rendezvous=False,
         chunk_bytes=64 << 20,
         staging_share=1.0,
         module=f"{_PACKAGE}.shm",
@@ -88,7 +88,7 @@ _ALL = (
         device="cpu",
         native=False,
         same_gpu=SameGpu.NO_GPU,
-        collective=True,
+        rendezvous=True,
         chunk_bytes=64 << 20,
         staging_share=1.0,
         module=f"{_PACKAGE}.gloo",
@@ -100,7 +100,7 @@ _ALL = (
         device="cuda",
         native=True,
         same_gpu=SameGpu.REQUIRED,
-        collective=False,
+        rendezvous=False,
         chunk_bytes=1 << 30,
         staging_share=0.1,
         module=f"{_PACKAGE}.ipc",
@@ -112,7 +112,7 @@ _ALL = (
         device="cuda",
         native=True,
         same_gpu=SameGpu.IMPOSSIBLE,
-        collective=True,
+        rendezvous=True,
         chunk_bytes=512 << 20,
         staging_share=0.25,
         module=f"{_PACKAGE}.nccl",

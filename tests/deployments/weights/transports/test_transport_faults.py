@@ -16,7 +16,7 @@ from tests.deployments.weights.transports.transport_contract import (
     connect,
     connect_with,
     device_of,
-    every_collective_transport,
+    every_group_transport,
     every_waiting_transport,
     free_port,
     init_info,
@@ -119,7 +119,7 @@ def test_a_dead_receiver_ends_the_round_within_the_timeout_and_the_others_go_on(
         stop(receiver)
 
 
-@every_collective_transport
+@every_group_transport
 def test_a_member_that_does_not_join_ends_the_rendezvous_at_the_timeout(transport: str, fleet: Fleet) -> None:
     members = 2 + len(fleet.receivers)
     info = init_info(transport, members - 1, timeout_s=0.5)
@@ -128,7 +128,7 @@ def test_a_member_that_does_not_join_ends_the_rendezvous_at_the_timeout(transpor
         connect_with(info, fleet, ListSource(weights(1, device_of(transport))))
 
 
-@every_collective_transport
+@every_group_transport
 def test_an_aborted_rendezvous_ends_at_once_on_both_sides(transport: str, fleet: Fleet) -> None:
     workers, port = len(fleet.receivers), free_port()
     info = init_info(transport, workers + 1, timeout_s=90.0, port=port)

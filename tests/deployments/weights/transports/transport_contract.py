@@ -33,8 +33,8 @@ every_transport = pytest.mark.parametrize("transport", _parameters(list(TRANSPOR
 every_waiting_transport = pytest.mark.parametrize(
     "transport", _parameters([n for n in TRANSPORTS if n != "shm"])
 )
-every_collective_transport = pytest.mark.parametrize(
-    "transport", _parameters([name for name, transport in TRANSPORTS.items() if transport.collective])
+every_group_transport = pytest.mark.parametrize(
+    "transport", _parameters([name for name, transport in TRANSPORTS.items() if transport.rendezvous])
 )
 
 
@@ -99,7 +99,7 @@ def kill(receiver: Any) -> None:
 
 def end_round(transport: str, fleet: Fleet) -> None:
     """Discard what is staged, as after an aborted round; a group of ranks would not survive that."""
-    if not TRANSPORTS[transport].collective:
+    if not TRANSPORTS[transport].rendezvous:
         fleet.drop()
 
 
