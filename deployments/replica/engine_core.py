@@ -1,12 +1,12 @@
 """The commit inside vLLM's engine core, between two decoding steps.
 
-A utility beside vLLM's own ones (`pause_scheduler`, `collective_rpc`, ...), because put together from
-those a commit leaves the device idle: `pause_scheduler` answers only when the device is idle, and each
-further call is a message to the core and one back.
+A utility beside vLLM's own (`pause_scheduler`, `collective_rpc`, ...). A commit composed of those leaves the
+device idle: `pause_scheduler` answers only when the device is idle, and each further call is a message to
+the core and one back.
 
-    asked for       no further step is scheduled; the swap is queued behind the step in flight
+    called          no further step is scheduled; the swap is queued behind the step in flight
     core is idle    the step's tokens are out, labelled with the old version: caches are reset, the new
-                    version is set, and the scheduler goes on while the device still copies
+                    version is set, and the scheduler resumes while the device still copies
 """
 
 import sys
@@ -25,10 +25,10 @@ def install() -> None:
 
 
 def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[float] | float":
-    """Make the staged version the live one; the seconds for which the workers' swap took the core.
+    """Make the staged version the live one. Returns the seconds that the workers' swap took.
 
-    For an engine without data-parallel ranks: those step on until all of them are idle, and a step of one
-    uses experts of the others.
+    Not for an engine with data-parallel ranks: those step until all of them are idle, and a step of one uses
+    experts of the others.
 
     Args:
         core: vLLM's `EngineCoreProc`.
@@ -40,7 +40,7 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
 
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     begin = time.perf_counter()
-    # Workers do what they are asked in order: this comes behind the step in flight, and nothing before it.
+    # Workers carry calls out in order: this one comes directly behind the step in flight.
     core.model_executor.collective_rpc("finish_weight_update")
     swap_s = time.perf_counter() - begin
 
@@ -61,9 +61,9 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
     def when_idle(core: Any) -> None:
         try:
             done.set_result(finish(core))
-        except Exception as error:  # it is the caller's to judge
+        except Exception as error:  # the caller decides
             done.set_exception(error)
-        # The core waits for a message now, and does not look whether there is work again.
+        # The core waits for a message now, and would not notice that there is work again.
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     core._idle_state_callbacks.append(when_idle)

@@ -1,8 +1,8 @@
 """The replica's own HTTP server, which only the fleet's routers talk to.
 
-Serve chooses the replica; the bytes do not travel through Ray: a streamed token would cost two
-messages between actors, a millisecond of processor time. A router reaches the server at the address,
-and with the key, that the replica has published as its metadata.
+Serve chooses the replica; the bytes do not pass through Ray: each streamed token would cost two messages
+between actors, a millisecond of processor time. A router reaches the server at the address, and with the
+key, that the replica publishes as its metadata.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from deployments.errors import InvalidRequest, ReplicaUnavailable, SlipstreamErr
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 from deployments.request_headers import KEY_HEADER, REFUSED_HEADER, Demand, demand_of
 
-KEEP_ALIVE_S = 75  # longer than the router keeps a connection, so that it never meets a closed one
+KEEP_ALIVE_S = 75  # longer than the router reuses a connection, so that it never uses a closed one
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -34,7 +34,7 @@ class ReplicaFront:
 
     Args:
         app: vLLM's application.
-        replica_id: tells a client who has answered.
+        replica_id: the answer's `x-slipstream-replica`.
         gate: returns when a request with this demand may be answered; raises SlipstreamError.
         refusal: why nothing may be answered now; None if it may.
         version: that of the engine's weights.
@@ -61,7 +61,7 @@ class ReplicaFront:
         assert scope["type"] == "http"
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(KEY_HEADER, b""), self.key.encode()):
-            return await _say(send, InvalidRequest("this port is for the fleet's routers"))
+            return await _send_error(send, InvalidRequest("this port is for the fleet's routers"))
         self.in_flight += 1
         try:
             await self._gate(
@@ -70,7 +70,7 @@ class ReplicaFront:
             answer = _Answer(send, SpanRecorder(self._version()), self._replica_id, self._refused)
             await answer.run(self._app, scope, receive)
         except SlipstreamError as error:
-            await _say(send, error)
+            await _send_error(send, error)
         finally:
             self.in_flight -= 1
 
@@ -80,7 +80,7 @@ class ReplicaFront:
 
 
 class _Answer:
-    """One answer on its way out: gains versions and, if the engine is what failed, becomes a refusal."""
+    """One answer: versions are added, and it becomes a refusal if the engine failed."""
 
     def __init__(
         self,
@@ -94,34 +94,34 @@ class _Answer:
         self._annotate = StreamAnnotator(recorder)
         self._replica_id = replica_id
         self._refused = refused
-        self._start: Message | None = None  # held back until the first piece of the body
+        self._start: Message | None = None  # held back until the first part of the body
         self._begun = False
         self._is_json = self._is_stream = False
-        self._instead: ReplicaUnavailable | None = None  # of the engine's own word
+        self._replacement: ReplicaUnavailable | None = None  # of the engine's own answer
         self._body = bytearray()  # of a JSON answer
 
     async def run(self, app: App, scope: Message, receive: Receive) -> None:
         RECORDER.set(self._recorder)
         try:
-            await app(scope, receive, self._take)
-        except Exception as error:  # whatever broke in vLLM's application, another replica may be sound
+            await app(scope, receive, self._on_message)
+        except Exception as error:  # whatever failed in vLLM's application, another replica may be intact
             if self._begun:
-                raise  # the connection is closed, and the router tells the client
+                raise  # the connection is closed, and the router reports it to the client
             refusal = ReplicaUnavailable(f"replica {self._replica_id} failed: {error}")
-            raise self._instead or self._refused() or refusal from error
-        if self._instead is not None:
-            raise self._instead
+            raise self._replacement or self._refused() or refusal from error
+        if self._replacement is not None:
+            raise self._replacement
 
-    async def _take(self, message: Message) -> None:
+    async def _on_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if message["status"] >= 500:  # so vLLM answers when its engine has died
-                self._instead = self._refused()
+            if message["status"] >= 500:  # vLLM's answer when its engine is dead
+                self._replacement = self._refused()
             self._start = message
             content_type = _content_type(message["headers"])
             self._is_json = content_type.startswith(b"application/json")
             self._is_stream = content_type.startswith(b"text/event-stream")
             return
-        if self._instead is not None:
+        if self._replacement is not None:
             return
         piece, more = message.get("body", b""), message.get("more_body", False)
         if self._is_json:
@@ -162,12 +162,12 @@ class ReplicaServer:
         config = uvicorn.Config(
             app,
             log_config=None,
-            log_level="critical",  # what goes wrong is told to the router, and by it
+            log_level="critical",  # faults are reported by the router
             access_log=False,
             lifespan="off",  # the engine's own is entered where it starts
             timeout_keep_alive=KEEP_ALIVE_S,
         )
-        self._server = _Quiet(config)
+        self._server = _WithoutSignals(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
@@ -176,17 +176,17 @@ class ReplicaServer:
         await self._task
 
 
-class _Quiet(uvicorn.Server):
+class _WithoutSignals(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        yield  # signals are the Serve replica's
+        yield  # the Serve replica handles signals
 
 
 def _content_type(headers: Headers) -> bytes:
     return next((value for name, value in headers if name.lower() == b"content-type"), b"")
 
 
-async def _say(send: Send, error: SlipstreamError) -> None:
+async def _send_error(send: Send, error: SlipstreamError) -> None:
     body = json.dumps(error.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if isinstance(error, ReplicaUnavailable):

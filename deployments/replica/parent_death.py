@@ -1,7 +1,7 @@
 """An engine's processes end with the replica that started them, however it ended.
 
-vLLM's engine core does not notice that its front was killed: it would hold its memory, and on a GPU
-the device, for good.
+vLLM's engine core does not notice that its front end was killed: it would hold its memory, and the GPU,
+forever.
 """
 
 import ctypes
@@ -28,5 +28,5 @@ def follow_owner() -> None:
     if OWNER not in os.environ or parent is None or parent.pid is None:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before we asked to be told
+    if os.getppid() != parent.pid:  # it died before the signal was requested
         os._exit(1)

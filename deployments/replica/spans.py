@@ -1,8 +1,8 @@
 """Which version produced which token: read from the engine, written into OpenAI answers.
 
-vLLM tells the spans with a request's last output, but its OpenAI answers do not carry them. The
-recorder listens to the engine calls that one HTTP request makes (a context variable ties the two),
-and the annotators add `weight_versions` per choice and `weight_version` to what goes out.
+vLLM reports the spans with a request's last output, but its OpenAI answers do not carry them. The
+recorder follows the engine calls of one HTTP request (a context variable connects the two), and the
+annotators add `weight_versions` per choice and `weight_version` to the answer.
 """
 
 import json
@@ -63,8 +63,8 @@ class StreamAnnotator:
         self._recorder = recorder
 
     def __call__(self, chunk: bytes) -> bytes:
-        # Spans are known once a choice has finished, and vLLM's event that says so comes after: no
-        # event before that needs to be parsed.
+        # Spans are known once a choice has finished, before vLLM's event for it: no earlier event needs to be
+        # parsed.
         if not self._recorder.spans:
             return chunk
         return b"\n\n".join(self._event(event) for event in chunk.split(b"\n\n"))
@@ -74,7 +74,7 @@ class StreamAnnotator:
             return event
         try:
             data = json.loads(event[len(b"data: ") :])
-        except ValueError:  # an event cut in two by the transport: leave it whole
+        except ValueError:  # an event that the transport split: leave it as it is
             return event
         if "error" not in data:
             _annotate(data, self._recorder)
@@ -85,6 +85,6 @@ def _annotate(answer: dict[str, Any], recorder: SpanRecorder) -> None:
     answer["weight_version"] = recorder.version
     for choice in answer.get("choices", []):
         spans = recorder.spans.get(choice.get("index", 0))
-        # vLLM's own /inference/v1/generate has its spans already, with its string labels.
+        # /inference/v1/generate has vLLM's own spans already, with its string labels.
         if spans is not None and choice.get("finish_reason") and not choice.get("weight_versions"):
             choice["weight_versions"] = spans

@@ -20,7 +20,7 @@ from app.scenarios import fresh_engine
 from app.settings.config import AppConfig, parse_config
 from tests.fleet.conftest import MODEL, Fleet
 
-CONFIGS = Path(__file__).parents[2] / "app" / "configs"
+LAYOUTS = Path(__file__).parents[2] / "app" / "layouts"
 # An engine whose answers do not depend on the batch, so that a fresh one gives the same tokens.
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 SMALL_ENGINE: dict[str, Any] = {
@@ -41,8 +41,8 @@ def needs_gpus(count: int) -> pytest.MarkDecorator:
 def configuration(
     name: str, checkpoint: Path, state_dir: Path, overrides: Mapping[str, Any] | None = None
 ) -> AppConfig:
-    """A ready-made configuration with a tiny model: only sizes differ, and what `overrides` says."""
-    document = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    """A ready-made layout with a tiny model: only sizes differ, and what `overrides` says."""
+    document = yaml.safe_load((LAYOUTS / f"{name}.yaml").read_text())
     args = document["applications"][0]["args"]
     small = {
         "model": str(checkpoint),
