@@ -1,4 +1,4 @@
-"""The command line: start a fleet on this machine, submit jobs to it, ask it things.
+"""The command line: start a fleet on this machine, submit jobs to it, call its routes.
 
 Runs in the user's own processes, outside Ray: `slipstream ...`, `make serve`, `make rl`. Ray and Serve are
 reached over HTTP or as child processes, so that Ctrl-C ends everything that was started; a running fleet
