@@ -1,4 +1,4 @@
-"""Slots on a real cluster whose GPUs are numbers only: who shares which, and what a death leaves."""
+"""Slots on a real cluster whose GPUs are resources in name only: how they are shared, and what survives."""
 
 import asyncio
 import os
@@ -13,7 +13,15 @@ import ray
 from ray import serve
 from ray.util.placement_group import get_placement_group
 
-from deployments.placement import VISIBLE_DEVICES, SlotPlan, Slots, in_bundle, require_host_with, take_slot, use_gpus
+from deployments.placement import (
+    VISIBLE_DEVICES,
+    SlotPlan,
+    Slots,
+    in_bundle,
+    require_host_with,
+    take_slot,
+    use_gpus,
+)
 from deployments.trainer.worker_group import resources
 from tests.deployments.trainer.trainer_specs import trainer_spec
 
@@ -40,14 +48,14 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-class Shell:
+class Replica:
     """What a replica does before it starts its engine."""
 
     async def __init__(self, slots: Any) -> None:  # type: ignore[misc]
         self._slot = await take_slot(await slots.plan.remote())
         use_gpus(self._slot)
 
-    def seat(self) -> tuple[int, str, int]:
+    def slot(self) -> tuple[int, str, int]:
         return self._slot.index, os.environ[VISIBLE_DEVICES], os.getpid()
 
 
@@ -58,23 +66,23 @@ class Rank:
 
 
 @pytest.fixture
-def shells() -> Iterator[Any]:
+def replicas() -> Iterator[Any]:
     options = {"ray_actor_options": {"num_cpus": 0}, "health_check_period_s": 1.0}
     slots = serve.deployment(Slots, name="slots", graceful_shutdown_timeout_s=30, **options).bind(PLAN)
-    application = serve.deployment(Shell, name="shell", num_replicas=2, **options).bind(slots)
+    application = serve.deployment(Replica, name="replica", num_replicas=2, **options).bind(slots)
     yield serve.run(application, name="slots-test", route_prefix=None)
     serve.delete("slots-test")
 
 
-def seats(shells: Any, *, without: int = -1, timeout_s: float = 60.0) -> dict[int, tuple[str, int]]:
-    """The slots by index, once two replicas are up, none of which is the process `without`."""
+def slots_of(replicas: Any, *, without: int = -1, timeout_s: float = 60.0) -> dict[int, tuple[str, int]]:
+    """GPUs and process by slot, once two replicas are up, neither of which is the process `without`."""
     deadline = time.monotonic() + timeout_s
     found: dict[int, tuple[str, int]] = {}
     while len(found) < 2:
         assert time.monotonic() < deadline, found
         try:
-            index, visible, pid = shells.seat.remote().result(timeout_s=10)
-        except (ray.exceptions.RayError, TimeoutError):  # it was asked while it died
+            index, visible, pid = replicas.slot.remote().result(timeout_s=10)
+        except (ray.exceptions.RayError, TimeoutError):  # the replica died during the call
             continue
         if pid != without:
             found[index] = (visible, pid)
@@ -90,57 +98,74 @@ def start_ranks() -> list[Any]:
     ]
 
 
-def test_a_trainer_rank_and_an_engine_rank_share_each_gpu_and_die_apart(shells: Any) -> None:
+def test_a_trainer_rank_and_an_engine_rank_share_each_gpu_and_die_apart(replicas: Any) -> None:
     ranks = start_ranks()
     gpus, pids = zip(*ray.get([rank.gpu.remote() for rank in ranks], timeout=60), strict=True)
     assert sorted(gpus) == ["0", "1", "2", "3"]
-    before = seats(shells)
+    before = slots_of(replicas)
     assert sorted(before) == [0, 1]
     assert [before[index][0] for index in (0, 1)] == [f"{gpus[0]},{gpus[1]}", f"{gpus[2]},{gpus[3]}"]
 
-    os.kill(before[1][1], signal.SIGKILL)  # a replica: the next one gets its GPUs, and the ranks live on
-    after = seats(shells, without=before[1][1])
+    # A replica dies: the next one takes its GPUs, and the trainer's ranks are not affected.
+    os.kill(before[1][1], signal.SIGKILL)
+    after = slots_of(replicas, without=before[1][1])
     assert after[0] == before[0]
     assert after[1][0] == before[1][0] and after[1][1] != before[1][1]
     assert [pid for _, pid in ray.get([rank.gpu.remote() for rank in ranks], timeout=60)] == list(pids)
 
-    for pid in pids:  # the trainer: its successor gets the same GPUs, and the replicas live on
+    for pid in pids:  # the trainer dies: its successor gets the same GPUs, the replicas are not affected
         os.kill(pid, signal.SIGKILL)
     successors = start_ranks()
     assert [gpu for gpu, _ in ray.get([rank.gpu.remote() for rank in successors], timeout=60)] == list(gpus)
-    assert seats(shells) == after
+    assert slots_of(replicas) == after
 
 
-def test_the_trainers_workers_are_placed_by_their_rank(shells: Any) -> None:
+def test_the_trainers_workers_are_placed_by_their_rank(replicas: Any) -> None:
     spec = trainer_spec(transport="ipc", device="cuda")
     for rank in range(PLAN.gpus):
         options = resources(spec, rank, PLAN)
-        place = options["scheduling_strategy"]
-        assert place.placement_group.id == get_placement_group(PLAN.name).id
-        assert (place.placement_group_bundle_index, options["num_gpus"]) == (rank, PLAN.trainer_share)
+        strategy = options["scheduling_strategy"]
+        assert strategy.placement_group.id == get_placement_group(PLAN.name).id
+        assert (strategy.placement_group_bundle_index, options["num_gpus"]) == (rank, PLAN.trainer_share)
     assert resources(spec, 0, None)["num_gpus"] == 1.0, "a GPU of its own"
 
 
-def test_slots_that_stay_taken_are_an_error_with_the_numbers(shells: Any) -> None:
-    seats(shells)
+def test_slots_that_stay_taken_are_an_error_with_the_numbers(replicas: Any) -> None:
+    slots_of(replicas)
     with pytest.raises(RuntimeError, match=r"all 2 slots of 2 GPUs stayed taken for 1 s"):
         asyncio.run(take_slot(PLAN, timeout_s=1.0))
 
 
-def test_the_group_survives_its_owner_and_goes_with_the_application(shells: Any) -> None:
-    before = seats(shells)
+def owner_of_slots() -> str | None:
+    """The name of the actor that runs `Slots`; None while there is none."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return next((actor["name"] for actor in named if "#slots#" in actor["name"]), None)
+
+
+def until_slots_answer(*, without: str | None, timeout_s: float = 60.0) -> None:
+    """Wait until Serve has replaced the actor of this name, and the new one has the GPUs."""
+    deadline = time.monotonic() + timeout_s
+    slots = serve.get_deployment_handle("slots", "slots-test")
+    while owner_of_slots() in (None, without):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert slots.plan.remote().result(timeout_s=timeout_s) == PLAN
+
+
+def test_the_group_survives_its_owner_and_goes_with_the_application(replicas: Any) -> None:
+    before = slots_of(replicas)
     group = get_placement_group(PLAN.name)
-    (owner,) = [a for a in ray.util.list_named_actors(all_namespaces=True) if "#slots#" in a["name"]]
-    ray.kill(ray.get_actor(owner["name"], namespace=owner["namespace"]), no_restart=True)
-    time.sleep(3.0)
+    owner = owner_of_slots()
+    ray.kill(ray.get_actor(owner, namespace="serve"), no_restart=True)
+    until_slots_answer(without=owner)
     assert get_placement_group(PLAN.name).id == group.id
-    assert seats(shells) == before
+    assert slots_of(replicas) == before
     serve.delete("slots-test")
     with pytest.raises(ValueError, match="Failed to look up placement group"):
         get_placement_group(PLAN.name)
 
 
-def test_a_host_without_gpus_enough_is_named_with_the_numbers() -> None:
+def test_a_cluster_without_enough_gpus_on_one_host_is_an_error_with_the_numbers() -> None:
     require_host_with(4)
     with pytest.raises(RuntimeError, match=r"needs 5 GPUs on one host, but the largest .* has 4"):
         require_host_with(5)

@@ -165,13 +165,12 @@ async def test_an_orderly_end_leaves_no_process(spec: TrainerSpec) -> None:
 
 
 async def test_workers_end_with_the_process_that_owns_them(spec: TrainerSpec) -> None:
-    @ray.remote(num_cpus=0)
     class Owner:
         async def start(self, spec: TrainerSpec) -> list[int]:
-            self.group, _ = await WorkerGroup.start(spec, FakeController())  # type: ignore[arg-type]
+            self.group, _ = await WorkerGroup.start(spec, FakeController())
             return [os.getpid(), *await self.group.process_ids()]
 
-    owner = Owner.remote()
+    owner = ray.remote(num_cpus=0)(Owner).remote()
     own, *workers = await owner.start.remote(spec)
     assert workers and all(exists(pid) for pid in workers)
     os.kill(own, signal.SIGKILL)
