@@ -42,10 +42,10 @@ $(STAMP): requirements-cpu.txt pyproject.toml
 	@touch $@
 
 serve: $(STAMP)
-	@exec $(PY) -m app.command.launch --config $(CONFIG) $(ARGS)
+	@exec $(PY) -m app.command.cli serve --config $(CONFIG) $(ARGS)
 
 rl: $(STAMP)
-	@exec $(PY) -m app.command.submit $(ARGS)
+	@exec $(PY) -m app.command.cli rl $(ARGS)
 
 test: $(STAMP)
 	@exec $(PY) -m pytest $(ARGS)

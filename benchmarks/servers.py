@@ -91,7 +91,7 @@ def fleet(
         }
         file = Path(root) / "fleet.yaml"
         file.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "app.command.launch", "--config", str(file)]
+        command = [sys.executable, "-m", "app.command.cli", "serve", "--config", str(file)]
         command += ["--dashboard-port", str(port + 1)]
         with _process(command, Path(root) / "log", {}) as process:
             url = f"http://127.0.0.1:{port}"

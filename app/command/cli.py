@@ -1,22 +1,26 @@
-"""The command line: `slipstream serve`, and the fleet's control routes by name."""
+"""The command line: `slipstream serve`, `slipstream rl`, and the fleet's control routes by name."""
 
 import json
-import os
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 
-from app.command import launch
+from app.client import calls
+from app.client.connection import LOCAL_URL, Call, FleetClient, FleetError, token_from
+from app.client.options import Url
+from app.command import launch, submit
 
 cli = typer.Typer(
-    help="Serve a model from a fleet, and update its weights while it serves.", no_args_is_help=True
+    help="Serve a model from a fleet, and update its weights while it serves.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # they would print local variables, and one of them is the token
 )
-
-Url = Annotated[str, typer.Option(envvar="SLIPSTREAM_URL", help="the fleet's address")]
-LOCAL = "http://127.0.0.1:8000"
+# The job has the options, in `app.jobs.options`; here they are passed on unread.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 @cli.command()
@@ -25,63 +29,68 @@ def serve(
     dashboard_port: Annotated[int, typer.Option(help="where jobs are submitted")] = launch.DASHBOARD_PORT,
 ) -> None:
     """Start a fleet on this machine, in the foreground."""
-    raise typer.Exit(launch.main(["--config", str(config), "--dashboard-port", str(dashboard_port)]))
+    raise typer.Exit(launch.serve(config, dashboard_port))
+
+
+@cli.command(context_settings=PASS_ON)
+def rl(context: typer.Context) -> None:
+    """Submit the RL job to the running fleet; `slipstream rl --help` has the job's options."""
+    raise typer.Exit(submit.submit(context.args))
 
 
 @cli.command()
-def status(url: Url = LOCAL) -> None:
+def status(url: Url = LOCAL_URL) -> None:
     """Members, states, versions."""
-    _show("GET", url, "/fleet")
+    show(url, calls.fleet(), asdict)
 
 
 @cli.command()
-def rounds(url: Url = LOCAL) -> None:
+def rounds(url: Url = LOCAL_URL) -> None:
     """Every update, with its timings."""
-    _show("GET", url, "/fleet/rounds")
+    show(url, calls.rounds(), lambda reports: {"rounds": [asdict(report) for report in reports]})
 
 
 @cli.command()
 def rollback(
-    version: Annotated[int, typer.Argument(help="a version in the store")], url: Url = LOCAL
+    version: Annotated[int, typer.Argument(help="a version in the store")], url: Url = LOCAL_URL
 ) -> None:
     """Serve a stored version again."""
-    _show("POST", url, "/fleet/rollback", {"version": version})
+    show(url, calls.rollback(version), asdict)
 
 
 @cli.command()
-def pause(url: Url = LOCAL) -> None:
+def pause(url: Url = LOCAL_URL) -> None:
     """Stop generating on every replica."""
-    _show("POST", url, "/pause")
+    show(url, calls.pause(), asdict)
 
 
 @cli.command()
-def resume(url: Url = LOCAL) -> None:
-    """Go on generating on every replica."""
-    _show("POST", url, "/resume")
+def resume(url: Url = LOCAL_URL) -> None:
+    """Continue generating on every replica."""
+    show(url, calls.resume(), asdict)
 
 
-def _show(method: str, url: str, path: str, body: Any = None) -> None:
-    """Print the answer; exit with 1 and the fleet's own sentence if it refused."""
-    token = os.environ.get("SLIPSTREAM_TOKEN")  # not an option: others can read a process's arguments
-    headers = {"authorization": f"Bearer {token}"} if token else {}
+def show(url: str, call: Call[Any], to_json: Callable[[Any], object]) -> None:
+    """Print the answer as JSON.
+
+    Raises:
+        typer.Exit: with 1, after the fleet's own explanation, if it refused or does not answer.
+    """
     try:
-        # No read limit: a rollback or a pause answers when every replica has done it.
-        timeout = httpx.Timeout(10, read=None)
-        answer = httpx.request(method, url.rstrip("/") + path, json=body, headers=headers, timeout=timeout)
-    except httpx.HTTPError as error:
-        print(f"slipstream: no fleet answers at {url} ({error})", file=sys.stderr)
+        # No limit: a rollback or a pause answers when every replica has done it.
+        with FleetClient.connect(url, token_from(), timeout_s=None) as fleet:
+            answer = fleet.send(call)
+    except FleetError as error:
+        status = "" if error.status is None else f" ({error.status})"
+        print(f"slipstream: {error.message}{status}", file=sys.stderr)
         raise typer.Exit(1) from error
-    try:
-        content = answer.json()
-    except ValueError:
-        content = answer.text
-    if answer.is_error:
-        error_body = content.get("error") if isinstance(content, dict) else None
-        message = error_body.get("message") if isinstance(error_body, dict) else content
-        print(f"slipstream: {message} ({answer.status_code})", file=sys.stderr)
-        raise typer.Exit(1)
-    print(content if isinstance(content, str) else json.dumps(content, indent=2))
+    print(json.dumps(to_json(answer), indent=2))
 
 
 def main() -> None:
+    """The program `slipstream`."""
     cli()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Starts the fleet in the foreground: `python -m app.command.launch --config serve_config.yaml`.
+"""Starts the fleet in the foreground: `slipstream serve --config serve_config.yaml`.
 
     check the file ─► prepare the model ─► Ray ─► Serve ─► "Slipstream is up"
                                                     │
@@ -6,10 +6,9 @@
                                                     ▼
                              Serve shuts down ─► Ray ends ─► no process is left
 
-A second Ctrl-C skips the first of the last three steps.
+A second Ctrl-C skips Serve's shutdown.
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -22,7 +21,7 @@ import httpx
 
 from app.command.cluster import ClusterError, LocalCluster, require_free_port
 from app.command.serve_file import ServeFile, read_serve_file
-from app.command.serve_status import ApplicationStatus, Verdict, news, read_status
+from app.command.serve_status import ApplicationStatus, Verdict, changes, read_status
 from app.settings.config import AppConfig
 from app.settings.errors import ConfigError
 from app.settings.models import is_offline, resolve_model
@@ -33,15 +32,15 @@ _GRACE_S = 45.0
 
 
 class Stop(Exception):
-    """Somebody asked us to end."""
+    """A signal asked the launcher to end."""
 
 
 def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What every process of the fleet is started with; what the user has set himself stays."""
+    """The environment of every process of the fleet; variables that the user has set keep their values."""
     defaults = {
-        "RAY_AUTH_MODE": "disabled",  # a token that lies in the home directory would switch it on
+        "RAY_AUTH_MODE": "disabled",  # a token in the home directory would switch it on
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray's 15 lets any other process of the machine take the cores from the engines: a fifth of
+        # With Ray's 15, any other busy process of the machine takes the cores from the engines: a fifth of
         # the throughput beside one that spins.
         "RAY_worker_niceness": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -57,8 +56,26 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
     return {**defaults, **inherited}
 
 
-def run(file: ServeFile, dashboard_port: int) -> int:
-    """Serve until told to stop; the exit status."""
+def serve(config: Path, dashboard_port: int) -> int:
+    """Serve until a signal asks for the end; the exit status.
+
+    Args:
+        config: a Serve config file.
+        dashboard_port: where jobs are submitted.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _raise_stop)
+    try:
+        _run(read_serve_file(config), dashboard_port)
+    except Stop:
+        return 0
+    except (ConfigError, ClusterError, ValueError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run(file: ServeFile, dashboard_port: int) -> None:
     resolve_model(file.config.model)
     require_free_port(file.port, "the fleet's HTTP address", file.host)
     cluster = LocalCluster(
@@ -66,37 +83,38 @@ def run(file: ServeFile, dashboard_port: int) -> int:
     )
     failed = True
     try:
-        _say("Starting Ray")
+        _print("Starting Ray")
         cluster.start()
-        _say(f"Starting {file.config.engine.num_replicas} replicas of {file.config.model}")
+        _print(f"Starting {file.config.engine.num_replicas} replicas of {file.config.model}")
         cluster.deploy(file.document)
         _watch(cluster, file)
     except Stop:
         failed = False
-        _say("Stopping (once more to skip the good order)")
+        _print("Stopping (Ctrl-C again to stop at once)")
         _stop_serve(cluster)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # what follows leaves processes behind if it is cut short
+            signal.signal(number, signal.SIG_IGN)  # interrupted, the rest would leave processes behind
         cluster.stop(keep_logs=failed)
-        _say(f"Stopped; logs are in {cluster.directory}" if failed else "Stopped")
-    return 0
+        _print(f"Stopped; logs are in {cluster.directory}" if failed else "Stopped")
 
 
 def _watch(cluster: LocalCluster, file: ServeFile) -> None:
-    """Tell what happens. Ends only by an exception: Stop, or ClusterError when the fleet cannot start."""
+    """Print what changes. Ends only by an exception: Stop, or ClusterError when the fleet cannot start."""
     start_s, before, was_up = time.monotonic(), None, False
     while True:
         now = _status(cluster, file.application, before)
-        for line in news(before, now):
-            _say(f"  {line}")
+        for line in changes(before, now):
+            _print(f"  {line}")
         if now.verdict is Verdict.FAILED and not was_up:
             raise ClusterError(f"the fleet could not be started:\n{now.message[-4000:]}")
         if now.verdict is Verdict.RUNNING and not was_up:
             was_up = True
-            _say(f"Slipstream is up: {file.url} (after {time.monotonic() - start_s:.0f} s; Ctrl-C stops it)")
+            _print(
+                f"Slipstream is up: {file.url} (after {time.monotonic() - start_s:.0f} s; Ctrl-C stops it)"
+            )
         elif was_up and now.status != (before.status if before is not None else ""):
-            _say(f"  {file.application}: {now.status.lower()}{': ' if now.message else ''}{now.message}")
+            _print(f"  {file.application}: {now.status.lower()}{': ' if now.message else ''}{now.message}")
         before = now
         time.sleep(_POLL_S)
 
@@ -114,32 +132,12 @@ def _stop_serve(cluster: LocalCluster) -> None:
     try:
         cluster.undeploy(_GRACE_S)
     except Stop:
-        _say("Ending at once")
+        _print("Ending at once")
 
 
 def _raise_stop(number: int, frame: FrameType | None) -> None:
     raise Stop
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="slipstream serve", description="Start a fleet on this machine.")
-    parser.add_argument("--config", type=Path, default=Path("serve_config.yaml"), help="a Serve config file")
-    parser.add_argument("--dashboard-port", type=int, default=DASHBOARD_PORT, help="where jobs are submitted")
-    options = parser.parse_args(arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _raise_stop)
-    try:
-        return run(read_serve_file(options.config), options.dashboard_port)
-    except Stop:
-        return 0
-    except (ConfigError, ClusterError, ValueError) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

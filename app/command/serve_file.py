@@ -12,7 +12,7 @@ from app.settings.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFile:
-    """`document` is what Serve is sent; the rest is read out of it."""
+    """A checked Serve config: `document` is sent to Serve, the other fields are read from it."""
 
     document: dict[str, Any]
     application: str
@@ -30,7 +30,7 @@ def read_serve_file(path: Path) -> ServeFile:
     """Read the file; relative paths in it are taken from where the command runs.
 
     Raises:
-        ConfigError: no such file, not YAML, not one application, wrong settings, no token where it takes one.
+        ConfigError: no such file, not YAML, not one application, wrong settings, a token is missing.
     """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -44,8 +44,8 @@ def read_serve_file(path: Path) -> ServeFile:
     config = parse_config(application.get("args") or {})
     if host != config.security.host:
         raise ConfigError(
-            f"'http_options.host' is {host!r}, but 'security.host' is {config.security.host!r}: "
-            "expected the same address in both"
+            f"'http_options.host': expected the same address as 'security.host' ({config.security.host!r}), "
+            f"got {host!r}"
         )
     config.security.token()
     # Serve builds the application in a worker whose directory is not this one.
@@ -62,7 +62,7 @@ def read_serve_file(path: Path) -> ServeFile:
 def _application(path: Path, document: Any) -> dict[str, Any]:
     applications = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
-        came = f"{len(applications)} came" if isinstance(applications, list) else "none came"
-        raise ConfigError(f"{path}: expected one entry under 'applications', but {came}")
+        got = len(applications) if isinstance(applications, list) else "none"
+        raise ConfigError(f"{path}: expected one entry under 'applications', got {got}")
     application: dict[str, Any] = applications[0]
     return application

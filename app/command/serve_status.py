@@ -1,4 +1,10 @@
-"""What Serve says of an application, and what of it a person wants to read while it starts."""
+"""The status of an application as Serve's REST API reports it, and the changes that a person wants to read.
+
+Ray has a schema of that answer (`ray.serve.schema.ServeInstanceDetails`) and `serve.status()`; neither is
+used. The schema imports Ray (1.1 s and 105 MB measured, in a launcher that runs without it), and forbids
+fields that it does not know. `serve.status()` needs a driver connected to the cluster, and the launcher must
+outlive the cluster to end its processes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,14 +13,18 @@ from typing import Any
 
 
 class Verdict(Enum):
+    """What the launcher makes of an application's status."""
+
     STARTING = auto()
     RUNNING = auto()
     FAILED = auto()  # it will not come up by itself
-    UNHEALTHY = auto()  # it was up; Serve goes on trying to repair it
+    UNHEALTHY = auto()  # it was up; Serve keeps trying to repair it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplicationStatus:
+    """One application, and how many replicas of its deployments are ready."""
+
     status: str
     message: str
     deployments: Mapping[str, str] = field(default_factory=dict)  # name -> "1 of 2 ready"
@@ -48,7 +58,7 @@ def read_status(details: Mapping[str, Any], application: str) -> ApplicationStat
     )
 
 
-def news(before: ApplicationStatus | None, now: ApplicationStatus) -> list[str]:
+def changes(before: ApplicationStatus | None, now: ApplicationStatus) -> list[str]:
     """The deployments whose readiness has changed, one line each."""
     known = before.deployments if before is not None else {}
     return [f"{name}: {text}" for name, text in now.deployments.items() if known.get(name) != text]

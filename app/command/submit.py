@@ -1,6 +1,6 @@
-"""Submits the RL job to the running fleet: `python -m app.command.submit [options of app.jobs.grpo]`.
+"""Submits the RL job to the running fleet: `slipstream rl [options of app.jobs.grpo]`.
 
-Ctrl-C stops the job too: `ray job submit` alone would leave it running.
+Ctrl-C stops the job too; `ray job submit` alone would leave it running.
 """
 
 import json
@@ -8,43 +8,50 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 
-import httpx
-
+from app.client import calls
+from app.client.connection import LOCAL_URL, FleetClient, FleetError
 from app.command.launch import DASHBOARD_PORT
 
 _RAY_JOB = (sys.executable, "-m", "ray.scripts.scripts", "job")
+_JOB = (sys.executable, "-m", "app.jobs.grpo")
 
 
-def complaint(url: str) -> str | None:
-    """Why no job can be submitted, in a sentence; None if the fleet is up."""
+def why_not(url: str) -> str | None:
+    """Why no job can be submitted, for a person; None if the fleet is up."""
     try:
-        answer = httpx.get(f"{url}/health", timeout=10, trust_env=False)
-    except httpx.HTTPError:
-        return f"no fleet answers at {url}: start one with `make serve`, and wait until it says that it is up"
-    if answer.is_error:
-        return f"the fleet at {url} is not ready ({answer.status_code}): {answer.text[:500]}"
+        with FleetClient.connect(url, timeout_s=10.0) as fleet:
+            fleet.send(calls.health())
+    except FleetError as error:
+        if error.status is None:
+            return f"no fleet answers at {url}: start one with `make serve`, and wait until it is up"
+        return f"the fleet at {url} is not ready ({error.status}): {error.message}"
     return None
 
 
-def command(arguments: list[str], *, url: str, dashboard: str, job_id: str) -> list[str]:
+def command(arguments: Sequence[str], *, url: str, dashboard: str, job_id: str) -> list[str]:
+    """The command that submits the job and prints its log until it ends."""
     runtime = json.dumps({"env_vars": {"SLIPSTREAM_URL": url, "PYTHONUNBUFFERED": "1"}})
     return [
         *(*_RAY_JOB, "submit", "--address", dashboard, "--submission-id", job_id),
-        *("--runtime-env-json", runtime, "--", sys.executable, "-m", "app.jobs.grpo", *arguments),
+        *("--runtime-env-json", runtime, "--", *_JOB, *arguments),
     ]
 
 
-def main() -> int:
-    url = os.environ.get("SLIPSTREAM_URL", "http://127.0.0.1:8000").rstrip("/")
+def submit(arguments: Sequence[str]) -> int:
+    """Run the job with these options to its end, or until Ctrl-C; the exit status."""
+    if "--help" in arguments:  # needs no fleet
+        return subprocess.call([*_JOB, "--help"])
+    url = os.environ.get("SLIPSTREAM_URL", LOCAL_URL).rstrip("/")
     dashboard = os.environ.get("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{DASHBOARD_PORT}")
-    if (reason := complaint(url)) is not None:
+    if (reason := why_not(url)) is not None:
         print(f"slipstream: {reason}", file=sys.stderr)
         return 1
     job_id = f"grpo-{uuid.uuid4().hex[:8]}"
-    # Ray's client would join whatever cluster this names, not the one that the fleet runs in.
+    # RAY_ADDRESS may name another cluster than the one that the fleet runs in, and Ray's client prefers it.
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    submitted = command(sys.argv[1:], url=url, dashboard=dashboard, job_id=job_id)
+    submitted = command(arguments, url=url, dashboard=dashboard, job_id=job_id)
     job = subprocess.Popen(submitted, env=environment)
     try:
         return job.wait()
@@ -52,7 +59,3 @@ def main() -> int:
         print(f"Stopping job {job_id}", flush=True)
         subprocess.run([*_RAY_JOB, "stop", "--address", dashboard, job_id], env=environment, timeout=60)
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

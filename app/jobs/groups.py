@@ -1,9 +1,9 @@
 """Groups of answers on their way from the fleet to the trainer, and how old they may be.
 
-    producers ── put (waits while full) ──► GroupQueue ── take (drops what is too old) ──► trainer
+    producers ── put (waits while full) ──► GroupQueue ── take (drops stale groups) ──► trainer
 
-Generation goes on while the trainer works; what bounds how far it runs ahead is the queue's
-capacity, and what bounds how stale a batch can be is `max_staleness`.
+Generation continues while the trainer works. The queue's capacity bounds how far it runs ahead, and
+`max_staleness` how stale a batch can be.
 """
 
 import asyncio
@@ -11,16 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from app.client.completions import Answer
 from trainers.advantages import AdvantageEstimator, group_advantages
-from trainers.trajectory import VersionSpan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    text: str
-    weight_versions: tuple[VersionSpan, ...]
+from trainers.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +21,13 @@ class Group:
     """Answers to one prompt, and their rewards."""
 
     number: int  # of the problem
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     answers: Sequence[Answer]
     rewards: Sequence[float]
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that made any of its tokens."""
+        """Of the weights behind any of its tokens."""
         return min(span.version for answer in self.answers for span in answer.weight_versions)
 
     @property
@@ -45,34 +38,25 @@ class Group:
     def mean_reward(self) -> float:
         return sum(self.rewards) / len(self.rewards)
 
-    def trajectories(self, estimator: AdvantageEstimator) -> list[dict[str, object]]:
-        """What the trainer takes; nothing if all rewards are equal, since then there is nothing to learn."""
+    def trajectories(self, estimator: AdvantageEstimator) -> list[Trajectory]:
+        """What the trainer learns from; empty if all rewards are equal, for then it can learn nothing."""
         advantages = group_advantages(self.rewards, estimator)
         if not any(advantages):
             return []
         return [
-            {
-                "prompt_token_ids": list(self.prompt_token_ids),
-                "token_ids": list(answer.token_ids),
-                "logprobs": list(answer.logprobs),
-                "advantage": advantage,
-                "weight_versions": [
-                    {"version": span.version, "start": span.start, "end": span.end}
-                    for span in answer.weight_versions
-                ],
-            }
+            answer.trajectory(self.prompt_token_ids, advantage)
             for answer, advantage in zip(self.answers, advantages, strict=True)
         ]
 
 
 @dataclass
 class GroupQueue:
-    """One trainer takes, any number of producers put.
+    """A bounded queue of groups: one trainer takes, any number of producers put.
 
     Args:
-        capacity: groups that wait; a producer that finds it full waits.
-        max_staleness: a group is dropped when its oldest token is from a version more than this
-            many behind the current one. The importance weights correct what is younger.
+        capacity: groups in the queue; a producer waits while it is full.
+        max_staleness: a group is dropped when its oldest token is more than this many versions behind the
+            current one. The importance weights correct younger ones.
     """
 
     capacity: int
@@ -92,13 +76,18 @@ class GroupQueue:
         return len(self._waiting)
 
     async def put(self, group: Group) -> None:
+        """Append a group; waits while the queue is full."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._waiting) < self.capacity)
             self._waiting.append(group)
             self._changed.notify_all()
 
     async def take(self, count: int, version: int) -> list[Group]:
-        """The `count` oldest groups that are fresh enough for `version`; waits until there are so many."""
+        """The `count` oldest groups that are fresh enough for `version`; waits until there are that many.
+
+        Raises:
+            ValueError: the queue never holds that many.
+        """
         if count > self.capacity:
             raise ValueError(f"a queue of {self.capacity} groups never holds {count}")
         async with self._changed:

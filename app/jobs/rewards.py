@@ -1,22 +1,23 @@
-"""What is graded of an answer, and rewards of the user's own."""
+"""Which part of an answer is graded, and rewards of the user's own."""
 
 import importlib
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Any
 
-# (one line of the prompt file, or reasoning-gym's entry; what is graded of the answer) -> the reward
+# (one line of the prompt file, or reasoning-gym's entry; the graded part of the answer) -> the reward
 Reward = Callable[[Mapping[str, Any], str], float]
 Extractor = Callable[[str], str]
 
-# A minus that touches its digits and follows neither a digit nor a blank after one is a sign, "5 - 3" is not.
+# In "-2" the minus is a sign; in "5 - 3" and "7-8" it is not.
 _NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
 
 
 def whole(text: str) -> str:
-    """The answer as it is, without surrounding blanks."""
+    """The answer without surrounding whitespace."""
     return text.strip()
 
 
@@ -27,10 +28,23 @@ def last_number(text: str) -> str:
 
 
 def first_line(text: str) -> str:
+    """The text before the first line break."""
     return text.strip().partition("\n")[0].strip()
 
 
-EXTRACTORS: dict[str, Extractor] = {"last-number": last_number, "whole": whole, "first-line": first_line}
+class Extraction(StrEnum):
+    """The part of an answer that is graded."""
+
+    LAST_NUMBER = "last-number"
+    WHOLE = "whole"
+    FIRST_LINE = "first-line"
+
+
+EXTRACTORS: dict[Extraction, Extractor] = {
+    Extraction.LAST_NUMBER: last_number,
+    Extraction.WHOLE: whole,
+    Extraction.FIRST_LINE: first_line,
+}
 
 
 def load_reward(path: str) -> Reward:

@@ -3,27 +3,64 @@
     python -m app.scenarios.async_inflight --pause-after 32
 
 The fleet needs a trainer, `kv_cache: recompute`, and engines whose answers do not depend on the batch
-(VLLM_BATCH_INVARIANT=1 on GPUs, float32 on CPUs). Then each answer goes on, after the switch, exactly as
-an engine does that is started from the new weights and given what came before: that is checked for
+(VLLM_BATCH_INVARIANT=1 on GPUs, float32 on CPUs). Then each answer continues after the switch exactly as an
+engine does that is started from the new weights with the earlier tokens as its prompt. That is checked for
 every request, token by token, with an engine in a process of its own.
 
     start the requests ─► N tokens of each ─► pause ─► train, publish ─► resume ─► the rest ─► compare
 """
 
-import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
+import typer
+
+from app.client import calls, options
+from app.client.completions import complete
+from app.client.connection import LOCAL_URL, AsyncFleetClient, FleetClient, FleetError, token_from
+from app.client.options import Url, json_object
 from app.scenarios.fresh_engine import fresh_answers
-from app.scenarios.service import Service, Span, token_from
+from trainers.trajectory import Trajectory, VersionSpan
 
 SAMPLES = 4
 SAMPLE_TOKENS = 12
+ENGINE = '{"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "attention_backend": "FLASH_ATTN"}'
+ENVIRONMENT = '{"VLLM_BATCH_INVARIANT": "1"}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """An update in the middle of running requests: pause after N tokens, update, resume, and compare."""
+
+    url: Url = LOCAL_URL
+    requests: Annotated[int, typer.Option(min=1)] = 16
+    tokens: Annotated[int, typer.Option(help="of each answer")] = 256
+    pause_after: Annotated[int, typer.Option(min=1, help="tokens of every answer")] = 32
+    engine: Annotated[
+        str, typer.Option(help="arguments (JSON) of the engine to compare with: those of the fleet's engines")
+    ] = ENGINE
+    environment: Annotated[
+        str, typer.Option(help="of that engine (JSON); CUDA_VISIBLE_DEVICES says where it runs")
+    ] = ENVIRONMENT
+
+    def __post_init__(self) -> None:
+        if self.pause_after >= self.tokens:
+            raise typer.BadParameter(
+                f"--pause-after must be from 1 to {self.tokens - 1}, got {self.pause_after}"
+            )
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """The options of this program.
+
+    Raises:
+        SystemExit: an option is wrong.
+    """
+    return options.parse(Options, arguments)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,31 +69,34 @@ class Running:
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
     enough: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def switch(self) -> int:
-        """How many tokens the old weights made.
+        """How many tokens are from the old weights.
 
         Raises:
-            RuntimeError: the answer was not made by exactly two versions.
+            RuntimeError: the tokens are not from exactly two versions.
         """
         if len(self.spans) != 2:
             raise RuntimeError(
                 f"expected tokens of two versions in every answer, got {self.spans}: it was not in flight "
                 "during the update; ask for more --tokens"
             )
-        return self.spans[0]["end"]
+        return self.spans[0].end
 
-    async def run(self, service: Service, max_tokens: int, pause_after: int) -> None:
+    async def run(self, fleet: AsyncFleetClient, model: str, max_tokens: int, pause_after: int) -> None:
+        """Receive the answer.
+
+        Raises:
+            FleetError: the request failed.
+        """
         try:
-            async for event in service.stream(self.prompt, max_tokens):
-                if "error" in event:
-                    raise RuntimeError(f"a request in flight failed: {event['error']}")
-                for choice in event["choices"]:
-                    self.tokens += choice.get("token_ids") or []
-                    self.spans = choice.get("weight_versions", self.spans)
+            async for piece in fleet.stream(complete(model, self.prompt, max_tokens, stream=True)):
+                for answer in piece.answers:
+                    self.tokens += answer.token_ids
+                    self.spans = answer.weight_versions or self.spans
                 if len(self.tokens) >= pause_after:
                     self.enough.set()
         finally:
@@ -64,126 +104,116 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One request, in tokens."""
+class Comparison:
+    """One request against a fresh engine, in tokens."""
 
-    before: int  # those of the old weights
+    before: int  # from the old weights
     total: int
-    differs_at: int | None  # where the rest stops being what a fresh engine says
+    differs_at: int | None  # the first token that a fresh engine would not have sampled
 
 
 async def in_flight(
-    service: Service, prompts: Sequence[list[int]], max_tokens: int, pause_after: int
+    settings: Options, token: str | None, model: str, prompts: Sequence[list[int]]
 ) -> list[Running]:
-    """Requests that were in flight while the fleet took new weights."""
+    """Requests that were in flight while the fleet took new weights.
+
+    Raises:
+        FleetError: a call or a request failed.
+    """
     running = [Running(prompt=prompt) for prompt in prompts]
-    tasks = [asyncio.create_task(each.run(service, max_tokens, pause_after)) for each in running]
-    try:
-        await asyncio.gather(*(each.enough.wait() for each in running))
-        await asyncio.to_thread(service.post, "/pause?mode=keep")
+    async with AsyncFleetClient.connect(settings.url, token, max_connections=len(prompts) + 1) as fleet:
+        tasks = [
+            asyncio.create_task(each.run(fleet, model, settings.tokens, settings.pause_after))
+            for each in running
+        ]
         try:
-            print(f"paused with {[len(each.tokens) for each in running]} tokens", flush=True)
-            await asyncio.to_thread(update, service)
+            await asyncio.gather(*(each.enough.wait() for each in running))
+            await fleet.send(calls.pause("keep"))
+            try:
+                print(f"paused with {[len(each.tokens) for each in running]} tokens", flush=True)
+                report = await fleet.send(calls.publish())
+                print(f"published version {report.version} in {report.duration_s:.2f} s", flush=True)
+            finally:
+                await fleet.send(calls.resume())
+            await asyncio.gather(*tasks)
         finally:
-            await asyncio.to_thread(service.post, "/resume")
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+            for task in tasks:
+                task.cancel()
     return running
 
 
-def sample(service: Service, prompt: list[int]) -> list[dict[str, Any]]:
-    """Trajectories that a step learns something from: some are called good, some bad."""
+def sample(fleet: FleetClient, model: str, prompt: list[int]) -> list[Trajectory]:
+    """Trajectories that a step learns from: every other one has a positive advantage.
+
+    Raises:
+        FleetError: a request failed.
+    """
     trajectories = []
     for seed in range(SAMPLES):
-        answer = service.complete(prompt, SAMPLE_TOKENS, temperature=1.0, logprobs=1, seed=seed)
-        choice = answer["choices"][0]
-        trajectories.append(
-            {
-                "prompt_token_ids": prompt,
-                "token_ids": choice["token_ids"],
-                "logprobs": choice["logprobs"]["token_logprobs"],
-                "advantage": 1.0 if seed % 2 else -1.0,
-                "weight_versions": choice["weight_versions"],
-            }
-        )
+        call = complete(model, prompt, SAMPLE_TOKENS, temperature=1.0, logprobs=1, seed=seed)
+        answer = fleet.send(call).answer
+        trajectories.append(answer.trajectory(prompt, advantage=1.0 if seed % 2 else -1.0))
     return trajectories
 
 
-def update(service: Service) -> None:
-    report = service.post("/train/publish")
-    print(f"published version {report['version']} in {report['duration_s']:.2f} s", flush=True)
-
-
-def compare(running: Sequence[Running], rest: Sequence[list[int]]) -> list[Outcome]:
-    outcomes = []
+def compare(running: Sequence[Running], rest: Sequence[list[int]]) -> list[Comparison]:
+    """Each answer's tokens after the switch with those of a fresh engine (`rest`)."""
+    comparisons = []
     for request, expected in zip(running, rest, strict=True):
         actual = request.tokens[request.switch :]
-        places = [i for i, (a, b) in enumerate(zip(actual, expected, strict=True)) if a != b]
-        first = request.switch + places[0] if places else None
-        outcomes.append(Outcome(before=request.switch, total=len(request.tokens), differs_at=first))
-    return outcomes
+        differing = [i for i, (a, b) in enumerate(zip(actual, expected, strict=True)) if a != b]
+        first = request.switch + differing[0] if differing else None
+        comparisons.append(Comparison(before=request.switch, total=len(request.tokens), differs_at=first))
+    return comparisons
 
 
-def scenario(options: argparse.Namespace) -> list[Outcome]:
-    service = Service(options.url, token_from())
-    prompts = [service.tokenize(f"{number} and {number + 1} make") for number in range(options.requests)]
-    # Before the pause: a paused fleet answers nothing.
-    service.post("/train/step", {"trajectories": sample(service, prompts[0])})
-    running = asyncio.run(in_flight(service, prompts, options.tokens, options.pause_after))
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
-        saved = service.post("/train/save", {"path": directory})["path"]
-        rest = fresh_answers(
-            saved,
-            [request.prompt + request.tokens[: request.switch] for request in running],
-            [len(request.tokens) - request.switch for request in running],
-            arguments=options.engine,
-            environment=options.environment,
-            at_once=len(running),
-        )
+def scenario(settings: Options) -> list[Comparison]:
+    """Run it against a fleet.
+
+    Raises:
+        FleetError: a call or a request failed.
+        RuntimeError: a request was not in flight during the update, or the fresh engine failed.
+        ValueError: an option is not the JSON that it has to be.
+    """
+    arguments = json_object(settings.engine, "--engine")
+    environment = json_object(settings.environment, "--environment")
+    token = token_from()
+    with FleetClient.connect(settings.url, token) as fleet:
+        model = fleet.send(calls.model())
+        texts = [f"{number} and {number + 1} make" for number in range(settings.requests)]
+        prompts = [fleet.send(calls.tokenize(model, text)) for text in texts]
+        # Before the pause: a paused fleet answers nothing.
+        fleet.send(calls.step(sample(fleet, model, prompts[0])))
+        running = asyncio.run(in_flight(settings, token, model, prompts))
+        with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
+            saved = fleet.send(calls.save(directory))
+            rest = fresh_answers(
+                saved,
+                [request.prompt + request.tokens[: request.switch] for request in running],
+                [len(request.tokens) - request.switch for request in running],
+                arguments=arguments,
+                environment=environment,
+                at_once=len(running),
+            )
     return compare(running, rest)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    outcomes = scenario(parse(arguments))
+def main() -> None:
+    """Run the scenario and print a table; exits with 1 if an answer differs."""
+    comparisons = scenario(parse())
     print("request  tokens before the switch  after  as a fresh engine's")
-    for number, outcome in enumerate(outcomes):
-        same = "yes" if outcome.differs_at is None else f"not from token {outcome.differs_at} on"
-        after = outcome.total - outcome.before
-        print(f"{number:7d}  {outcome.before:24d}  {after:5d}  {same}")
-    equal = sum(outcome.differs_at is None for outcome in outcomes)
-    print(f"{equal} of {len(outcomes)} continuations are those of a fresh engine, token by token")
-    if equal < len(outcomes):
+    for number, comparison in enumerate(comparisons):
+        same = "yes" if comparison.differs_at is None else f"not from token {comparison.differs_at} on"
+        after = comparison.total - comparison.before
+        print(f"{number:7d}  {comparison.before:24d}  {after:5d}  {same}")
+    equal = sum(comparison.differs_at is None for comparison in comparisons)
+    print(f"{equal} of {len(comparisons)} continuations are those of a fresh engine, token by token")
+    if equal < len(comparisons):
         sys.exit(1)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the fleet")
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
-    parser.add_argument("--pause-after", type=int, default=32, help="tokens of every answer")
-    parser.add_argument(
-        "--engine",
-        type=json.loads,
-        default={"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "attention_backend": "FLASH_ATTN"},
-        help="arguments (JSON) of the engine to compare with: those of the fleet's engines",
-    )
-    parser.add_argument(
-        "--environment",
-        type=json.loads,
-        default={"VLLM_BATCH_INVARIANT": "1"},
-        help="of that engine (JSON); CUDA_VISIBLE_DEVICES says where it runs",
-    )
-    options = parser.parse_args(arguments)
-    if not 0 < options.pause_after < options.tokens:
-        parser.error(f"--pause-after must be from 1 to {options.tokens - 1}, got {options.pause_after}")
-    return options
 
 
 if __name__ == "__main__":
     try:
         main()
-    except RuntimeError as error:
+    except (FleetError, RuntimeError, ValueError) as error:
         sys.exit(f"async_inflight: {error}")

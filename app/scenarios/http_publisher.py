@@ -9,40 +9,66 @@ after. The transport is the one that the fleet was configured with:
     slipstream_nccl, slipstream_ipc   ours; `staging: device` or `host`
     gloo, shm                         ours, for fleets on CPUs
 
-`nccl` wants a GPU of its own, `ipc` the one that the replicas are on (and for vLLM's own engine, which
+`nccl` needs a GPU of its own, `ipc` the one that the replicas are on (and for vLLM's own engine, which
 pickles its handles, a fleet with `weights.allow_pickled_ipc_over_http`).
 """
 
-import argparse
 import socket
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
 
 import requests
 import torch
+import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.distributed.weight_transfer import (
     HTTPVLLMWeightSyncClient,
     ModuleSource,
     WeightTransferTrainerFactory,
 )
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
 
-from app.scenarios.service import Service, token_from
+from app.client import calls
+from app.client.completions import complete
+from app.client.connection import LOCAL_URL, FleetClient, FleetError, bearer, token_from
+from app.client.options import Url, parse
 from deployments.vllm_plugin import register
+from deployments.weights.transports.registry import BACKENDS, TRANSPORTS, TrainerFacts, trainer_init_info
 
-ON_CPU = ("shm", "gloo")
-TRANSPORTS = ("nccl", "ipc", "slipstream_nccl", "slipstream_ipc", *ON_CPU)
+ON_CPU = tuple(transport.backend for transport in TRANSPORTS.values() if transport.device == "cpu")
 PROMPTS = ("The capital of France is", "Two and two make")
+Backend = StrEnum("Backend", {name.upper(): name for name in BACKENDS})  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """An outside trainer drives the fleet with vLLM's own HTTP client, as if it were one `vllm serve`."""
+
+    model: Annotated[str, typer.Option(help="a checkpoint directory or hub id, dense")]
+    transport: Annotated[Backend, typer.Option(help="as the fleet is configured")]
+    url: Url = LOCAL_URL
+    address: Annotated[str, typer.Option(help="of this host, as the replicas reach it")] = "127.0.0.1"
+    dtype: Annotated[str, typer.Option(help="of the weights that are sent; auto: as stored")] = "auto"
+    rounds: Annotated[int, typer.Option(min=0)] = 1
+    noise: Annotated[float, typer.Option(help="changes the weights before each round")] = 0.0
+    tokens: Annotated[int, typer.Option(min=1, help="of each answer that is shown")] = 16
+    timeout: Annotated[float, typer.Option(help="of one call to the fleet, seconds")] = 300.0
+    save: Annotated[
+        Path | None, typer.Option(help="directory for a checkpoint of what was published last")
+    ] = None
 
 
 class TokenClient(HTTPVLLMWeightSyncClient):
-    """vLLM's client knows no tokens: this one sends the fleet's along."""
+    """vLLM's client, with the fleet's token: vLLM's own knows none."""
 
-    def __init__(self, service: Service, timeout_s: float) -> None:
-        super().__init__(service.url, timeout=timeout_s)
-        self._headers = service.headers
+    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
+        super().__init__(url, timeout=timeout_s)
+        self._headers = bearer(token)
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
         answer = requests.post(
@@ -52,53 +78,24 @@ class TokenClient(HTTPVLLMWeightSyncClient):
             raise RuntimeError(f"/{path}: {answer.status_code}: {answer.text}")
 
 
-def init_info(transport: str, workers: int, address: str) -> TrainerInitInfo:
-    """
-    Args:
-        workers: of the whole fleet, as `/get_world_size` counts them.
-        address: of this host, where the fleet's workers meet this process.
-    """
-    size, port = 1 + workers, free_port()
-    match transport:
-        case "nccl":
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-            # One buffer: vLLM 0.32's packed receiver does not order its streams.
-            return NCCLTrainerInitInfo(address, port, size, rank=0, packed_num_buffers=1)
-        case "ipc":
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-            return IPCTrainerInitInfo(rank=0)
-        case "slipstream_nccl":
-            from deployments.weights.transports.nccl import NcclTrainerInitInfo
-
-            return NcclTrainerInitInfo(address, port, size, rank=0)
-        case "slipstream_ipc":
-            from deployments.weights.transports.ipc import IpcTrainerInitInfo
-
-            return IpcTrainerInitInfo(size, rank=0)
-        case "gloo":
-            from deployments.weights.transports.gloo import GlooTrainerInitInfo
-
-            return GlooTrainerInitInfo(address, port, size, rank=0)
-        case "shm":
-            from deployments.weights.transports.shm import ShmTrainerInitInfo
-
-            return ShmTrainerInitInfo(rank=0)
-    raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}")
-
-
 def load(model: str, transport: str, dtype: str) -> torch.nn.Module:
-    """Raises ValueError if the transport needs a GPU and this process has none."""
+    """The model, where the transport takes its tensors from.
+
+    Raises:
+        ValueError: the transport needs a GPU and this process has none.
+    """
     if transport not in ON_CPU and not torch.cuda.is_available():
         raise ValueError(f"transport {transport!r} needs a GPU in this process, and there is none")
     device = "cpu" if transport in ON_CPU else "cuda:0"
     return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
 
 
-def show(service: Service, when: str, tokens: int) -> None:
+def show(fleet: FleetClient, when: str, tokens: int) -> None:
+    """Print what the fleet answers to some prompts, and with which version."""
+    model = fleet.send(calls.model())
     for prompt in PROMPTS:
-        answer = service.answer(service.tokenize(prompt), tokens)
+        token_ids = fleet.send(calls.tokenize(model, prompt))
+        answer = fleet.send(complete(model, token_ids, tokens)).answer
         print(f"{when}: version {answer.version}: {prompt!r} -> {answer.text!r}", flush=True)
 
 
@@ -113,57 +110,52 @@ def add_noise(model: torch.nn.Module, amount: float, generator: torch.Generator)
             parameter.add_((noise.to(parameter.device) * scale).to(parameter.dtype))
 
 
-def publish(engine: TrainerWeightTransferEngine[Any], service: Service) -> None:
+def publish(engine: TrainerWeightTransferEngine[Any], fleet: FleetClient) -> None:
+    """One round, and what the fleet reports of it."""
     begin = time.perf_counter()
     engine.send_weights()
     seconds = time.perf_counter() - begin
-    last = service.get("/fleet/rounds")["rounds"][-1]
-    gaps = ", ".join(f"{name} {1000 * t['gap_s']:.0f} ms" for name, t in last["replicas"].items())
-    print(f"round {last['round_id']}: version {last['version']} in {seconds:.2f} s, gaps: {gaps}", flush=True)
+    last = fleet.send(calls.rounds())[-1]
+    gaps = ", ".join(f"{name} {1000 * timings.gap_s:.0f} ms" for name, timings in last.replicas.items())
+    print(f"round {last.round_id}: version {last.version} in {seconds:.2f} s, gaps: {gaps}", flush=True)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Publish round after round.
+
+    Raises:
+        FleetError: the fleet refuses or does not answer.
+        RuntimeError: the fleet refuses a call of vLLM's client.
+        ValueError: the transport needs a GPU, and there is none.
+    """
+    options, token = parse(Options, arguments), token_from()
     register()
-    service = Service(options.url, token_from())
-    workers = int(service.get("/get_world_size")["world_size"])
-    print(f"fleet: {workers} workers, version {service.version()}", flush=True)
-    model = load(options.model, options.transport, options.dtype)
-    show(service, "before", options.tokens)
-    engine = WeightTransferTrainerFactory.trainer_init(
-        init_info(options.transport, workers, options.address),
-        client=TokenClient(service, options.timeout),
-        source=ModuleSource(model),
-    )
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(options.rounds):
-        add_noise(model, options.noise, generator)
-        publish(engine, service)
-        show(service, "after", options.tokens)
-    if options.save is not None:
-        model.save_pretrained(options.save)
-        AutoTokenizer.from_pretrained(options.model).save_pretrained(options.save)
-    # Ends the fleet's side too; a group whose peer is gone cannot be used again.
-    service.post("/shutdown_weight_transfer_engine")
-    engine.shutdown()
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="a checkpoint directory or hub id, dense")
-    parser.add_argument("--transport", required=True, choices=TRANSPORTS)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the fleet")
-    parser.add_argument("--address", default="127.0.0.1", help="of this host, as the replicas reach it")
-    parser.add_argument("--dtype", default="auto", help="of the weights that are sent; auto: as stored")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--noise", type=float, default=0.0, help="changes the weights before each round")
-    parser.add_argument("--tokens", type=int, default=16, help="of each answer that is shown")
-    parser.add_argument("--timeout", type=float, default=300.0, help="of one call to the fleet, seconds")
-    parser.add_argument("--save", help="directory for a checkpoint of what was published last")
-    return parser.parse_args(arguments)
+    with FleetClient.connect(options.url, token) as fleet:
+        workers = fleet.send(calls.world_size())
+        print(f"fleet: {workers} workers, version {fleet.send(calls.fleet()).committed_version}", flush=True)
+        model = load(options.model, options.transport.value, options.dtype)
+        show(fleet, "before", options.tokens)
+        facts = TrainerFacts(rank=0, workers=workers, address=options.address, port=free_port())
+        engine = WeightTransferTrainerFactory.trainer_init(
+            trainer_init_info(options.transport.value, facts),
+            client=TokenClient(options.url, token, options.timeout),
+            source=ModuleSource(model),
+        )
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(options.rounds):
+            add_noise(model, options.noise, generator)
+            publish(engine, fleet)
+            show(fleet, "after", options.tokens)
+        if options.save is not None:
+            model.save_pretrained(options.save)
+            AutoTokenizer.from_pretrained(options.model).save_pretrained(options.save)
+        # Ends the fleet's half too; a group whose peer is gone cannot be used again.
+        fleet.send(calls.disconnect())
+        engine.shutdown()
 
 
 def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -172,5 +164,5 @@ def free_port() -> int:
 if __name__ == "__main__":
     try:
         main()
-    except (RuntimeError, ValueError) as error:
+    except (FleetError, RuntimeError, ValueError) as error:
         sys.exit(f"http_publisher: {error}")

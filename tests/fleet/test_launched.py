@@ -47,7 +47,8 @@ def launched(tmp_path: Path) -> Iterator[Fleet]:
     command = [
         sys.executable,
         "-m",
-        "app.command.launch",
+        "app.command.cli",
+        "serve",
         "--config",
         str(file),
         "--dashboard-port",

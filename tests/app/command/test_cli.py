@@ -1,5 +1,6 @@
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from typing import Any
@@ -8,28 +9,32 @@ import pytest
 from typer.testing import CliRunner
 
 from app.command.cli import cli
+from tests.app.http.fake_controller import report, status
+
+STATUS = asdict(status(3, ["replica-0"]))
+ROUNDS = {"rounds": [asdict(report(1, 3))]}
 
 
 class Fleet(BaseHTTPRequestHandler):
-    """Answers as a fleet would, and remembers what it was asked."""
+    """Answers as a fleet would, and records the requests."""
 
-    asked: list[tuple[str, str, str | None, Any]]
+    requests: list[tuple[str, str, str | None, Any]]
 
     def do_GET(self) -> None:
-        self._answer(200, {"version": 3})
+        self._answer(200, {"/fleet": STATUS, "/fleet/rounds": ROUNDS}[self.path])
 
     def do_POST(self) -> None:
         if self.path == "/fleet/rollback":
             self._answer(409, {"error": {"type": "conflict", "message": "a round is open", "detail": {}}})
         else:
-            self._answer(200, {"status": "paused"})
+            self._answer(200, {"status": f"{self.path[1:]}d"})
 
-    def _answer(self, status: int, body: Any) -> None:
+    def _answer(self, code: int, body: Any) -> None:
         length = int(self.headers.get("content-length", 0))
         sent = json.loads(self.rfile.read(length)) if length else None
-        self.asked.append((self.command, self.path, self.headers.get("authorization"), sent))
+        self.requests.append((self.command, self.path, self.headers.get("authorization"), sent))
         content = json.dumps(body).encode()
-        self.send_response(status)
+        self.send_response(code)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(content)))
         self.end_headers()
@@ -42,33 +47,43 @@ class Fleet(BaseHTTPRequestHandler):
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "s3cret")
-    Fleet.asked = []
+    Fleet.requests = []
     with HTTPServer(("127.0.0.1", 0), Fleet) as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join(10)
 
 
-def test_status_prints_the_fleet(url: str) -> None:
-    result = CliRunner().invoke(cli, ["status", "--url", url])
-    assert (result.exit_code, json.loads(result.stdout)) == (0, {"version": 3})
+@pytest.mark.parametrize(("command", "shown"), [("status", STATUS), ("rounds", ROUNDS)])
+def test_what_the_fleet_answers_is_printed(url: str, command: str, shown: object) -> None:
+    result = CliRunner().invoke(cli, [command, "--url", url])
+    assert (result.exit_code, result.stdout) == (0, json.dumps(shown, indent=2) + "\n")
 
 
-def test_control_commands_carry_the_token(url: str) -> None:
-    assert CliRunner().invoke(cli, ["pause", "--url", url]).exit_code == 0
-    assert Fleet.asked == [("POST", "/pause", "Bearer s3cret", None)]
+@pytest.mark.parametrize(("command", "state"), [("pause", "paused"), ("resume", "resumed")])
+def test_control_commands_carry_the_token(url: str, command: str, state: str) -> None:
+    result = CliRunner().invoke(cli, [command], env={"SLIPSTREAM_URL": url})
+    assert (result.exit_code, json.loads(result.stdout)) == (0, {"status": state})
+    assert Fleet.requests == [("POST", f"/{command}", "Bearer s3cret", None)]
 
 
-def test_a_refusal_is_the_fleets_own_sentence(url: str) -> None:
+def test_a_refusal_is_the_fleets_own_explanation(url: str) -> None:
     result = CliRunner().invoke(cli, ["rollback", "7", "--url", url])
     assert result.exit_code == 1
-    assert "slipstream: a round is open (409)" in result.stderr
-    assert Fleet.asked[0][3] == {"version": 7}
+    assert result.stderr == "slipstream: a round is open (409)\n"
+    assert Fleet.requests[0][3] == {"version": 7}
 
 
-def test_no_fleet_is_a_sentence() -> None:
+def test_a_fleet_that_does_not_answer_is_named() -> None:
     result = CliRunner().invoke(cli, ["status", "--url", "http://127.0.0.1:1"])
     assert result.exit_code == 1
-    assert "no fleet answers" in result.stderr
+    assert result.stderr.startswith("slipstream: no fleet answers at http://127.0.0.1:1 (")
+
+
+def test_the_jobs_options_are_passed_on_unread() -> None:
+    environment = {"SLIPSTREAM_URL": "http://127.0.0.1:1"}
+    result = CliRunner().invoke(cli, ["rl", "--steps", "3", "--no-such-option", "x"], env=environment)
+    assert result.exit_code == 1, "without a fleet; no complaint about options"
+    assert "no fleet answers at http://127.0.0.1:1: start one" in result.stderr

@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import shutil
@@ -7,8 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
@@ -16,12 +20,12 @@ import yaml
 
 from app.command.cluster import MARK, ClusterError, free_ports, marked_processes, require_free_port
 from app.command.launch import environment
-from app.command.submit import command, complaint
+from app.command.submit import command, submit, why_not
 from app.settings.config import parse_config
 from tests.environment import users_environment
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_that_the_user_has_set_keep_their_values() -> None:
     config = parse_config({"model": "smollm2-135m", "engine": {"cpu_kv_cache_gib": 3}})
     chosen = environment(config, {"VLLM_LOGGING_LEVEL": "DEBUG", "HOME": "/h"})
     assert chosen["VLLM_LOGGING_LEVEL"] == "DEBUG"
@@ -57,13 +61,48 @@ def test_marked_processes_are_found_and_only_they() -> None:
             process.communicate()
 
 
-def test_a_job_is_refused_without_a_fleet() -> None:
+def test_a_job_is_refused_without_a_fleet(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (port,) = free_ports(1)
-    reason = complaint(f"http://127.0.0.1:{port}")
-    assert reason is not None and "make serve" in reason
+    monkeypatch.setenv("SLIPSTREAM_URL", f"http://127.0.0.1:{port}/")
+    assert submit(["--steps", "3"]) == 1
+    assert (
+        f"no fleet answers at http://127.0.0.1:{port}: start one with `make serve`" in capfd.readouterr().err
+    )
 
 
-def test_a_job_learns_the_fleets_address() -> None:
+def test_a_fleet_that_starts_is_not_ready_for_a_job() -> None:
+    with answering(503, b'{"status": "starting"}') as url:
+        assert why_not(url) == f'the fleet at {url} is not ready (503): {{"status": "starting"}}'
+    body = {"status": "ok", "serving": 1, "members": 1, "weight_version": 0}
+    with answering(200, json.dumps(body).encode()) as url:
+        assert why_not(url) is None
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """An HTTP server with one answer."""
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join(10)
+
+
+def test_a_job_is_started_with_the_fleets_address_and_its_options() -> None:
     line = command(["--steps", "3"], url="http://h:1", dashboard="http://d:2", job_id="j")
     assert line[-5:] == [sys.executable, "-m", "app.jobs.grpo", "--steps", "3"]
     assert '"SLIPSTREAM_URL": "http://h:1"' in line[line.index("--runtime-env-json") + 1]
@@ -105,7 +144,7 @@ def launch(directory: Path, name: str) -> Launched:
     output = directory / "output"
     with output.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app.command.launch", *arguments],
+            [sys.executable, "-m", "app.command.cli", "serve", *arguments],
             stdout=file,
             stderr=subprocess.STDOUT,
             text=True,
@@ -149,16 +188,16 @@ def test_a_fleet_that_cannot_start_says_why_and_ends(tmp_path: Path, end_later: 
     text = fleet.output.read_text()
     assert "the fleet could not be started" in text
     assert "RuntimeError: no weights here" in text
-    (kept,) = re.findall(r"logs are in (/tmp/slip-\w+)", text)
-    assert (Path(kept) / "session_latest" / "logs").is_dir()
-    shutil.rmtree(kept)
+    (logs,) = re.findall(r"logs are in (/tmp/slip-\w+)", text)
+    assert (Path(logs) / "session_latest" / "logs").is_dir()
+    shutil.rmtree(logs)
 
 
 def test_a_wrong_setting_ends_the_launcher_before_anything_starts(tmp_path: Path) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text(yaml.safe_dump({"applications": [{"args": {"model": "m", "engin": {}}}]}))
     done = subprocess.run(
-        [sys.executable, "-m", "app.command.launch", "--config", str(config)],
+        [sys.executable, "-m", "app.command.cli", "serve", "--config", str(config)],
         capture_output=True,
         text=True,
         timeout=30,

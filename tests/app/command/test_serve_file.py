@@ -33,12 +33,12 @@ def test_serve_is_sent_an_absolute_state_directory(tmp_path: Path) -> None:
     ("document", "complaint"),
     [
         ("a: [", "expected YAML"),
-        ("- 1", "expected one entry under 'applications', but none came"),
-        ({"applications": [application(), application()]}, "but 2 came"),
+        ("- 1", "expected one entry under 'applications', got none"),
+        ({"applications": [application(), application()]}, "got 2"),
         ({"applications": [application(modle="x")]}, r"unknown setting 'modle' \(did you mean 'model'\?\)"),
         (
             {"http_options": {"host": "0.0.0.0"}, "applications": [application()]},
-            "'http_options.host' is '0.0.0.0', but 'security.host' is '127.0.0.1'",
+            r"expected the same address as 'security.host' \('127.0.0.1'\), got '0.0.0.0'",
         ),
         (
             {

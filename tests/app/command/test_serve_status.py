@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from app.command.serve_status import Verdict, news, read_status
+from app.command.serve_status import Verdict, changes, read_status
 
 
 def details(status: str, ready: int, message: str = "") -> dict[str, Any]:
@@ -21,20 +21,20 @@ def details(status: str, ready: int, message: str = "") -> dict[str, Any]:
         ("UNHEALTHY", Verdict.UNHEALTHY),
     ],
 )
-def test_serves_words_become_a_verdict(status: str, verdict: Verdict) -> None:
+def test_each_status_of_serve_has_a_verdict(status: str, verdict: Verdict) -> None:
     assert read_status(details(status, 1), "slipstream").verdict is verdict
 
 
-def test_an_application_that_serve_does_not_know_yet_is_starting() -> None:
+def test_an_application_that_serve_does_not_list_yet_is_starting() -> None:
     assert read_status({"applications": {}}, "slipstream").verdict is Verdict.STARTING
 
 
-def test_only_changes_are_news() -> None:
+def test_only_deployments_whose_readiness_changed_are_listed() -> None:
     first, second = (read_status(details("DEPLOYING", ready), "slipstream") for ready in (1, 2))
-    assert news(None, first) == ["Rollout: 1 of 2 ready"]
-    assert news(first, first) == []
-    assert news(first, second) == ["Rollout: 2 of 2 ready"]
+    assert changes(None, first) == ["Rollout: 1 of 2 ready"]
+    assert changes(first, first) == []
+    assert changes(first, second) == ["Rollout: 2 of 2 ready"]
 
 
-def test_a_message_that_is_said_twice_is_shown_once() -> None:
+def test_a_message_of_application_and_deployment_is_shown_once() -> None:
     assert read_status(details("DEPLOY_FAILED", 0, "no weights"), "slipstream").message == "no weights"

@@ -4,15 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.jobs.groups import Answer, Group, GroupQueue
+from app.client.completions import Answer
+from app.jobs.groups import Group, GroupQueue
 from trainers.advantages import AdvantageEstimator
-from trainers.trajectory import VersionSpan, parse_trajectories
+from trainers.trajectory import VersionSpan, problems
 
 
 def group(number: int, *versions: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
-    spans = tuple(VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(versions))
+    spans = [VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(versions)]
     tokens = len(versions)
-    answer = Answer(token_ids=(3,) * tokens, logprobs=(-1.0,) * tokens, text="", weight_versions=spans)
+    answer = Answer(token_ids=[3] * tokens, logprobs=[-1.0] * tokens, text="", weight_versions=spans)
     return Group(number=number, prompt_token_ids=(1, 2), answers=[answer] * len(rewards), rewards=rewards)
 
 
@@ -44,7 +45,7 @@ async def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
     assert queue.dropped == 1
 
 
-async def test_what_is_dropped_makes_room_for_a_waiting_producer() -> None:
+async def test_a_dropped_group_makes_room_for_a_waiting_producer() -> None:
     queue = GroupQueue(capacity=1, max_staleness=0)
     await queue.put(group(0, 1))
     waiting = asyncio.ensure_future(queue.put(group(1, 2)))
@@ -83,13 +84,13 @@ def test_nothing_too_old_is_ever_taken_and_nothing_fresh_is_lost(
 
 def test_trajectories_carry_the_spans_and_satisfy_the_trainer() -> None:
     made = group(0, 4, 5).trajectories(AdvantageEstimator.DR_GRPO)
-    assert [t["advantage"] for t in made] == [-0.5, 0.5]
-    (first, _) = parse_trajectories(made, vocabulary_size=10, max_length=10)
-    assert first.weight_versions == (
+    assert [trajectory.advantage for trajectory in made] == [-0.5, 0.5]
+    assert all(problems(each, vocabulary_size=10, max_length=10) == [] for each in made)
+    assert made[0].weight_versions == (
         VersionSpan(version=4, start=0, end=1),
         VersionSpan(version=5, start=1, end=2),
     )
 
 
-def test_a_group_of_equal_rewards_teaches_nothing() -> None:
+def test_the_trainer_learns_nothing_from_equal_rewards() -> None:
     assert group(0, 1, rewards=(1.0, 1.0)).trajectories(AdvantageEstimator.GRPO) == []

@@ -54,7 +54,7 @@ def test_a_reward_that_cannot_be_used_is_named(path: str, sentence: str) -> None
 
 
 @pytest.mark.parametrize("reward", [None, "1", float("nan"), float("inf"), [1.0]])
-def test_what_is_no_number_is_no_reward(reward: object) -> None:
+def test_a_reward_must_be_a_finite_number(reward: object) -> None:
     with pytest.raises(ValueError, match="the reward must return a finite number"):
         checked(reward, "the reward")
     assert checked(True, "the reward") == 1.0

@@ -45,7 +45,7 @@ def test_a_data_set_that_cannot_be_made_is_named(name: str, settings: dict[str, 
         ReasoningGymTask(name, settings, instruction="", shots=0, seed=0, extract=whole)
 
 
-def test_prompts_of_a_file_go_round_and_meet_the_users_reward(tmp_path: Path) -> None:
+def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(
         '{"prompt": "2 + 2?", "right": "4"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n'
@@ -65,7 +65,7 @@ def test_prompts_of_a_file_go_round_and_meet_the_users_reward(tmp_path: Path) ->
         ('{"a": 1}', ":1 must be an object with 'messages'"),
     ],
 )
-def test_a_prompt_file_that_is_not_sound_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
+def test_a_wrong_prompt_file_is_refused_with_the_line(tmp_path: Path, content: str, sentence: str) -> None:
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(ValueError, match=sentence):
         PromptFileTask(tmp_path / "p.jsonl", lambda entry, answer: 0.0, extract=whole)

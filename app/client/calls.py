@@ -1,0 +1,121 @@
+"""The calls of our own routes, and of the few of vLLM's that our programs need."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+from pydantic import JsonValue, TypeAdapter
+
+from app.client.connection import Call, Reader
+from app.http.answers import Health, History, Status, WorldSize
+from deployments.protocol import FleetStatus, RoundReport
+from trainers.trajectory import Trajectory
+
+T = TypeVar("T")
+Object = dict[str, JsonValue]
+
+
+def health() -> Call[Health]:
+    """Fails with status 503 while no replica serves."""
+    return Call(method="GET", path="/health", read=typed(Health))
+
+
+def fleet() -> Call[FleetStatus]:
+    return Call(method="GET", path="/fleet", read=typed(FleetStatus))
+
+
+def rounds() -> Call[Sequence[RoundReport]]:
+    """The rounds that ended, oldest first."""
+    return Call(method="GET", path="/fleet/rounds", read=_then(typed(History), lambda made: made.rounds))
+
+
+def rollback(version: int) -> Call[RoundReport]:
+    """Publish a stored version again."""
+    body = {"version": version}
+    return Call(method="POST", path="/fleet/rollback", body=body, read=typed(RoundReport), repeatable=False)
+
+
+def pause(mode: Literal["keep", "wait", "abort"] | None = None) -> Call[Status]:
+    """Stop generating; `mode` None leaves what happens to running requests to the fleet."""
+    query = {} if mode is None else {"mode": mode}
+    return Call(method="POST", path="/pause", query=query, read=typed(Status))
+
+
+def resume() -> Call[Status]:
+    return Call(method="POST", path="/resume", read=typed(Status))
+
+
+def world_size() -> Call[int]:
+    """The workers of the whole fleet."""
+    read = _then(typed(WorldSize), lambda made: made.world_size)
+    return Call(method="GET", path="/get_world_size", read=read)
+
+
+def disconnect() -> Call[None]:
+    """End the fleet's half of a transfer."""
+    return Call(method="POST", path="/shutdown_weight_transfer_engine", read=lambda content, headers: None)
+
+
+# -- the trainer -----------------------------------------------------------------------------------
+
+
+def step(trajectories: Sequence[Trajectory]) -> Call[Object]:
+    """One optimizer step; its metrics."""
+    body = {"trajectories": [asdict(each) for each in trajectories]}
+    return Call(method="POST", path="/train/step", body=body, read=_object(), repeatable=False)
+
+
+def publish(label: str | None = None) -> Call[RoundReport]:
+    """Move the fleet to the trainer's weights."""
+    body = {} if label is None else {"label": label}
+    return Call(method="POST", path="/train/publish", body=body, read=typed(RoundReport), repeatable=False)
+
+
+def save(path: str | None = None) -> Call[str]:
+    """Write a checkpoint; its directory on the trainer's host."""
+    body = {} if path is None else {"path": path}
+    read = _then(_object(), lambda made: str(made["path"]))
+    return Call(method="POST", path="/train/save", body=body, read=read, repeatable=False)
+
+
+def train_status() -> Call[Object]:
+    return Call(method="GET", path="/train/status", read=_object())
+
+
+# -- vLLM's ----------------------------------------------------------------------------------------
+
+
+def model() -> Call[str]:
+    """The name of the model that the fleet serves."""
+    return Call(method="GET", path="/v1/models", read=_then(_object(), _first_model))
+
+
+def tokenize(model: str, prompt: str) -> Call[list[int]]:
+    """The token ids of a prompt."""
+    body = {"model": model, "prompt": prompt, "add_special_tokens": False}
+    read = _then(_object(), lambda made: TypeAdapter(list[int]).validate_python(made["tokens"]))
+    return Call(method="POST", path="/tokenize", body=body, read=read)
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@cache
+def typed(kind: type[T]) -> Reader[T]:
+    """Reads JSON as a type; unknown fields are ignored, as a newer fleet may send them."""
+    adapter: TypeAdapter[T] = TypeAdapter(kind)
+    return lambda content, headers: adapter.validate_json(content)
+
+
+def _object() -> Reader[Object]:
+    adapter: TypeAdapter[Object] = TypeAdapter(Object)
+    return lambda content, headers: adapter.validate_json(content)
+
+
+def _then(read: Reader[Any], choose: Callable[[Any], T]) -> Reader[T]:
+    return lambda content, headers: choose(read(content, headers))
+
+
+def _first_model(models: Mapping[str, Any]) -> str:
+    return str(models["data"][0]["id"])

@@ -1,0 +1,135 @@
+"""Answers of the model, with the version of the weights behind every token."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.client.connection import Call, FleetError
+from trainers.trajectory import Trajectory, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One sampled answer, or one piece of a streamed one."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]  # of `token_ids`; empty unless asked for
+    weight_versions: list[
+        VersionSpan
+    ]  # over `token_ids`; in a stream, the last piece has those of all pieces
+    version: int | None = None  # the newest weights behind the whole completion
+    replica: str = ""  # id
+
+    def trajectory(self, prompt_token_ids: Sequence[int], advantage: float) -> Trajectory:
+        """What a trainer learns from."""
+        return Trajectory(
+            prompt_token_ids=tuple(prompt_token_ids),
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            advantage=advantage,
+            weight_versions=tuple(self.weight_versions),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The answers to one prompt."""
+
+    answers: Sequence[Answer]
+    prompt_token_ids: Sequence[int] = ()  # empty if the fleet does not return them
+
+    @property
+    def answer(self) -> Answer:
+        """The only answer.
+
+        Raises:
+            ValueError: there is none, or there are more.
+        """
+        (answer,) = self.answers
+        return answer
+
+
+def complete(
+    model: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    headers: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Call[Completion]:
+    """A greedy completion of exactly `max_tokens` tokens, unless `options` (vLLM's) say otherwise."""
+    body = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **options,
+    }
+    sent = {} if headers is None else headers
+    return Call(method="POST", path="/v1/completions", body=body, headers=sent, read=read_completion)
+
+
+def chat(body: Mapping[str, Any]) -> Call[Completion]:
+    """A chat completion; `body` is vLLM's."""
+    return Call(method="POST", path="/v1/chat/completions", body=body, read=read_completion)
+
+
+def join(pieces: Iterable[Completion]) -> Answer:
+    """The whole answer of a stream.
+
+    Raises:
+        ValueError: it has no pieces.
+    """
+    answers = [answer for piece in pieces for answer in piece.answers]
+    if not answers:
+        raise ValueError("expected at least one piece of an answer, got none")
+    return Answer(
+        text="".join(answer.text for answer in answers),
+        token_ids=[token for answer in answers for token in answer.token_ids],
+        logprobs=[logprob for answer in answers for logprob in answer.logprobs],
+        weight_versions=answers[-1].weight_versions,
+        version=answers[-1].version,
+        replica=answers[-1].replica,
+    )
+
+
+def read_completion(content: bytes, headers: Mapping[str, str]) -> Completion:
+    """The body of `/v1/completions` or `/v1/chat/completions`, or one event of its stream.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no completion.
+        FleetError: the event says that the request failed.
+    """
+    data: dict[str, Any] = json.loads(content)
+    if "error" in data:
+        raise FleetError(f"the request failed in the middle of its answer: {data['error']}")
+    replica = headers.get("x-slipstream-replica", "")
+    return Completion(
+        answers=[_answer(choice, data.get("weight_version"), replica) for choice in data["choices"]],
+        prompt_token_ids=data.get("prompt_token_ids") or (),
+    )
+
+
+def _answer(choice: Mapping[str, Any], version: int | None, replica: str) -> Answer:
+    message = choice.get("message") or choice.get("delta") or {}
+    text = choice.get("text") if "text" in choice else message.get("content")
+    return Answer(
+        text=text or "",
+        token_ids=choice.get("token_ids") or [],
+        logprobs=_logprobs(choice.get("logprobs") or {}),
+        weight_versions=[VersionSpan(**span) for span in choice.get("weight_versions") or ()],
+        version=version,
+        replica=replica,
+    )
+
+
+def _logprobs(logprobs: Mapping[str, Any]) -> list[float]:
+    """Of `/v1/completions` (a list) or of `/v1/chat/completions` (an object for each token)."""
+    values = logprobs.get("token_logprobs")
+    if values is None:
+        values = [entry["logprob"] for entry in logprobs.get("content") or ()]
+    return [float(value) for value in values]

@@ -1,0 +1,230 @@
+"""Sends typed calls to a fleet: one client that blocks, and one for asyncio.
+
+    calls.rounds() ──► Call[list[RoundReport]] ──► FleetClient.send ──► list[RoundReport]
+
+A `Call` says what is asked and how the answer is read, so that both clients share everything but the waiting.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Self, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+LOCAL_URL = "http://127.0.0.1:8000"
+RETRY_PAUSE_S = 1.0
+MAX_SHOWN = 1000  # characters of an answer in a message
+Reader = Callable[[bytes, Mapping[str, str]], T]  # of a body, or of one event of a stream; and the headers
+
+
+class FleetError(RuntimeError):
+    """The fleet refused a call, or does not answer; the text says what a person can do.
+
+    Attributes:
+        message: the fleet's own explanation.
+        status: of the answer; None if there was none.
+        type: for a program, see `deployments.errors`; empty if the answer named none.
+    """
+
+    def __init__(self, text: str, *, message: str = "", status: int | None = None, type: str = "") -> None:
+        super().__init__(text)
+        self.message = message if message else text
+        self.status = status
+        self.type = type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[T]):
+    """One call of the fleet, and how its answer is read."""
+
+    method: str
+    path: str
+    read: Reader[T]
+    body: Mapping[str, Any] | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    repeatable: bool = True  # may be sent again when its answer was lost
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of httpx's `request`."""
+        return {
+            "method": self.method,
+            "url": self.path,
+            "json": self.body,
+            "params": dict(self.query) or None,
+            "headers": dict(self.headers),
+        }
+
+
+class FleetClient:
+    """Sends calls one at a time, and waits for each answer."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self.http = http
+
+    @classmethod
+    def connect(cls, url: str, token: str | None = None, timeout_s: float | None = 600.0) -> Self:
+        """A client of the fleet at `url`; `timeout_s` None waits for an answer without limit."""
+        return cls(httpx.Client(**_settings(url, token, timeout_s)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.http.close()
+
+    def send(self, call: Call[T]) -> T:
+        """The answer of the fleet.
+
+        Raises:
+            FleetError: the fleet refused, does not answer, or answered something else.
+        """
+        try:
+            answer = self.http.request(**call.arguments())
+        except httpx.TransportError as error:
+            raise unreachable(self.http.base_url, error) from error
+        return read(call, answer)
+
+
+class AsyncFleetClient:
+    """Sends any number of calls at a time.
+
+    Args:
+        patience_s: how long a call is repeated while the fleet is short of replicas (503) or does not answer.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, patience_s: float = 0.0) -> None:
+        self.http = http
+        self._patience_s = patience_s
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        token: str | None = None,
+        *,
+        timeout_s: float | None = 600.0,
+        patience_s: float = 0.0,
+        max_connections: int = 100,
+    ) -> Self:
+        """A client of the fleet at `url`; `timeout_s` None waits for an answer without limit."""
+        limits = httpx.Limits(max_connections=max_connections)
+        return cls(httpx.AsyncClient(**_settings(url, token, timeout_s), limits=limits), patience_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        await self.http.aclose()
+
+    async def send(self, call: Call[T], *, patient: bool = True) -> T:
+        """The answer of the fleet; not `patient`, the first one.
+
+        Raises:
+            FleetError: the fleet refused, does not answer, or answered something else.
+        """
+        deadline = time.monotonic() + (self._patience_s if patient else 0.0)
+        while True:
+            pause_s = RETRY_PAUSE_S
+            try:
+                answer = await self.http.request(**call.arguments())
+            except httpx.TransportError as error:
+                # What was sent may have been done: a step must not be done twice.
+                lost = not call.repeatable and not isinstance(error, httpx.ConnectError)
+                if lost or time.monotonic() >= deadline:
+                    raise unreachable(self.http.base_url, error) from error
+            else:
+                if answer.status_code != 503 or time.monotonic() >= deadline:
+                    return read(call, answer)
+                pause_s = float(answer.headers.get("retry-after", RETRY_PAUSE_S))
+            await asyncio.sleep(pause_s)
+
+    async def stream(self, call: Call[T]) -> AsyncIterator[T]:
+        """Each server-sent event of the answer that holds an object, as `call` reads it.
+
+        Raises:
+            FleetError: the fleet refused, or the stream ended with an error.
+        """
+        try:
+            async with self.http.stream(**call.arguments()) as answer:
+                if not answer.is_success:
+                    await answer.aread()
+                    _refuse(call, answer)
+                async for event in _objects(answer):
+                    yield _read(call, event, answer)
+        except httpx.TransportError as error:
+            raise unreachable(self.http.base_url, error) from error
+
+
+async def _objects(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The JSON objects of a server-sent stream."""
+    rest = b""
+    async for piece in answer.aiter_bytes():
+        # Not by lines: they would also end at U+0085 and its like, which JSON may hold.
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: {"):
+                yield event.removeprefix(b"data: ")
+
+
+def token_from(environment: Mapping[str, str] | None = None) -> str | None:
+    """The fleet's token, from where the fleet itself takes it; None if there is none."""
+    # Never an option of a program: other users can read a process's arguments.
+    token = (os.environ if environment is None else environment).get("SLIPSTREAM_TOKEN", "").strip()
+    return token if token else None
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """The headers that carry the token."""
+    return {} if token is None else {"authorization": f"Bearer {token}"}
+
+
+def unreachable(url: object, error: httpx.TransportError) -> FleetError:
+    """What a person reads when there was no answer."""
+    reason = str(error) if str(error) else type(error).__name__
+    return FleetError(f"no fleet answers at {str(url).rstrip('/')} ({reason})")
+
+
+def read(call: Call[T], answer: httpx.Response) -> T:
+    """The answer as the call's type.
+
+    Raises:
+        FleetError: the answer is an error, or something else than the call's type.
+    """
+    if not answer.is_success:
+        _refuse(call, answer)
+    return _read(call, answer.content, answer)
+
+
+def _read(call: Call[T], content: bytes, answer: httpx.Response) -> T:
+    try:
+        return call.read(content, answer.headers)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        text = f"{call.method} {call.path}: the answer cannot be read: {type(error).__name__}: {error}"
+        raise FleetError(text, status=answer.status_code) from error
+
+
+def _refuse(call: Call[Any], answer: httpx.Response) -> NoReturn:
+    try:
+        error = answer.json()["error"]
+        message, kind = str(error["message"]), str(error.get("type", ""))
+    except (ValueError, KeyError, TypeError):
+        message, kind = answer.text[:MAX_SHOWN], ""
+    text = f"{call.method} {call.path}: {answer.status_code}: {message}"
+    raise FleetError(text, message=message, status=answer.status_code, type=kind)
+
+
+def _settings(url: str, token: str | None, timeout_s: float | None) -> dict[str, Any]:
+    return {
+        "base_url": url.rstrip("/"),
+        "headers": bearer(token),
+        "timeout": httpx.Timeout(timeout_s, connect=10.0),
+        "trust_env": False,  # a proxy of the environment is for the internet, not for a fleet nearby
+    }

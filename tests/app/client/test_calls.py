@@ -1,0 +1,103 @@
+"""Every call against our own routes, served in this process: the client reads what the routes write."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+import pytest
+
+from app.client import calls
+from app.client.connection import AsyncFleetClient, Call, FleetError
+from deployments.protocol import FleetStatus, InFlight, Pause
+from tests.app.http.fake_controller import FakeController, report
+from tests.app.http.serving import FakeRouter, client
+from trainers.trajectory import Trajectory, VersionSpan
+
+SPAN = VersionSpan(version=3, start=0, end=2)
+TRAJECTORY = Trajectory(
+    prompt_token_ids=(1,), token_ids=(2, 3), logprobs=(-1.0, -0.5), advantage=1.0, weight_versions=(SPAN,)
+)
+
+
+class FakeTrainer:
+    """Learns and publishes at once."""
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+
+    async def step(self, batch: Any) -> dict[str, Any]:
+        self.batch = batch
+        return {"loss": 0.5}
+
+    async def publish(self, label: str | None) -> dict[str, Any]:
+        return asdict(report(2, 4, label))
+
+    async def rollback(self, version: int) -> dict[str, Any]:
+        return asdict(report(3, 5, f"rollback to {version}"))
+
+    async def save(self, path: str | None) -> dict[str, Any]:
+        return {"path": "/tmp/checkpoint" if path is None else path, "step": 1}
+
+    async def status(self) -> dict[str, Any]:
+        return {"step": 1}
+
+
+def fleet(controller: FakeController, trainer: FakeTrainer | None = None) -> AsyncFleetClient:
+    vllm = {"data": [{"id": "tiny"}], "tokens": [5, 6]}  # /v1/models and /tokenize
+    return AsyncFleetClient(client(controller, trainer=trainer, router=FakeRouter(lambda path: vllm)))
+
+
+def as_json(status: FleetStatus) -> object:
+    return json.loads(json.dumps(asdict(status)))  # lists in place of tuples
+
+
+async def test_the_fleet_is_read_as_the_controllers_own_types() -> None:
+    controller = FakeController()
+    controller.reports = [report(1, 3)]
+    async with fleet(controller) as made:
+        status = await made.send(calls.fleet())
+        assert as_json(status) == as_json(await controller.fleet())
+        assert status.members[0].state == "serving"
+        assert await made.send(calls.rounds()) == controller.reports
+        assert (await made.send(calls.health())).weight_version == 3
+        assert await made.send(calls.world_size()) == 4
+
+
+async def test_control_calls_reach_the_controller() -> None:
+    controller = FakeController()
+    async with fleet(controller) as made:
+        assert (await made.send(calls.pause())).status == "paused"
+        assert (await made.send(calls.pause("keep"))).status == "paused"
+        assert (await made.send(calls.resume())).status == "resumed"
+        await made.send(calls.disconnect())
+    assert controller.operations[:2] == [Pause(mode=InFlight.ABORT), Pause(mode=InFlight.KEEP)]
+    assert controller.lease is None
+
+
+async def test_the_trainers_calls_are_typed() -> None:
+    trainer = FakeTrainer()
+    async with fleet(FakeController(), trainer) as made:
+        assert await made.send(calls.step([TRAJECTORY])) == {"loss": 0.5}
+        assert await made.send(calls.publish("step 1")) == report(2, 4, "step 1")
+        assert await made.send(calls.publish()) == report(2, 4)
+        assert (await made.send(calls.rollback(1))).label == "rollback to 1"
+        assert await made.send(calls.save()) == "/tmp/checkpoint"
+        assert await made.send(calls.save("/data/x")) == "/data/x"
+        assert await made.send(calls.train_status()) == {"step": 1}
+    (sent,) = trainer.batch["trajectories"]
+    assert Trajectory.from_json(sent) == TRAJECTORY
+
+
+async def test_vllms_routes_are_read_too() -> None:
+    async with fleet(FakeController()) as made:
+        assert await made.send(calls.model()) == "tiny"
+        assert await made.send(calls.tokenize("tiny", "a b")) == [5, 6]
+
+
+@pytest.mark.parametrize("call", [calls.model(), calls.tokenize("tiny", "a")])
+async def test_an_answer_without_what_was_asked_for_is_an_error(call: Call[Any]) -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"data": []}))
+    async with AsyncFleetClient(httpx.AsyncClient(transport=transport, base_url="http://fleet")) as made:
+        with pytest.raises(FleetError, match="the answer cannot be read"):
+            await made.send(call)

@@ -1,0 +1,85 @@
+import json
+from typing import Any
+
+import pytest
+
+from app.client.completions import Answer, Completion, complete, join, read_completion
+from trainers.trajectory import Trajectory, VersionSpan
+
+SPANS = [{"version": 3, "start": 0, "end": 2}]
+COMPLETION: dict[str, Any] = {
+    "text": "8",
+    "token_ids": [5, 2],
+    "logprobs": {"token_logprobs": [-0.5, 0]},
+    "weight_versions": SPANS,
+}
+CHAT: dict[str, Any] = {
+    "message": {"content": "8"},
+    "token_ids": [5, 2],
+    "logprobs": {"content": [{"logprob": -0.5}, {"logprob": 0}]},
+    "weight_versions": SPANS,
+}
+
+
+def read(body: dict[str, Any], **headers: str) -> Completion:
+    return read_completion(json.dumps(body).encode(), headers)
+
+
+@pytest.mark.parametrize("choice", [COMPLETION, CHAT])
+def test_an_answer_is_read_with_its_spans(choice: dict[str, Any]) -> None:
+    body = {"weight_version": 3, "prompt_token_ids": [1], "choices": [choice]}
+    completion = read(body, **{"x-slipstream-replica": "replica-1"})
+    assert completion.prompt_token_ids == [1]
+    assert completion.answer == Answer(
+        text="8",
+        token_ids=[5, 2],
+        logprobs=[-0.5, 0.0],
+        weight_versions=[VersionSpan(version=3, start=0, end=2)],
+        version=3,
+        replica="replica-1",
+    )
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"text": "", "token_ids": None, "logprobs": None},
+        {"delta": {"role": "assistant"}},
+        {"message": {"content": None}, "weight_versions": None},
+    ],
+)
+def test_what_was_not_asked_for_is_empty(choice: dict[str, Any]) -> None:
+    answer = read({"choices": [choice]}).answer
+    assert answer == Answer(text="", token_ids=[], logprobs=[], weight_versions=[])
+
+
+def test_several_answers_are_no_single_answer() -> None:
+    with pytest.raises(ValueError, match="too many values"):
+        _ = read({"choices": [CHAT, CHAT]}).answer
+    with pytest.raises(ValueError, match="got none"):
+        join([read({"choices": []})])
+
+
+def test_a_completion_is_greedy_and_of_a_fixed_length_unless_options_say_otherwise() -> None:
+    call = complete("tiny", (1, 2), 8, headers={"x-session-id": "a"}, temperature=1.0, seed=3)
+    assert call.headers == {"x-session-id": "a"}
+    assert call.body == {
+        "model": "tiny",
+        "prompt": [1, 2],
+        "max_tokens": 8,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "seed": 3,
+    }
+
+
+def test_an_answer_with_its_advantage_is_a_trajectory() -> None:
+    answer = read({"choices": [COMPLETION]}).answer
+    assert answer.trajectory([1], 0.5) == Trajectory(
+        prompt_token_ids=(1,),
+        token_ids=(5, 2),
+        logprobs=(-0.5, 0.0),
+        advantage=0.5,
+        weight_versions=(VersionSpan(version=3, start=0, end=2),),
+    )

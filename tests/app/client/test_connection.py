@@ -1,0 +1,177 @@
+"""How both clients send calls: what is retried, what is refused, and what a person reads then."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from app.client import calls
+from app.client.completions import complete, join
+from app.client.connection import AsyncFleetClient, Call, FleetClient, FleetError, token_from
+
+HEALTH = {"status": "ok", "serving": 2, "members": 2, "weight_version": 3, "of a newer fleet": 1}
+Reply = httpx.Response | Exception
+
+
+def handler(*replies: Reply) -> Callable[[httpx.Request], httpx.Response]:
+    left = list(replies)
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        reply = left.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    return handle
+
+
+def patient(*replies: Reply) -> AsyncFleetClient:
+    transport = httpx.MockTransport(handler(*replies))
+    return AsyncFleetClient(httpx.AsyncClient(transport=transport, base_url="http://fleet"), patience_s=60.0)
+
+
+def blocking(*replies: Reply) -> FleetClient:
+    transport = httpx.MockTransport(handler(*replies))
+    return FleetClient(httpx.Client(transport=transport, base_url="http://fleet"))
+
+
+def ok(body: object = HEALTH) -> httpx.Response:
+    return httpx.Response(200, json=body)
+
+
+def busy() -> httpx.Response:
+    return httpx.Response(503, headers={"retry-after": "0"}, json={"error": {"message": "no replica"}})
+
+
+def refusal(status: int, message: str, kind: str) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"type": kind, "message": message, "detail": {}}})
+
+
+async def test_both_clients_read_the_same_answer() -> None:
+    with blocking(ok()) as client:
+        health = client.send(calls.health())
+    async with patient(ok()) as other:
+        assert await other.send(calls.health()) == health
+    assert (health.serving, health.weight_version) == (2, 3)
+
+
+async def test_a_fleet_that_is_short_of_replicas_is_asked_again() -> None:
+    async with patient(busy(), busy(), ok()) as client:
+        assert (await client.send(calls.health())).status == "ok"
+
+
+async def test_a_call_without_patience_takes_the_first_answer() -> None:
+    async with patient(busy(), ok()) as client:
+        with pytest.raises(FleetError, match="GET /health: 503: no replica"):
+            await client.send(calls.health(), patient=False)
+    with pytest.raises(FleetError, match="GET /health: 503: no replica"):
+        blocking(busy()).send(calls.health())
+
+
+async def test_a_lost_connection_is_tried_again() -> None:
+    async with patient(httpx.ConnectError("refused"), httpx.ReadError("gone"), ok()) as client:
+        assert (await client.send(calls.health())).status == "ok"
+
+
+@pytest.mark.parametrize("call", [calls.step([]), calls.publish(), calls.save(), calls.rollback(3)])
+async def test_what_may_have_been_done_already_is_not_sent_twice(call: Call[Any]) -> None:
+    async with patient(httpx.ReadError("gone"), ok({})) as client:
+        with pytest.raises(FleetError, match=r"no fleet answers at http://fleet \(gone\)"):
+            await client.send(call)
+
+
+async def test_a_step_that_never_reached_the_fleet_is_sent_again() -> None:
+    async with patient(httpx.ConnectError("refused"), ok({"loss": 0.5})) as client:
+        assert await client.send(calls.step([])) == {"loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "message", "kind"),
+    [
+        (
+            refusal(409, "a round is open", "conflict"),
+            "POST /resume: 409: a round is open",
+            "a round is open",
+            "conflict",
+        ),
+        (httpx.Response(400, text="no such model"), "POST /resume: 400: no such model", "no such model", ""),
+        (httpx.Response(500, json=["x"]), 'POST /resume: 500: ["x"]', '["x"]', ""),
+    ],
+)
+async def test_a_refusal_has_the_fleets_own_explanation(
+    answer: httpx.Response, text: str, message: str, kind: str
+) -> None:
+    with pytest.raises(FleetError) as caught:
+        blocking(answer).send(calls.resume())
+    error = caught.value
+    assert (str(error), error.message, error.status, error.type) == (text, message, answer.status_code, kind)
+
+
+@pytest.mark.parametrize("answer", [httpx.Response(200, text="<html>"), ok({"serving": 1}), ok([])])
+def test_an_answer_of_something_else_is_an_error(answer: httpx.Response) -> None:
+    with pytest.raises(FleetError, match="GET /health: the answer cannot be read"):
+        blocking(answer).send(calls.health())
+
+
+def test_a_fleet_that_is_not_there_is_named_by_its_address() -> None:
+    with pytest.raises(FleetError) as caught:
+        blocking(httpx.ConnectError("refused")).send(calls.fleet())
+    assert str(caught.value) == "no fleet answers at http://fleet (refused)"
+    assert (caught.value.message, caught.value.status) == (str(caught.value), None)
+
+
+def test_the_token_comes_from_the_environment() -> None:
+    assert token_from({"SLIPSTREAM_TOKEN": " s3cret\n"}) == "s3cret"
+    assert token_from({"SLIPSTREAM_TOKEN": " "}) is None and token_from({}) is None
+    with FleetClient.connect("http://fleet/", "s3cret") as client:
+        assert client.http.headers["authorization"] == "Bearer s3cret"
+        assert str(client.http.base_url) == "http://fleet"
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def streamed(*chunks: bytes) -> httpx.Response:
+    async def body() -> Any:
+        for chunk in chunks:
+            yield chunk
+
+    return httpx.Response(200, content=body(), headers={"x-slipstream-replica": "replica-1"})
+
+
+STREAM = complete("tiny", [5], 3, stream=True)
+
+
+async def test_a_streamed_answer_is_read_piece_by_piece() -> None:
+    first = 'data: {"choices": [{"text": "a\u0085", "token_ids": [1, 2]}]}\n\n'.encode()
+    last = (
+        b'data: {"weight_version": 7, "choices": [{"text": "b", "token_ids": [3], '
+        b'"weight_versions": [{"version": 7, "start": 0, "end": 3}]}]}\n\n'
+    )
+    usage = b'data: {"choices": []}\n\ndata: [DONE]\n\n'
+    chunks = (first[:20], first[20:] + last[:9], last[9:] + usage)  # cut anywhere
+    async with patient(streamed(*chunks)) as client:
+        pieces = [piece async for piece in client.stream(STREAM)]
+    assert [len(piece.answers) for piece in pieces] == [1, 1, 0]
+    answer = join(pieces)
+    assert (answer.text, answer.token_ids, answer.version) == ("a\u0085b", [1, 2, 3], 7)
+    assert answer.replica == "replica-1" and answer.weight_versions[0].end == 3
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_raised() -> None:
+    lost = b'data: {"error": {"message": "the replica was lost"}}\n\n'
+    async with patient(streamed(b'data: {"choices": []}\n\n', lost)) as client:
+        pieces = client.stream(STREAM)
+        assert await anext(pieces)
+        with pytest.raises(FleetError, match="the replica was lost"):
+            await anext(pieces)
+
+
+async def test_a_stream_that_is_refused_or_lost_is_an_error() -> None:
+    async with patient(httpx.Response(400, json={"error": {"message": "no such model"}})) as client:
+        with pytest.raises(FleetError, match="400: no such model"):
+            await anext(client.stream(STREAM))
+    async with patient(httpx.ReadError("gone")) as client:
+        with pytest.raises(FleetError, match=r"no fleet answers at http://fleet \(gone\)"):
+            await anext(client.stream(STREAM))

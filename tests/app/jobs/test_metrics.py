@@ -1,0 +1,61 @@
+from pathlib import Path
+
+import pytest
+
+from app.jobs.metrics import StepRecord, append, newest_metrics_file, records
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(
+        step=step,
+        reward=0.5,
+        version=7,
+        staleness_mean=1.0,
+        staleness_max=2,
+        groups=2,
+        groups_with_signal=1,
+        groups_dropped=0,
+        answer_tokens_mean=3.0,
+        tokens_per_s=100.0,
+        step_s=1.5,
+        wait_s=0.5,
+        publish_s=0.25,
+        elapsed_s=9.0,
+        next_problem=4,
+        seed=0,
+        trainer={"loss": 0.125},
+        example="6 + 2 = 8",
+    )
+
+
+def test_what_is_appended_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "m.jsonl"
+    append(path, record(1))
+    append(path, record(2))
+    assert records(path) == [record(1), record(2)]
+
+
+def test_a_truncated_last_line_is_left_out_and_any_other_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    append(path, record(1))
+    line = path.read_text()
+    path.write_text(line + line[:40])
+    assert records(path) == [record(1)]
+    path.write_text(line[:40] + "\n" + line)
+    with pytest.raises(ValueError, match=r"m\.jsonl:1: expected the record of a step"):
+        records(path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        records(tmp_path / "nothing")
+
+
+def test_a_record_is_a_line_for_a_person() -> None:
+    line = record(3).line()
+    assert line.startswith("step   3  reward 0.500  version 7  staleness 1.0  100 tokens/s  loss +0.1250")
+
+
+def test_the_newest_run_is_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name the file with --metrics"):
+        newest_metrics_file(tmp_path)
+    for name in ("grpo-20260101-000000.jsonl", "grpo-20260102-000000.jsonl"):
+        (tmp_path / name).touch()
+    assert newest_metrics_file(tmp_path).name == "grpo-20260102-000000.jsonl"
