@@ -85,7 +85,7 @@ class FleetWeightSyncClient:
         try:
             if round_id is not None:
                 self._call("abort_round", self._token(), round_id, reason)
-        finally:  # the controller raises Conflict if it has aborted the round already
+        finally:  # if the controller has aborted the round already, it raises why
             self.release()
 
     def release(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, StalePublisher
+from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError, StalePublisher
 from deployments.protocol import (
     ConnectionStatus,
     FleetStatus,
@@ -48,6 +48,8 @@ class FakeController:
         self._connected_epoch = 0
         self._last_token = 0
         self._last_round_id = 0
+        self._payloads = 0  # of the open round
+        self._aborted: dict[int, SlipstreamError] = {}  # round id -> why
         self._lease_ends = 0.0
         self._scheduled: list[tuple[float, Callable[[], object]]] = []
 
@@ -82,7 +84,7 @@ class FakeController:
         held = self.lease
         if held is not None and held.publisher != publisher and self.holds(held.token):
             raise Conflict(f"{held.publisher!r} publishes")
-        self.open_round_id = None
+        self._abort("its publisher took a new lease")
         self._last_token += 1
         self.lease = Lease(publisher=publisher, token=self._last_token, duration_s=LEASE_S)
         self._lease_ends = self.now + LEASE_S
@@ -96,7 +98,7 @@ class FakeController:
 
     def on_release(self, token: int) -> None:
         self.on_renew(token)
-        self.open_round_id = None
+        self._abort("its publisher released the lease")
         self.lease = None
 
     # -- rounds -------------------------------------------------------------------------------
@@ -110,6 +112,8 @@ class FakeController:
 
     def on_disconnect(self, token: int) -> dict[str, Any]:
         self.on_renew(token)
+        if self.open_round_id is not None:
+            raise Conflict(f"cannot disconnect while round {self.open_round_id} is open")
         self.connected_to = None
         return {}
 
@@ -117,9 +121,10 @@ class FakeController:
         publisher = self.on_renew(token).publisher
         if self.open_round_id is not None:
             raise Conflict(f"round {self.open_round_id} is open: close or abort it before opening another")
-        if self.connected_to != publisher or self._connected_epoch != self.epoch:
+        if self.connected_to != publisher:
             raise Conflict("connect before opening a round", {"connect_again": True})
         self.received = {}
+        self._payloads = 0
         self.options = options
         self._last_round_id += 1
         self.open_round_id = self._last_round_id
@@ -127,6 +132,7 @@ class FakeController:
 
     def on_send(self, token: int, round_id: int, payload: Mapping[str, Any]) -> None:
         self._require_open(token, round_id)
+        self._payloads += 1
         if "segment" not in payload:
             return  # not of the shm transport: nothing to read
         (chunk,) = plan_chunks(
@@ -140,8 +146,11 @@ class FakeController:
     def on_close_round(self, token: int, round_id: int, label: str | None) -> RoundReport:
         self._require_open(token, round_id)
         self.open_round_id = None
-        if self.abort_next is not None:
-            error, self.abort_next = self.abort_next, None
+        error: SlipstreamError | None = self.abort_next
+        if self._payloads == 0:
+            error = InvalidRequest(f"round {round_id} has brought no payload")
+        if error is not None:
+            self.abort_next, self._aborted[round_id] = None, error
             raise error
         self.version += 1
         return RoundReport(
@@ -156,13 +165,20 @@ class FakeController:
 
     def on_abort_round(self, token: int, round_id: int, reason: str) -> None:
         self._require_open(token, round_id)
-        self.open_round_id = None
+        self._abort(reason)
         self.abort_reasons.append(reason)
 
     def _require_open(self, token: int, round_id: int) -> None:
         self.on_renew(token)
+        if round_id in self._aborted:
+            raise self._aborted[round_id]
         if round_id != self.open_round_id:
             raise Conflict(f"round {round_id} is not open")
+
+    def _abort(self, reason: str) -> None:
+        if self.open_round_id is not None:
+            self._aborted[self.open_round_id] = RoundAborted(f"round aborted: {reason}")
+        self.open_round_id = None
 
     # -- the store, and queries ---------------------------------------------------------------
 

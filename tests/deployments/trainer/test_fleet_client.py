@@ -41,9 +41,10 @@ def test_the_next_round_takes_a_new_lease_and_needs_no_new_connection() -> None:
     reports = [client.report]
     client.start_weight_update()
     reports.append(client.report)
+    client.update_weights({})
     client.finish_weight_update()
     reports.append(client.report)
-    assert controller.calls[len(ONE_ROUND) :] == ["acquire", "open_round", "close_round", "release"]
+    assert controller.calls[len(ONE_ROUND) :] == ["acquire", "open_round", "send", "close_round", "release"]
     assert [None if report is None else report.version for report in reports] == [1, None, 2]
 
 
@@ -53,6 +54,7 @@ def test_a_version_that_vllm_states_takes_precedence_over_the_label() -> None:
     client.label = "mine"
     client.init_weight_transfer_engine({})
     client.start_weight_update()
+    client.update_weights({})
     client.finish_weight_update("vllm's")
     assert client.report is not None and client.report.label == "vllm's"
 
@@ -91,6 +93,7 @@ def test_an_old_publisher_cannot_close_its_round_under_its_successors_lease() ->
     old.start_weight_update()
     new.init_weight_transfer_engine({})
     new.start_weight_update()
+    new.update_weights({})
     with pytest.raises(StalePublisher, match="token 1 is stale"):
         old.finish_weight_update()
     with pytest.raises(StalePublisher, match="token 1 is stale"):
@@ -133,14 +136,14 @@ def test_abort_without_a_round_only_releases_the_lease() -> None:
     assert controller.calls == ["acquire", "connect", "release"], "no lease, no call"
 
 
-def test_a_round_that_the_controller_aborted_is_not_open_and_the_lease_is_released_all_the_same() -> None:
+def test_aborting_a_round_that_the_controller_aborted_raises_its_error_and_releases_the_lease() -> None:
     controller = FakeController()
     controller.abort_next = RoundAborted("replicas disagree")
     client = client_of(controller)
     with pytest.raises(RoundAborted, match="replicas disagree"):
         run_round(client)
-    with pytest.raises(Conflict, match="round 1 is not open"):
-        client.abort("replicas disagree")
+    with pytest.raises(RoundAborted, match="replicas disagree"):
+        client.abort("the round failed")
     assert controller.lease is None
     assert client.report is None
 
