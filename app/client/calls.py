@@ -10,6 +10,7 @@ from pydantic import JsonValue, TypeAdapter
 from app.client.connection import Call, Reader
 from app.http.answers import Health, History, Status, WorldSize
 from deployments.protocol import FleetStatus, RoundReport
+from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
 from trainers.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -72,15 +73,15 @@ def publish(label: str | None = None) -> Call[RoundReport]:
     return Call(method="POST", path="/train/publish", body=body, read=typed(RoundReport), repeatable=False)
 
 
-def save(path: str | None = None) -> Call[str]:
-    """Write a checkpoint; its directory on the trainer's host."""
+def save(path: str | None = None) -> Call[SavedCheckpoint]:
+    """Write a checkpoint; `path` None lets the trainer choose a directory on its host."""
     body = {} if path is None else {"path": path}
-    read = _then(_object(), lambda made: str(made["path"]))
+    read = typed(SavedCheckpoint)
     return Call(method="POST", path="/train/save", body=body, read=read, repeatable=False)
 
 
-def train_status() -> Call[Object]:
-    return Call(method="GET", path="/train/status", read=_object())
+def train_status() -> Call[TrainerStatus]:
+    return Call(method="GET", path="/train/status", read=typed(TrainerStatus))
 
 
 # -- vLLM's ----------------------------------------------------------------------------------------

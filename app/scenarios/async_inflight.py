@@ -186,7 +186,7 @@ def scenario(settings: Options) -> list[Comparison]:
         fleet.send(calls.step(sample(fleet, model, prompts[0])))
         running = asyncio.run(in_flight(settings, token, model, prompts))
         with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
-            saved = fleet.send(calls.save(directory))
+            saved = fleet.send(calls.save(directory)).path
             rest = fresh_answers(
                 saved,
                 [request.prompt + request.tokens[: request.switch] for request in running],

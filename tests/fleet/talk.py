@@ -1,7 +1,6 @@
 """How the fleet's tests ask, train and check: over HTTP, as a user does."""
 
-import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,9 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM
 
+from app.client import calls, completions
+from app.client.completions import Answer, join
+from app.client.connection import AsyncFleetClient, FleetClient
 from app.scenarios.fresh_engine import fresh_answers
 from tests.fleet.conftest import MODEL, Fleet
 
@@ -16,39 +18,24 @@ PROMPT = [5, 6, 7, 8, 9]
 # Of an engine on the CPU beside the fleet, with what matters of the fleet's own arguments.
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-Span = dict[str, int]
 
 
-@dataclass(slots=True, kw_only=True)
-class Answer:
-    tokens: list[int]
-    spans: list[Span]
-    version: int
-    replica: str
-    logprobs: list[float] = field(default_factory=list)
-
-
-def body(prompt: list[int], max_tokens: int, **options: Any) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **options,
-    }
+def body(prompt: Sequence[int], max_tokens: int, **options: Any) -> Mapping[str, Any]:
+    """The body of a greedy completion, for a test that sends it itself."""
+    request = completions.complete(MODEL, prompt, max_tokens, **options).body
+    assert request is not None
+    return request
 
 
 def complete(
     client: httpx.Client,
-    prompt: list[int] = PROMPT,
+    prompt: Sequence[int] = PROMPT,
     max_tokens: int = 16,
-    headers: Any = None,
+    headers: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Answer:
-    answer = client.post("/v1/completions", json=body(prompt, max_tokens, **options), headers=headers)
-    return parsed(succeeded(answer))
+    call = completions.complete(MODEL, prompt, max_tokens, headers=headers, **options)
+    return FleetClient(client).send(call).answer
 
 
 def succeeded(answer: httpx.Response) -> httpx.Response:
@@ -57,59 +44,30 @@ def succeeded(answer: httpx.Response) -> httpx.Response:
     return answer
 
 
-def parsed(answer: httpx.Response) -> Answer:
-    data = answer.json()
-    choice = data["choices"][0]
-    return Answer(
-        tokens=choice["token_ids"],
-        spans=choice["weight_versions"],
-        version=data["weight_version"],
-        replica=answer.headers["x-slipstream-replica"],
-        logprobs=(choice["logprobs"] or {}).get("token_logprobs", []),
-    )
-
-
 async def ask(
-    client: httpx.AsyncClient, prompt: list[int], max_tokens: int, *, stream: bool, **options: Any
+    client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, *, stream: bool, **options: Any
 ) -> Answer:
-    payload = body(prompt, max_tokens, stream=stream, **options)
+    fleet = AsyncFleetClient(client)
+    call = completions.complete(MODEL, prompt, max_tokens, stream=stream, **options)
     if not stream:
-        answer = await client.post("/v1/completions", json=payload)
-        assert answer.status_code == 200, answer.text
-        return parsed(answer)
-    tokens: list[int] = []
-    last: dict[str, Any] = {}
-    async with client.stream("POST", "/v1/completions", json=payload) as response:
-        assert response.status_code == 200
-        # Not aiter_lines: it also splits at U+0085 and its like, which JSON may hold.
-        text = b"".join([piece async for piece in response.aiter_bytes()])
-        for event in text.split(b"\n\n"):
-            if event.startswith(b"data: {"):
-                last = json.loads(event[6:])
-                assert "error" not in last, last
-                tokens += last["choices"][0]["token_ids"] or []
-        replica = response.headers["x-slipstream-replica"]
-    spans = last["choices"][0]["weight_versions"]
-    return Answer(tokens=tokens, spans=spans, version=last["weight_version"], replica=replica)
+        return (await fleet.send(call)).answer
+    return join([piece async for piece in fleet.stream(call)])
+
+
+def sampled(client: httpx.Client, seed: int) -> Answer:
+    """An answer that a trainer can learn from."""
+    return complete(client, max_tokens=12, temperature=1.0, logprobs=1, seed=seed)
 
 
 def train_and_publish(client: httpx.Client, sign: float = 1.0) -> int:
     """One optimizer step on sampled answers, then a round; returns the new version."""
-    trajectories = []
-    for index in range(4):
-        sample = complete(client, max_tokens=12, temperature=1.0, logprobs=1, seed=index)
-        trajectories.append(
-            {
-                "prompt_token_ids": PROMPT,
-                "token_ids": sample.tokens,
-                "logprobs": sample.logprobs,
-                "advantage": sign if index % 2 else -sign,
-                "weight_versions": sample.spans,
-            }
-        )
-    succeeded(client.post("/train/step", json={"trajectories": trajectories}))
-    report = succeeded(client.post("/train/publish", json={}))
-    return int(report.json()["version"])
+    fleet = FleetClient(client)
+    batch = [
+        sampled(client, index).trajectory(PROMPT, advantage=sign if index % 2 else -sign)
+        for index in range(4)
+    ]
+    fleet.send(calls.step(batch))
+    return fleet.send(calls.publish()).version
 
 
 def on_every_replica(client: httpx.Client, count: int = 2, **options: Any) -> dict[str, Answer]:

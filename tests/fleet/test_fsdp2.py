@@ -61,20 +61,20 @@ def test_three_rounds_of_two_ranks_end_where_a_fresh_engine_begins(sharded: Flee
     with sharded.client() as client:
         status = client.get("/train/status").json()
         assert status["strategy"] == "fsdp2" and status["world_size"] == RANKS == len(set(rank_ids()))
-        before = complete(client, max_tokens=24).tokens
+        before = complete(client, max_tokens=24).token_ids
         assert before == Reference(sharded.checkpoint)(PROMPT, 24)
         for _ in range(3):
             version = train_and_publish(client)
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         answer = complete(client, max_tokens=24)
-        assert answer.version == version and answer.tokens != before
-        assert [answer.tokens] == fresh_engine(saved, [PROMPT], 24)
-        assert answer.tokens == Reference(saved)(PROMPT, 24)
+        assert answer.version == version and answer.token_ids != before
+        assert [answer.token_ids] == fresh_engine(saved, [PROMPT], 24)
+        assert answer.token_ids == Reference(saved)(PROMPT, 24)
 
 
 def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_served(sharded: Fleet) -> None:
     with sharded.client() as client:
-        version, before = sharded.version(), complete(client, max_tokens=24).tokens
+        version, before = sharded.version(), complete(client, max_tokens=24).token_ids
         ranks = rank_ids()
         with a_round_that_is_open(sharded) as (answers, _):
             os.kill(ranks[1], signal.SIGKILL)
@@ -82,7 +82,7 @@ def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_serve
         assert answer.status_code == 503, answer.text
         assert "rank 1 of the trainer died during 'publish'" in answer.json()["error"]["message"]
         after = complete(client, max_tokens=24)
-        assert (after.version, after.tokens) == (version, before)
+        assert (after.version, after.token_ids) == (version, before)
         wait_for_other_ranks(client, ranks)
         assert train_and_publish(client) == version + 1
         assert complete(client, max_tokens=24).version == version + 1

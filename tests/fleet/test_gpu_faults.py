@@ -53,7 +53,7 @@ def a_replica_dies(fleet: Fleet, client: httpx.Client) -> None:
     assert survivor.version == now == fleet.version() and survivor.replica in before
     wait_for_another(client, serving)
     for found in on_every_replica(client, max_tokens=TOKENS).values():
-        assert (found.version, found.tokens) == (now, survivor.tokens)
+        assert (found.version, found.token_ids) == (now, survivor.token_ids)
     assert train_and_publish(client) == now + 1, "and the next round reaches both"
 
 
@@ -71,7 +71,7 @@ def the_trainer_dies(fleet: Fleet, client: httpx.Client) -> None:
     assert answer.status_code == 503 and "died" in answer.json()["error"]["message"]
     assert fleet.version() == version
     for name, found in on_every_replica(client, max_tokens=TOKENS).items():
-        assert (found.version, found.tokens) == (version, before[name].tokens)
+        assert (found.version, found.token_ids) == (version, before[name].token_ids)
     deadline = time.monotonic() + 120
     while not client.get("/train/status").is_success:
         assert time.monotonic() < deadline, "the trainer did not come back"

@@ -29,7 +29,7 @@ def test_three_rounds_over_ipc_end_where_a_fresh_engine_begins(tmp_path: Path, s
     overrides = {"engine": {"env": INVARIANT}, "weights": {"staging": staging}}
     config = configuration("ipc", checkpoint, tmp_path / "state", overrides)
     with running(config, checkpoint, PORTS[staging]) as fleet, fleet.client() as client:
-        before = complete(client, max_tokens=TOKENS).tokens
+        before = complete(client, max_tokens=TOKENS).token_ids
         for _ in range(3):
             begin = time.perf_counter()
             version = train_and_publish(client)
@@ -38,7 +38,7 @@ def test_three_rounds_over_ipc_end_where_a_fresh_engine_begins(tmp_path: Path, s
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         answer = complete(client, max_tokens=TOKENS)
         assert answer.version == version == 3
-        assert [answer.tokens] == fresh_answers(config, saved, [PROMPT], TOKENS) != [before]
+        assert [answer.token_ids] == fresh_answers(config, saved, [PROMPT], TOKENS) != [before]
 
 
 @needs_gpus(1)
@@ -56,7 +56,7 @@ def test_weights_that_a_sleep_threw_away_come_back_with_a_round(tmp_path: Path, 
         succeeded(client.post("/train/publish", json={}))
         succeeded(client.post("/wake_up", params={"tags": "kv_cache"}))
         after = complete(client, max_tokens=TOKENS)
-        assert (after.tokens, after.version) == (before.tokens, version + 1)
+        assert (after.token_ids, after.version) == (before.token_ids, version + 1)
 
 
 @needs_gpus(1)
@@ -72,14 +72,14 @@ def test_a_trainer_that_takes_the_place_of_a_killed_one_shares_its_own_tensors(t
         handle: Any = serve.get_deployment_handle("trainer", app_name="slipstream")
         (rank,) = handle.process_ids.remote().result(timeout_s=30)
         os.kill(rank, signal.SIGKILL)
-        assert complete(client, max_tokens=TOKENS).tokens == before.tokens
+        assert complete(client, max_tokens=TOKENS).token_ids == before.token_ids
         until(lambda: client.get("/train/status").is_error, "the trainer's end is noticed")
         until(lambda: client.get("/train/status").is_success, "the trainer is back")
         assert client.get("/train/status").json()["version"] == version
         assert train_and_publish(client) == version + 1
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         answer = complete(client, max_tokens=TOKENS)
-        assert [answer.tokens] == fresh_answers(config, saved, [PROMPT], TOKENS) != [before.tokens]
+        assert [answer.token_ids] == fresh_answers(config, saved, [PROMPT], TOKENS) != [before.token_ids]
 
 
 def until(reached: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:

@@ -15,6 +15,7 @@ import torch
 from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
 from tests.fleet.talk import PROMPT, complete, on_every_replica
 from tests.tiny_models import save_tiny_llama
+from trainers.trajectory import VersionSpan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 ROUNDS = 3
@@ -49,10 +50,10 @@ def test_an_outside_program_drives_two_replicas(
     assert [entry["phase"] for entry in history] == ["committed"] * ROUNDS
     assert all(len(entry["replicas"]) == 2 and not entry["fenced"] for entry in history)
     (expected,) = fresh_answers(config, tmp_path / "saved", [PROMPT], TOKENS)
-    assert expected != before.tokens, "the rounds must change the answers, or the test shows nothing"
+    assert expected != before.token_ids, "the rounds must change the answers, or the test shows nothing"
     for answer in answers.values():
-        assert answer.tokens == expected
-        assert answer.spans == [{"version": ROUNDS, "start": 0, "end": TOKENS}]
+        assert answer.token_ids == expected
+        assert answer.weight_versions == [VersionSpan(version=ROUNDS, start=0, end=TOKENS)]
 
 
 def visible() -> list[str]:

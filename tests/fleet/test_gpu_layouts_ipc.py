@@ -7,8 +7,10 @@ import httpx
 import pytest
 import torch
 
+from app.client import calls
+from app.client.connection import FleetClient
 from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
-from tests.fleet.talk import PROMPT, body, complete, on_every_replica, parsed, succeeded, train_and_publish
+from tests.fleet.talk import PROMPT, complete, on_every_replica, sampled, succeeded, train_and_publish
 from tests.tiny_models import save_tiny_experts, save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
@@ -41,7 +43,7 @@ def test_four_replicas_each_beside_a_rank_end_where_a_fresh_engine_begins(tmp_pa
         after = on_every_replica(client, count=4, max_tokens=TOKENS)
         for replica, answer in after.items():
             assert answer.version == version == 3
-            assert answer.tokens == expected != before[replica].tokens
+            assert answer.token_ids == expected != before[replica].token_ids
 
 
 @needs_gpus(4)
@@ -55,7 +57,7 @@ def test_spread_experts_sleep_wake_update_and_end_where_a_fresh_engine_begins(tm
     )
     with running(config, checkpoint, EXPERTS_PORT) as fleet, fleet.client() as client:
         assert client.get("/get_world_size").json() == {"world_size": 4}
-        before = [complete(client, prompt, TOKENS).tokens for prompt in PROMPTS]
+        before = [complete(client, prompt, TOKENS).token_ids for prompt in PROMPTS]
         publish(client)
         train_and_publish(client)
         asleep_round(client)
@@ -65,16 +67,18 @@ def test_spread_experts_sleep_wake_update_and_end_where_a_fresh_engine_begins(tm
         after = [complete(client, prompt, TOKENS) for prompt in PROMPTS]
         assert {answer.version for answer in after} == {version} == {4}
         expected = fresh_answers(config, saved, PROMPTS, TOKENS)
-        assert [answer.tokens for answer in after] == expected
+        assert [answer.token_ids for answer in after] == expected
         assert all(old != new for old, new in zip(before, expected, strict=True))
 
 
 def asleep_round(client: httpx.Client) -> None:
     """The engine gives its memory to the trainer's step, and takes it back in two parts."""
-    trajectories = [_trajectory(client, index) for index in range(4)]
+    trajectories = [
+        sampled(client, index).trajectory(PROMPT, advantage=1.0 if index % 2 else -1.0) for index in range(4)
+    ]
     succeeded(client.post("/sleep", params={"level": 1}))
     assert client.get("/is_sleeping").json() == {"is_sleeping": True}
-    succeeded(client.post("/train/step", json={"trajectories": trajectories}))
+    FleetClient(client).send(calls.step(trajectories))
     refused = client.post("/train/publish", json={})
     assert refused.status_code >= 400 and "wake_up?tags=weights" in refused.json()["error"]["message"]
     succeeded(client.post("/wake_up", params={"tags": "weights"}))
@@ -82,16 +86,3 @@ def asleep_round(client: httpx.Client) -> None:
     assert client.get("/is_sleeping").json() == {"is_sleeping": True}
     succeeded(client.post("/wake_up", params={"tags": "kv_cache"}))
     assert client.get("/is_sleeping").json() == {"is_sleeping": False}
-
-
-def _trajectory(client: httpx.Client, index: int) -> dict[str, Any]:
-    options = {"temperature": 1.0, "logprobs": 1, "seed": index}
-    answer = client.post("/v1/completions", json=body(PROMPT, 12, **options))
-    sample = parsed(answer)
-    return {
-        "prompt_token_ids": PROMPT,
-        "token_ids": sample.tokens,
-        "logprobs": sample.logprobs,
-        "advantage": 1.0 if index % 2 else -1.0,
-        "weight_versions": sample.spans,
-    }

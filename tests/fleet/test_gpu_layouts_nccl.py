@@ -21,7 +21,7 @@ def test_fp8_at_tp_2_ends_where_a_fresh_fp8_engine_begins(tmp_path: Path) -> Non
     checkpoint = save_tiny_llama(tmp_path / "model", seed=1, width=256, dtype=torch.bfloat16)
     config = configuration("nccl_tp", checkpoint, tmp_path / "state", {"engine": {"enforce_eager": True}})
     with running(config, checkpoint, FP8_PORT) as fleet, fleet.client() as client:
-        before = [complete(client, prompt, TOKENS).tokens for prompt in PROMPTS]
+        before = [complete(client, prompt, TOKENS).token_ids for prompt in PROMPTS]
         for _ in range(3):
             version = train_and_publish(client)
         print("last round", client.get("/fleet/rounds").json()["rounds"][-1])
@@ -29,7 +29,7 @@ def test_fp8_at_tp_2_ends_where_a_fresh_fp8_engine_begins(tmp_path: Path) -> Non
         after = [complete(client, prompt, TOKENS) for prompt in PROMPTS]
         assert {answer.version for answer in after} == {version} == {3}
         expected = fresh_answers(config, saved, PROMPTS, TOKENS)
-        assert [answer.tokens for answer in after] == expected
+        assert [answer.token_ids for answer in after] == expected
         assert all(old != new for old, new in zip(before, expected, strict=True))
 
 
@@ -52,4 +52,4 @@ def test_one_broadcast_reaches_two_replicas_that_end_where_a_fresh_engine_begins
         (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS)
         for replica, answer in on_every_replica(client, max_tokens=TOKENS).items():
             assert answer.version == version == 3
-            assert answer.tokens == expected != before[replica].tokens
+            assert answer.token_ids == expected != before[replica].token_ids

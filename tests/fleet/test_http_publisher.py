@@ -68,7 +68,7 @@ def test_vllms_http_client_drives_a_round_on_both_replicas(fleet: Fleet) -> None
         client = publish(fleet, ModuleSource(tiny_llama(11)))
         client.shutdown_weight_transfer_engine()
         for answer in on_every_replica(http, max_tokens=16).values():
-            assert answer.tokens == reference(11, [5, 6, 7, 8, 9], 16)
+            assert answer.token_ids == reference(11, [5, 6, 7, 8, 9], 16)
             assert answer.version == before + 1
         assert http.get("/weight_info").json() == {"weight_version": str(before + 1)}
 
@@ -99,7 +99,7 @@ def test_a_replica_that_starts_later_has_the_version_of_a_publisher_that_is_gone
         assert http.get("/is_paused").json() == {"is_paused": True}, "of every replica"
         succeeded(http.post("/resume"))
         for answer in on_every_replica(http, max_tokens=16).values():
-            assert answer.tokens == reference(15, [5, 6, 7, 8, 9], 16)
+            assert answer.token_ids == reference(15, [5, 6, 7, 8, 9], 16)
             assert answer.version == version
 
 
@@ -118,7 +118,7 @@ def test_an_update_that_does_not_fit_is_refused_and_changes_nothing(
     fleet: Fleet, tensors: dict[str, torch.Tensor], word: str
 ) -> None:
     with fleet.client() as http:
-        version, before = fleet.version(), complete(http).tokens
+        version, before = fleet.version(), complete(http).token_ids
         with pytest.raises(requests.HTTPError) as caught:
             publish(fleet, AlteredSource(tensors))
         assert caught.value.response.status_code in (400, 409, 422)
@@ -135,7 +135,7 @@ def test_torn_bytes_are_found_by_their_digest(fleet: Fleet) -> None:
         pack(chunk, iter(good.items()), block)
         block[chunk.entries[3].offset + 5] ^= 1
         with fleet.client() as http:
-            version, before = fleet.version(), complete(http).tokens
+            version, before = fleet.version(), complete(http).token_ids
             start(http)
             info = {"segment": segment, **describe(metadata)}
             answer = http.post("/update_weights", json={"update_info": info})
@@ -156,7 +156,7 @@ def unchanged(fleet: Fleet, http: httpx.Client, version: int, before: list[int])
     """Same version, same answers, all replicas still serving, and the next round works."""
     answers = on_every_replica(http)
     assert fleet.version() == version
-    assert all(answer.tokens == before for answer in answers.values())
+    assert all(answer.token_ids == before for answer in answers.values())
     assert train_and_publish(http) == version + 1
     return True
 

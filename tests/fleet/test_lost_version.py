@@ -48,14 +48,14 @@ def test_a_version_that_died_with_its_replicas_is_published_anew(alone: Fleet, t
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         expected = Reference(saved)(PROMPT, 24)
         assert expected != Reference(alone.checkpoint)(PROMPT, 24)
-        assert complete(client, max_tokens=24).tokens == expected
+        assert complete(client, max_tokens=24).token_ids == expected
         status = wait_for_problem(client)
         assert f"version {version} is not in the store" in status
         before = members(client)
         kill_a_replica(APPLICATION)
         wait_for_another(client, before)
         answer = complete(client, max_tokens=24)
-        assert answer.tokens == expected, "these weights were in no store and in no replica"
+        assert answer.token_ids == expected, "these weights were in no store and in no replica"
         assert answer.version == version + 1
         last = client.get("/fleet/rounds").json()["rounds"][-1]
         assert last["label"] == f"version {version} was lost"

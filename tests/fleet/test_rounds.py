@@ -7,10 +7,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from app.client.completions import Answer
 from tests.fleet.conftest import Fleet
 from tests.fleet.talk import (
     PROMPT,
-    Answer,
     Reference,
     ask,
     complete,
@@ -19,6 +19,7 @@ from tests.fleet.talk import (
     stored,
     train_and_publish,
 )
+from trainers.trajectory import VersionSpan
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 
@@ -28,7 +29,7 @@ def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transforme
 ) -> None:
     prompts = [PROMPT, [40, 41, 42], list(range(10, 40))]
     with fleet.client() as client:
-        before = [complete(client, prompt, 24).tokens for prompt in prompts]
+        before = [complete(client, prompt, 24).token_ids for prompt in prompts]
         version = train_and_publish(client)
         saved = client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()
         expected = fresh_engine(Path(saved["path"]), prompts, 24)
@@ -37,8 +38,8 @@ def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transforme
         assert expected == [reference(prompt, 24) for prompt in prompts]
         for index, prompt in enumerate(prompts):
             for answer in on_every_replica(client, prompt=prompt, max_tokens=24).values():
-                assert answer.tokens == expected[index]
-                assert answer.spans == [{"version": version, "start": 0, "end": 24}]
+                assert answer.token_ids == expected[index]
+                assert answer.weight_versions == [VersionSpan(version=version, start=0, end=24)]
 
 
 async def _answers_during_rounds(fleet: Fleet, rounds: int) -> list[tuple[list[int], Answer]]:
@@ -68,23 +69,23 @@ def test_200_requests_in_flight_do_not_notice_ten_rounds(fleet: Fleet) -> None:
     references: dict[int, Reference] = {}
     crossing = 0
     for _, answer in results:
-        assert len(answer.tokens) == 160
-        spans = answer.spans
-        versions = [span["version"] for span in spans]
+        assert len(answer.token_ids) == 160
+        spans = answer.weight_versions
+        versions = [span.version for span in spans]
         assert versions == sorted(set(versions)), "versions never go back"
         assert first <= versions[0] and versions[-1] <= last
-        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
-        assert spans[-1]["end"] == 160
+        assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+        assert spans[-1].end == 160
         crossing += len(spans) > 1
     assert crossing >= 20, f"only {crossing} answers were in flight during a round"
-    checked = [result for result in results if len(result[1].spans) > 1][:12]
+    checked = [result for result in results if len(result[1].weight_versions) > 1][:12]
     for prompt, answer in checked:
-        tokens, spans = answer.tokens, answer.spans
+        tokens, spans = answer.token_ids, answer.weight_versions
         for span in spans:
-            version = span["version"]
+            version = span.version
             if version not in references:
                 references[version] = Reference(wait_for(stored(fleet, version)))
-            begin, end = span["start"], span["end"]
+            begin, end = span.start, span.end
             expected = references[version](prompt + tokens[:begin], end - begin)
             assert tokens[begin:end] == expected, f"tokens {begin} to {end} are not version {version}'s"
 
@@ -103,14 +104,14 @@ def test_no_request_that_starts_after_the_commit_sees_an_older_version(fleet: Fl
         for _ in range(3):
             version = train_and_publish(client)
             for answer in on_every_replica(client, max_tokens=4).values():
-                assert [span["version"] for span in answer.spans] == [version]
+                assert [span.version for span in answer.weight_versions] == [version]
 
 
 def test_x_min_weight_version_waits_for_the_version(fleet: Fleet) -> None:
     with fleet.client() as client:
         wanted = fleet.version() + 1
 
-        async def both() -> tuple[int, list[dict[str, int]]]:
+        async def both() -> tuple[int, list[VersionSpan]]:
             async with httpx.AsyncClient(base_url=fleet.url, timeout=60) as asynchronous:
                 headers = {"x-min-weight-version": str(wanted), "x-weight-timeout": "30"}
                 asynchronous.headers.update(headers)
@@ -118,10 +119,10 @@ def test_x_min_weight_version_waits_for_the_version(fleet: Fleet) -> None:
                 await asyncio.sleep(0.5)
                 assert not waiting.done()
                 version = await asyncio.to_thread(train_and_publish, client)
-                return version, (await waiting).spans
+                return version, (await waiting).weight_versions
 
         version, spans = asyncio.run(both())
-        assert spans[0]["version"] >= wanted == version
+        assert spans[0].version >= wanted == version
 
 
 def test_x_min_weight_version_that_never_comes_is_a_conflict(fleet: Fleet) -> None:
@@ -140,14 +141,14 @@ def test_x_min_weight_version_that_never_comes_is_a_conflict(fleet: Fleet) -> No
 def test_rolling_back_is_an_ordinary_round_to_older_weights(fleet: Fleet) -> None:
     with fleet.client() as client:
         old = train_and_publish(client)
-        expected = complete(client, max_tokens=24).tokens
+        expected = complete(client, max_tokens=24).token_ids
         train_and_publish(client)
         wait_for(stored(fleet, old))
         report = client.post("/fleet/rollback", json={"version": old})
         assert report.status_code == 200, report.text
         assert report.json()["version"] == old + 2
         for answer in on_every_replica(client, max_tokens=24).values():
-            assert answer.tokens == expected
+            assert answer.token_ids == expected
             assert answer.version == old + 2
         unknown = client.post("/fleet/rollback", json={"version": 12345})
         assert unknown.status_code == 400

@@ -35,7 +35,7 @@ def test_an_outside_program_publishes_a_checkpoint_round_after_round(fleet: Flee
     assert expected != Reference(fleet.checkpoint)(PROMPT, 16)
     with fleet.client() as client:
         for answer in on_every_replica(client, max_tokens=16).values():
-            assert (answer.tokens, answer.version) == (expected, version + 2)
+            assert (answer.token_ids, answer.version) == (expected, version + 2)
 
 
 def test_a_transport_that_needs_a_gpu_is_refused_where_there_is_none(fleet: Fleet) -> None:

@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
+from app.client.completions import Answer
 from deployments.trainer.addresses import free_port
 from deployments.vllm_plugin import register
 from deployments.weights.transports.gloo import GlooTrainerInitInfo
@@ -32,8 +33,9 @@ from tests.fleet.losing import (
     members,
     wait_for_another,
 )
-from tests.fleet.talk import PROMPT, Answer, Reference, ask, complete, on_every_replica, train_and_publish
+from tests.fleet.talk import PROMPT, Reference, ask, complete, on_every_replica, train_and_publish
 from tests.tiny_models import tiny_llama
+from trainers.trajectory import VersionSpan
 
 AT_ONCE_S = 20.0  # not the minute after which the group gives a peer up
 register()
@@ -74,15 +76,15 @@ def gloo(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
 
 def test_a_round_over_gloo_reaches_replicas_that_have_ranks_of_their_own(gloo: Fleet, tmp_path: Path) -> None:
     with gloo.client() as client:
-        before = complete(client, max_tokens=24).tokens
+        before = complete(client, max_tokens=24).token_ids
         for _ in range(3):
             version = train_and_publish(client)
         saved = client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"]
         expected = Reference(Path(saved))(PROMPT, 24)
         assert expected != before
         for answer in on_every_replica(client, max_tokens=24).values():
-            assert answer.tokens == expected
-            assert answer.spans == [{"version": version, "start": 0, "end": 24}]
+            assert answer.token_ids == expected
+            assert answer.weight_versions == [VersionSpan(version=version, start=0, end=24)]
         last = client.get("/fleet/rounds").json()["rounds"][-1]
         assert len(last["replicas"]) == 2 and not last["fenced"]
 
@@ -104,10 +106,10 @@ def test_requests_with_kept_caches_go_on_across_rounds(gloo: Fleet) -> None:
             return list(await asyncio.gather(*tasks))
 
     answers = asyncio.run(scenario())
-    assert all(len(answer.tokens) == 200 and answer.spans[-1]["end"] == 200 for answer in answers)
-    assert any(len(answer.spans) > 1 for answer in answers)
+    assert all(len(answer.token_ids) == 200 and answer.weight_versions[-1].end == 200 for answer in answers)
+    assert any(len(answer.weight_versions) > 1 for answer in answers)
     for answer in answers:
-        versions = [span["version"] for span in answer.spans]
+        versions = [span.version for span in answer.weight_versions]
         assert versions == sorted(set(versions))
 
 
@@ -120,7 +122,7 @@ def test_a_prefix_of_an_older_version_is_never_reused(gloo: Fleet, tmp_path: Pat
         saved = client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"]
         expected = Reference(Path(saved))(prompt, 16)
         for answer in on_every_replica(client, prompt=prompt, max_tokens=16).values():
-            assert answer.tokens == expected
+            assert answer.token_ids == expected
 
 
 def test_a_transfer_group_of_the_wrong_size_is_refused_with_the_numbers(gloo: Fleet) -> None:
@@ -154,7 +156,7 @@ def test_a_round_in_which_a_replica_dies_reaches_the_others_at_once(gloo: Fleet)
         assert survivor.version == version + 1 and survivor.replica in serving
         wait_for_another(client, serving)
         for answer in on_every_replica(client).values():
-            assert (answer.version, answer.tokens) == (version + 1, survivor.tokens)
+            assert (answer.version, answer.token_ids) == (version + 1, survivor.token_ids)
         assert train_and_publish(client) == version + 2, "and the next round reaches both"
 
 
@@ -179,7 +181,7 @@ def test_a_replica_that_dies_before_it_has_connected_holds_nobody_up(gloo: Fleet
         assert survivor.version == version + 1 and survivor.replica in serving
         wait_for_another(http, serving)
         for answer in on_every_replica(http).values():
-            assert (answer.version, answer.tokens) == (version + 1, survivor.tokens)
+            assert (answer.version, answer.token_ids) == (version + 1, survivor.token_ids)
 
 
 class KillingSource(ModuleSource):
@@ -222,7 +224,7 @@ def test_an_outside_publisher_is_told_to_send_again_when_a_replica_dies_under_it
         assert survivor.version == version + 1 and survivor.replica in serving
         wait_for_another(http, serving)
         for answer in on_every_replica(http).values():
-            assert (answer.version, answer.tokens) == (version + 1, survivor.tokens)
+            assert (answer.version, answer.token_ids) == (version + 1, survivor.token_ids)
 
 
 def outside(fleet: Fleet, source: WeightSource, workers: int) -> TrainerWeightTransferEngine[Any]:

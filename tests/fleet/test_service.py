@@ -56,7 +56,7 @@ def test_a_paused_fleet_holds_requests_until_it_is_resumed(fleet: Fleet) -> None
             await asyncio.sleep(0.5)
             assert not waiting.done()
             assert (await client.post("/resume")).json() == {"status": "resumed"}
-            return len((await waiting).tokens)
+            return len((await waiting).token_ids)
 
     assert asyncio.run(scenario()) == 4
 
@@ -70,7 +70,7 @@ def test_weights_that_a_sleep_threw_away_are_not_served(fleet: Fleet) -> None:
             error = refused.json()["error"]
             assert error["type"] == "conflict" and "wake_up?tags=weights" in error["message"]
         misspelt = client.post("/wake_up?tags=weigths")
-        assert misspelt.status_code == 400 and "['weigths']" in misspelt.json()["error"]["message"]
+        assert misspelt.status_code == 400 and "'weigths'" in misspelt.json()["error"]["message"]
         assert client.post("/train/publish", json={}).status_code == 409
         assert client.post("/wake_up?tags=weights&tags=weights").status_code == 200
         assert client.post("/wake_up").status_code == 409
@@ -125,14 +125,14 @@ def test_the_page_is_served(fleet: Fleet) -> None:
 def test_a_killed_replica_comes_back_with_the_committed_version(fleet: Fleet) -> None:
     with fleet.client() as client:
         version = train_and_publish(client)
-        expected = complete(client, max_tokens=24).tokens
+        expected = complete(client, max_tokens=24).token_ids
         before = members(client)
         kill_a_replica()
         deadline = time.monotonic() + 150
         answered = 0
         while time.monotonic() < deadline:
             answer = complete(client, max_tokens=24)
-            assert answer.tokens == expected and answer.version == version
+            assert answer.token_ids == expected and answer.version == version
             answered += 1
             if len(now := members(client)) == 2 and now != before:
                 break
@@ -140,5 +140,5 @@ def test_a_killed_replica_comes_back_with_the_committed_version(fleet: Fleet) ->
         assert len(now) == 2 and now != before, "the replica did not come back"
         assert answered > 5
         for answer in on_every_replica(client, max_tokens=24).values():
-            assert answer.tokens == expected and answer.version == version
+            assert answer.token_ids == expected and answer.version == version
         assert train_and_publish(client) == version + 1

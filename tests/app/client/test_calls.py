@@ -11,6 +11,7 @@ from app.client import calls
 from app.client.connection import AsyncFleetClient, Call, FleetError
 from deployments.protocol import FleetStatus, InFlight, Pause
 from tests.app.http.fake_controller import FakeController, report
+from tests.app.http.fake_trainer import STATUS, FakeTrainer
 from tests.app.http.serving import FakeRouter, client
 from trainers.trajectory import Trajectory, VersionSpan
 
@@ -18,29 +19,6 @@ SPAN = VersionSpan(version=3, start=0, end=2)
 TRAJECTORY = Trajectory(
     prompt_token_ids=(1,), token_ids=(2, 3), logprobs=(-1.0, -0.5), advantage=1.0, weight_versions=(SPAN,)
 )
-
-
-class FakeTrainer:
-    """Learns and publishes at once."""
-
-    def __init__(self) -> None:
-        self.batch: Any = None
-
-    async def step(self, batch: Any) -> dict[str, Any]:
-        self.batch = batch
-        return {"loss": 0.5}
-
-    async def publish(self, label: str | None) -> dict[str, Any]:
-        return asdict(report(2, 4, label))
-
-    async def rollback(self, version: int) -> dict[str, Any]:
-        return asdict(report(3, 5, f"rollback to {version}"))
-
-    async def save(self, path: str | None) -> dict[str, Any]:
-        return {"path": "/tmp/checkpoint" if path is None else path, "step": 1}
-
-    async def status(self) -> dict[str, Any]:
-        return {"step": 1}
 
 
 def fleet(controller: FakeController, trainer: FakeTrainer | None = None) -> AsyncFleetClient:
@@ -81,11 +59,11 @@ async def test_the_trainers_calls_are_typed() -> None:
         assert await made.send(calls.step([TRAJECTORY])) == {"loss": 0.5}
         assert await made.send(calls.publish("step 1")) == report(2, 4, "step 1")
         assert await made.send(calls.publish()) == report(2, 4)
-        assert (await made.send(calls.rollback(1))).label == "rollback to 1"
-        assert await made.send(calls.save()) == "/tmp/checkpoint"
-        assert await made.send(calls.save("/data/x")) == "/data/x"
-        assert await made.send(calls.train_status()) == {"step": 1}
-    (sent,) = trainer.batch["trajectories"]
+        assert (await made.send(calls.rollback(2))).label == "rollback to 2"
+        assert (await made.send(calls.save())).path == "/tmp/checkpoint"
+        assert (await made.send(calls.save("/data/x"))).path == "/data/x"
+        assert await made.send(calls.train_status()) == STATUS
+    (sent,) = trainer.received[0]["trajectories"]
     assert Trajectory.from_json(sent) == TRAJECTORY
 
 

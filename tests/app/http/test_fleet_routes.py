@@ -8,17 +8,10 @@ from starlette.requests import Request
 
 from app.http.fleet_routes import FleetRoutes
 from app.http.requests import EventsQuery
-from deployments.errors import InvalidRequest
-from deployments.protocol import Event, RoundReport
+from deployments.protocol import Event
 from tests.app.http.fake_controller import FakeController, Handle, report, status
+from tests.app.http.fake_trainer import FakeTrainer
 from tests.app.http.serving import client
-
-
-class FakeTrainer:
-    async def rollback(self, version: int) -> RoundReport:
-        if version != 2:
-            raise InvalidRequest(f"version: expected one in the store [2], got {version}")
-        return report(9, 4, "rollback to 2")
 
 
 async def test_health_is_503_until_one_replica_serves() -> None:
@@ -55,7 +48,7 @@ async def test_a_rollback_needs_a_trainer_and_a_version() -> None:
         assert code == 400 and "the fleet has none" in refused["error"]["message"]
     async with client(FakeController(), trainer=FakeTrainer()) as fleet:
         code, made = await rollback(fleet, {"version": 2})
-        assert code == 200 and made["version"] == 4
+        assert code == 200 and made["version"] == 5
         for body, message in (
             ({"version": 7}, "expected one in the store [2], got 7"),
             ({"version": "2"}, "version: expected a valid integer, got '2'"),

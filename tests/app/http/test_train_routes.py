@@ -1,61 +1,10 @@
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
-from deployments.errors import InvalidRequest, RoundAborted
-from deployments.protocol import RoundReport
-from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
-from tests.app.http.fake_controller import FakeController
+from tests.app.http.fake_controller import FakeController, report
+from tests.app.http.fake_trainer import STATUS, FakeTrainer
 from tests.app.http.serving import client
-
-STATUS = TrainerStatus(
-    step=3,
-    version=2,
-    doing=None,
-    doing_s=0.0,
-    strategy="single",
-    world_size=1,
-    transport="shm",
-    parameters=10,
-    last_step={"loss": 0.5},
-    last_round=None,
-    stored_version=None,
-    store_problem=None,
-)
-
-
-def report_of(label: str | None) -> RoundReport:
-    return RoundReport(
-        round_id=5, version=4, label=label, epoch=1, phase="committed", reason="", duration_s=0.5
-    )
-
-
-class FakeTrainer:
-    """Records what it is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    async def step(self, batch: Any) -> dict[str, Any]:
-        self.asked.append(batch)
-        if not batch["trajectories"]:
-            raise InvalidRequest("trajectories must be a non-empty list, got an empty list")
-        return {"loss": 0.5}
-
-    async def publish(self, label: str | None) -> RoundReport:
-        self.asked.append(label)
-        if label == "aborts":
-            raise RoundAborted("too few replicas staged")
-        return report_of(label)
-
-    async def save(self, path: str | None) -> SavedCheckpoint:
-        self.asked.append(path)
-        return SavedCheckpoint(path="/tmp/checkpoint" if path is None else path, step=3, save_s=0.25)
-
-    async def status(self) -> TrainerStatus:
-        return STATUS
-
 
 TRAJECTORY = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-1.0], "advantage": 1.0}
 
@@ -75,13 +24,13 @@ async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
     assert [answer.status_code for answer in answers] == [200] * 6
     assert [answer.json() for answer in answers] == [
         {"loss": 0.5},
-        asdict(report_of("step 1")),
-        asdict(report_of(None)),
+        asdict(report(2, 4, "step 1")),
+        asdict(report(2, 4, None)),
         {"path": "/data/x", "step": 3, "save_s": 0.25},
         {"path": "/tmp/checkpoint", "step": 3, "save_s": 0.25},
         asdict(STATUS),
     ]
-    assert trainer.asked == [{"trajectories": [TRAJECTORY]}, "step 1", None, "/data/x", None]
+    assert trainer.received == [{"trajectories": [TRAJECTORY]}, "step 1", None, "/data/x", None]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +65,7 @@ async def test_trajectories_are_checked_by_the_trainer_which_names_them_by_numbe
     trainer = FakeTrainer()
     async with client(FakeController(), trainer=trainer) as fleet:
         assert (await fleet.post("/train/step", content=b'{"trajectories": [{"x": NaN}]}')).status_code == 200
-    assert str(trainer.asked) == "[{'trajectories': [{'x': nan}]}]"
+    assert str(trainer.received) == "[{'trajectories': [{'x': nan}]}]"
 
 
 async def test_without_a_trainer_every_route_says_so() -> None:

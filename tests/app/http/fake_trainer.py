@@ -1,0 +1,56 @@
+"""The trainer deployment's port: does everything at once, and refuses what the real one refuses."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from deployments.errors import InvalidRequest, RoundAborted
+from deployments.protocol import RoundReport
+from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
+from tests.app.http.fake_controller import report
+
+STATUS = TrainerStatus(
+    step=3,
+    version=4,
+    doing="step",
+    doing_s=0.5,
+    strategy="single",
+    world_size=1,
+    transport="shm",
+    parameters=1000,
+    last_step={"loss": 0.5, "step": 3, "skipped": False},
+    last_round=report(2, 4),
+    stored_version=None,
+    store_problem=None,
+)
+
+
+class FakeTrainer:
+    """Records what it received; a round with the label "aborts" is aborted, and version 2 is stored."""
+
+    def __init__(self) -> None:
+        self.received: list[Any] = []
+
+    async def step(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        self.received.append(batch)
+        if not batch["trajectories"]:
+            raise InvalidRequest("trajectories must be a non-empty list, got an empty list")
+        return {"loss": 0.5}
+
+    async def publish(self, label: str | None) -> RoundReport:
+        self.received.append(label)
+        if label == "aborts":
+            raise RoundAborted("too few replicas staged")
+        return report(2, 4, label)
+
+    async def rollback(self, version: int) -> RoundReport:
+        self.received.append(version)
+        if version != 2:
+            raise InvalidRequest(f"version: expected one in the store [2], got {version}")
+        return report(3, 5, f"rollback to {version}")
+
+    async def save(self, path: str | None) -> SavedCheckpoint:
+        self.received.append(path)
+        return SavedCheckpoint(path="/tmp/checkpoint" if path is None else path, step=3, save_s=0.25)
+
+    async def status(self) -> TrainerStatus:
+        return STATUS
