@@ -1,12 +1,13 @@
 """The composition root: `serve run serve_config.yaml` imports `build` from here.
 
-No `from __future__ import annotations` in this module: Serve reads the annotation of `build` to
-validate its arguments, and with it would pass a raw dict.
+No `from __future__ import annotations` in this module: Serve validates the arguments of `build` by its
+annotation, and would pass a raw dict if that were text.
 """
 
 import os
 
 import ray
+from pydantic import SecretStr
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -28,11 +29,10 @@ from deployments.router.router import RouterLimits
 from deployments.trainer.trainer import Trainer
 from deployments.weights.transports.registry import backend
 
-# A replica reserves one CPU unless told otherwise, and requests to one that cannot be placed
-# hang in silence.
+# A replica reserves one CPU by default, and requests to one that cannot be placed hang without an error.
 NO_CPU = {"num_cpus": 0}
-# One event loop instead of three: every streamed token would change threads twice. Only the router, which
-# never blocks, can do with it.
+# One event loop instead of three: every streamed token would change threads twice. Only the router may do
+# this, because it never blocks.
 ROUTER_OPTIONS = {
     "num_cpus": 0,
     "runtime_env": {
@@ -47,7 +47,7 @@ HEALTH_PERIOD_S = 1.0
 STATS_PERIOD_S = 0.5
 STOP_TIMEOUT_S = 10.0  # of an engine, after its last request
 ROLLOUT = "rollout"
-# A replica that cannot reach the controller stops taking requests before the fleet goes on without it.
+# A replica that cannot reach the controller stops taking requests before the fleet continues without it.
 SELF_FENCE_FRACTION = 2 / 3
 
 
@@ -55,21 +55,25 @@ def build(args: AppConfig) -> Application:
     """The application of one configuration.
 
     Raises:
-        ConfigError: a setting that only vLLM, the environment or the cluster can judge is wrong.
+        ConfigError: vLLM, the environment or the cluster does not allow a setting.
     """
     check_engine_args(args.engine.extra)
-    if ray.is_initialized():  # as it is wherever Serve builds; a test may look without a cluster
+    if ray.is_initialized():  # always where Serve builds; a test may build without a cluster
         check_gpus(args, [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]])
-    token = args.security.token()
+    token = args.security.token()  # before the model, which may take minutes to prepare
     model = str(resolve_model(args.model))
-    controller = serve.deployment(
-        Controller,
-        name="controller",
-        num_replicas=1,
-        max_ongoing_requests=UNLIMITED,
-        ray_actor_options=NO_CPU,
-        health_check_period_s=HEALTH_PERIOD_S,
-    ).bind(
+    controller = _controller(args)
+    slots = _slots(args)
+    trainer = None
+    if args.trainer is not None:
+        spec = trainer_spec(args, args.trainer, model)
+        trainer = _single("trainer", Trainer, max_ongoing_requests=UNLIMITED).bind(spec, controller, slots)
+    rollout = _rollout(args, model, controller, slots)
+    return _router(args, token, rollout=rollout, controller=controller, trainer=trainer)
+
+
+def _controller(args: AppConfig) -> Application:
+    return _single("controller", Controller, max_ongoing_requests=UNLIMITED).bind(
         config=args.weights.ledger(),
         state_dir=str(args.state_dir),
         store_dir=str(args.store_path),
@@ -77,17 +81,18 @@ def build(args: AppConfig) -> Application:
         outside_versions=args.store.outside_versions,
         is_alive=ServeReplicas(ROLLOUT),
     )
-    slots = None
-    if (plan := slot_plan(args)) is not None:
-        slots = serve.deployment(
-            Slots,
-            name="slots",
-            num_replicas=1,
-            ray_actor_options=NO_CPU,
-            health_check_period_s=HEALTH_PERIOD_S,
-            graceful_shutdown_timeout_s=FREE_TIMEOUT_S + 10,
-        ).bind(plan)
-    rollout = serve.deployment(
+
+
+def _slots(args: AppConfig) -> Application | None:
+    """The GPUs that replicas and trainer share; None if they have GPUs of their own, or none."""
+    plan = slot_plan(args)
+    if plan is None:
+        return None
+    return _single("slots", Slots, graceful_shutdown_timeout_s=FREE_TIMEOUT_S + 10).bind(plan)
+
+
+def _rollout(args: AppConfig, model: str, controller: Application, slots: Application | None) -> Application:
+    return serve.deployment(
         Replica,
         name=ROLLOUT,
         num_replicas=args.engine.num_replicas,
@@ -106,41 +111,58 @@ def build(args: AppConfig) -> Application:
         drain_s=args.engine.drain_timeout_s,
         slots=slots,
     )
-    trainer = None
-    if args.trainer is not None:
-        trainer = serve.deployment(
-            Trainer,
-            name="trainer",
-            num_replicas=1,
-            max_ongoing_requests=UNLIMITED,
-            ray_actor_options=NO_CPU,
-            health_check_period_s=HEALTH_PERIOD_S,
-        ).bind(trainer_spec(args, args.trainer, model), controller, slots)
-    ingress = serve.ingress()(Ingress)
+
+
+def _router(
+    args: AppConfig,
+    token: SecretStr | None,
+    *,
+    rollout: Application,
+    controller: Application,
+    trainer: Application | None,
+) -> Application:
+    limits = RouterLimits(
+        max_in_flight=args.router.max_ongoing_requests + args.router.max_queued_requests,
+        max_body_bytes=args.router.max_body_bytes,
+        retry_after_s=args.router.retry_after_s,
+        find_replica_timeout_s=args.router.request_timeout_s,
+        weight_timeout_s=args.router.request_timeout_s,
+    )
     return serve.deployment(
-        ingress,
+        serve.ingress()(Ingress),
         name="router",
         num_replicas=args.router.num_replicas,
-        max_ongoing_requests=UNLIMITED,  # the router counts itself, to answer 503 with Retry-After
+        max_ongoing_requests=UNLIMITED,  # the router counts by itself, to answer 503 with Retry-After
         ray_actor_options=ROUTER_OPTIONS,
         health_check_period_s=HEALTH_PERIOD_S,
     ).bind(
         rollout,
         controller,
         trainer,
-        RouterLimits(
-            max_in_flight=args.router.max_ongoing_requests + args.router.max_queued_requests,
-            max_body_bytes=args.router.max_body_bytes,
-            retry_after_s=args.router.retry_after_s,
-            find_replica_timeout_s=args.router.request_timeout_s,
-            weight_timeout_s=args.router.request_timeout_s,
-        ),
+        limits,
         None if token is None else token.get_secret_value(),
         args.weights.allow_pickled_ipc_over_http,
     )
 
 
+def _single(name: str, deployed: type, **options: float) -> serve.Deployment:
+    """A deployment of one replica that computes little."""
+    return serve.deployment(
+        deployed,
+        name=name,
+        num_replicas=1,
+        ray_actor_options=NO_CPU,
+        health_check_period_s=HEALTH_PERIOD_S,
+        **options,
+    )
+
+
 def engine_spec(args: AppConfig, model: str) -> EngineSpec:
+    """The engine of each replica.
+
+    Args:
+        model: a directory or a hub id.
+    """
     engine = args.engine
     arguments = {
         "dtype": engine.dtype,
@@ -171,7 +193,7 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
 
 
 def _engine_resources(args: AppConfig) -> dict[str, object]:
-    """What Ray reserves for a replica, and the environment of its processes."""
+    """The resources that Ray reserves for a replica, and the environment of its processes."""
     environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if args.device is Device.CPU:
         environment |= {

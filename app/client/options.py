@@ -29,9 +29,7 @@ def parse(kind: type[T], arguments: Sequence[str] | None = None) -> T:
     program.__doc__ = kind.__doc__
     program.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]  # where typer looks for options
     # Plain text: jobs print into logs.
-    application = typer.Typer(
-        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-    )
+    application = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     application.command()(program)
     try:
         application(None if arguments is None else list(arguments))

@@ -7,7 +7,7 @@ Why Ray's own means do not replace this (Ray 2.60, measured with a deployed appl
 
 - Fate sharing (PR_SET_PDEATHSIG on the children of `ray start --block`) is not complete. After SIGKILL of
   `ray start`, 15 of 17 processes ended within 2 s, HAProxy among them; the dashboard agent and the runtime
-  environment agent were still there after 25 s. After SIGKILL of the launcher the fleet goes on serving.
+  environment agent were still there after 25 s. After SIGKILL of the launcher the fleet still serves.
 - `ray.init(address="local")` has no arguments for the ports of the node manager, the object manager and the
   dashboard's agent, which then listens on 52365: two fleets on one machine would collide. It also makes the
   launcher a driver of the cluster, with Ray's signal handler for SIGTERM.

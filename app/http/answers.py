@@ -10,7 +10,7 @@ from deployments.protocol import RoundReport
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorDetails:
     type: str  # for a program, see `deployments.errors`
-    message: str  # for a person: what was expected and what came
+    message: str  # for a person: what was expected and what was given
     detail: Mapping[str, Any]
 
 

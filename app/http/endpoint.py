@@ -115,7 +115,7 @@ def parse_body(content: bytes, model: type[Model]) -> Model:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """What was expected and what came, for each wrong field."""
+    """What was expected and what was given, for each wrong field."""
     by_field: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         # The rest of a location is an index, or the name that pydantic gives to a member of a union.

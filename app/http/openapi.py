@@ -113,7 +113,7 @@ def _operation(endpoint: Endpoint, schemas: Mapping[Part, Any], definitions: Map
         succeeded |= _content(answer)
     elif endpoint.contract.answer is not type(None):
         succeeded["content"] = {endpoint.media_type: {"schema": {"type": "string"}}}
-    failed = {"description": "what was expected and what came", **_content(schemas[ERROR])}
+    failed = {"description": "what was expected and what was given", **_content(schemas[ERROR])}
     operation["responses"] = {"200": succeeded, "default": failed}
     return operation
 

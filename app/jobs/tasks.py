@@ -1,11 +1,10 @@
-"""Where prompts come from, and what their answers are worth.
+"""Tasks: where prompts come from, and how their answers are scored.
 
-The default is reasoning-gym's `chain_sum` with two one-digit terms. The small built-in model gets
-about one in ten right: it talks about the problem, or guesses. What it learns within minutes is to
-write the sum out ("6 + 2 = 8"), and then to get it right. The reward is the task's own score of the
-last number in the answer; nothing is added to it. Solved examples in the prompt would make it
-imitate their form at once, but then all answers of a group are alike,
-and there is nothing to learn from.
+The default is reasoning-gym's `chain_sum` with two one-digit terms. The small built-in model gets about one
+in ten right: it discusses the problem, or guesses. Within minutes it learns to write the sum out
+("6 + 2 = 8"), and then to get it right. The reward is the task's own score of the last number in the answer,
+and nothing else. Solved examples in the prompt would make the model imitate their form at once, but then all
+answers of a group are alike, and there is nothing to learn from.
 """
 
 import json
@@ -23,15 +22,25 @@ EXAMPLES_SEED = 5  # the examples in the prompt are the same in every run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
+    """A prompt, and what its score depends on."""
+
     messages: list[Message]
-    entry: Mapping[str, Any]
+    entry: Mapping[str, Any]  # reasoning-gym's entry, or a line of the prompt file
 
 
 class Task(Protocol):
-    def problem(self, number: int) -> Problem:
-        """The same one for the same number, in every process."""
+    """A source of problems that scores their answers."""
 
-    def score(self, problem: Problem, answer: str) -> float: ...
+    def problem(self, number: int) -> Problem:
+        """The same problem for the same number, in every process."""
+
+    def score(self, problem: Problem, answer: str) -> float:
+        """The reward of an answer.
+
+        Raises:
+            ValueError: the score is not a finite number.
+        """
+        ...
 
 
 class ReasoningGymTask:
@@ -41,7 +50,7 @@ class ReasoningGymTask:
         settings: of the data set, see reasoning-gym.
         instruction: the system message; an empty one is left out, and the chat template's own may apply.
         shots: solved examples before the question.
-        extract: what of an answer is graded.
+        extract: the part of an answer that is graded.
 
     Raises:
         ValueError: reasoning-gym does not know the data set, or refuses its settings.
@@ -81,13 +90,13 @@ class ReasoningGymTask:
 
 
 class PromptFileTask:
-    """Prompts out of a JSON Lines file, scored by the user's own function; goes round and round.
+    """Prompts from a JSON Lines file, again and again, scored by the user's own function.
 
-    Each line has `messages` (a conversation) or `prompt` (a user's message), and whatever else the
-    reward wants to see.
+    Each line has `messages` (a conversation) or `prompt` (a user's message), and any other fields that the
+    reward needs.
 
     Raises:
-        ValueError: no prompts, or a line without one; the message has its number.
+        ValueError: no prompts, or a line without one; the message has the line's number.
     """
 
     def __init__(self, path: Path, reward: Reward, *, extract: Extractor) -> None:
@@ -124,5 +133,5 @@ def _message(role: str, content: str) -> Message:
 
 
 def _spread(seed: int) -> int:
-    # reasoning-gym draws problem i from Random(seed + i): neighbouring seeds are the same problems, shifted.
+    # reasoning-gym draws problem i from Random(seed + i): adjacent seeds give the same problems, shifted.
     return (seed + 1) * 1_000_003

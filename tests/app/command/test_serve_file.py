@@ -49,7 +49,7 @@ def test_serve_is_sent_an_absolute_state_directory(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_file_gets_a_sentence(
+def test_a_wrong_file_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document: Any, complaint: str
 ) -> None:
     monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
@@ -57,6 +57,6 @@ def test_a_wrong_file_gets_a_sentence(
         read(tmp_path, document)
 
 
-def test_a_missing_file_gets_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_serve_file(tmp_path / "none.yaml")

@@ -33,7 +33,9 @@ def test_an_empty_body_is_an_empty_object(content: bytes) -> None:
         (b'{"version": null, "lable": 1}', "version: expected a valid integer, got None; expected no other"),
     ],
 )
-def test_what_is_wrong_is_named_with_what_was_expected_and_what_came(content: bytes, message: str) -> None:
+def test_a_wrong_field_is_named_with_what_was_expected_and_what_was_given(
+    content: bytes, message: str
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_body(content, Body)
     assert caught.value.message.startswith(message)

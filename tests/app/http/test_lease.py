@@ -1,4 +1,4 @@
-"""The lease of callers who carry none, over a whole update and when a call fails."""
+"""The lease of callers who carry none, over a complete update and when a call fails."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ async def fleet(controller: FakeController) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-async def test_a_whole_update_takes_the_lease_once_and_gives_it_back(
+async def test_a_complete_update_acquires_the_lease_once_and_releases_it(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     answers = [
@@ -75,7 +75,7 @@ async def test_each_call_is_refused_while_another_publisher_holds_the_lease(
         "message": "'trainer' publishes",
         "detail": {"holder": "trainer"},
     }
-    assert controller.lease == lease, "the other one keeps it"
+    assert controller.lease == lease, "the other publisher still holds it"
     assert (controller.round_id is not None) == round_open
 
 
@@ -101,7 +101,7 @@ async def test_the_lease_is_held_between_calls_only_while_a_round_is_open(
         ("/shutdown_weight_transfer_engine", "disconnect", None),
     ],
 )
-async def test_a_call_that_fails_gives_the_lease_back(
+async def test_a_call_that_fails_releases_the_lease(
     fleet: httpx.AsyncClient, controller: FakeController, path: str, method: str, body: object
 ) -> None:
     controller.fail_next[method] = InvalidRequest("expected 3 ranks, got 7", {"expected": 3, "actual": 7})
@@ -111,7 +111,7 @@ async def test_a_call_that_fails_gives_the_lease_back(
     assert controller.lease is None and controller.calls[-1] == "release"
 
 
-async def test_a_round_that_aborts_gives_the_lease_back(
+async def test_a_round_that_aborts_releases_the_lease(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     await fleet.post("/start_weight_update")

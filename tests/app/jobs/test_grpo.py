@@ -18,6 +18,7 @@ from app.jobs.metrics import StepRecord
 from app.jobs.options import Options
 from app.jobs.tasks import Problem
 from tests.app.http.fake_controller import report
+from tests.app.http.fake_trainer import STATUS
 
 
 class CountingTask:
@@ -53,7 +54,7 @@ class FakeFleet:
             case "/v1/models":
                 return httpx.Response(200, json={"data": [{"id": "tiny"}]})
             case "/train/status":
-                return httpx.Response(200, json={"step": 0})
+                return httpx.Response(200, json=asdict(STATUS))
             case "/v1/chat/completions":
                 return httpx.Response(200, json=self.completion(json.loads(request.content)))
             case "/train/step":

@@ -40,7 +40,7 @@ def test_a_reward_is_found_by_its_import_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "sentence"),
+    ("path", "message"),
     [
         ("json", "must look like package.module:function"),
         ("no_such_module:f", "cannot be imported"),
@@ -48,8 +48,8 @@ def test_a_reward_is_found_by_its_import_path() -> None:
         (f"{__name__}:of_one_argument", "must take"),
     ],
 )
-def test_a_reward_that_cannot_be_used_is_named(path: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_a_reward_that_cannot_be_used_is_named(path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         load_reward(path)
 
 

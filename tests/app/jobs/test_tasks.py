@@ -58,16 +58,16 @@ def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
         ("", "at least one line"),
         ("{", ":1 must be JSON"),
         ('{"a": 1}', ":1 must be an object with 'messages'"),
     ],
 )
-def test_a_wrong_prompt_file_is_refused_with_the_line(tmp_path: Path, content: str, sentence: str) -> None:
+def test_a_wrong_prompt_file_is_refused_with_the_line(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "p.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=message):
         PromptFileTask(tmp_path / "p.jsonl", lambda entry, answer: 0.0, extract=whole)
     with pytest.raises(ValueError, match="cannot be read"):
         PromptFileTask(tmp_path / "nowhere", lambda entry, answer: 0.0, extract=whole)
