@@ -7,10 +7,12 @@ from ray import serve
 
 
 class Toy:
+    """Answers every request with a greeting, or fails to start."""
+
     def __init__(self, fail: bool) -> None:
         if fail:
             raise RuntimeError("no weights here")
-        # In a session of its own: neither Serve nor Ray ends it.
+        # In a session of its own: Serve does not end it.
         self.orphan = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 
     async def __call__(self, request: Any) -> str:
