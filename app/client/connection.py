@@ -96,11 +96,15 @@ class AsyncFleetClient:
 
     Args:
         patience_s: how long a call is repeated while the fleet is short of replicas (503) or does not answer.
+        retry_pause_s: between attempts, where the fleet does not say when to retry.
     """
 
-    def __init__(self, http: httpx.AsyncClient, patience_s: float = 0.0) -> None:
+    def __init__(
+        self, http: httpx.AsyncClient, patience_s: float = 0.0, retry_pause_s: float = RETRY_PAUSE_S
+    ) -> None:
         self.http = http
         self._patience_s = patience_s
+        self._retry_pause_s = retry_pause_s
 
     @classmethod
     def connect(
@@ -132,7 +136,7 @@ class AsyncFleetClient:
         """
         deadline = time.monotonic() + (self._patience_s if patient else 0.0)
         while True:
-            pause_s = RETRY_PAUSE_S
+            pause_s = self._retry_pause_s
             try:
                 answer = await self.http.request(**call.arguments())
             except httpx.TransportError as error:
@@ -143,7 +147,7 @@ class AsyncFleetClient:
             else:
                 if answer.status_code != 503 or time.monotonic() >= deadline:
                     return read(call, answer)
-                pause_s = float(answer.headers.get("retry-after", RETRY_PAUSE_S))
+                pause_s = float(answer.headers.get("retry-after", self._retry_pause_s))
             await asyncio.sleep(pause_s)
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:

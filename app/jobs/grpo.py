@@ -54,19 +54,18 @@ class Run:
     started: float = field(default_factory=time.monotonic)
 
 
-async def require_fleet(client: AsyncFleetClient, url: str) -> tuple[str, int]:
+async def require_fleet(client: AsyncFleetClient) -> tuple[str, int]:
     """The model that the fleet serves, and its version.
 
     Raises:
-        FleetError: there is no fleet at the address, or it has no trainer.
+        FleetError: no fleet answers, or it has no trainer.
     """
     try:
         health = await client.send(calls.health(), patient=False)
         model = await client.send(calls.model(), patient=False)
     except FleetError as error:
         raise FleetError(
-            f"no Slipstream fleet answers at {url} ({error}): start one with `make serve`, wait until it is "
-            "up, or give its address with --url"
+            f"{error}; start a fleet with `make serve`, wait until it is up, or give its address with --url"
         ) from error
     await client.send(calls.train_status())
     return model, health.weight_version
@@ -201,7 +200,7 @@ async def main(options: Options) -> None:
         patience_s=PATIENCE_S,
         max_connections=options.groups_in_flight + 4,
     ) as client:
-        model, version = await require_fleet(client, options.url)
+        model, version = await require_fleet(client)
         path = options.metrics
         if path is None:
             path = metrics.newest_metrics_file() if options.resume else metrics.new_metrics_file()

@@ -28,7 +28,8 @@ def handler(*replies: Reply) -> Callable[[httpx.Request], httpx.Response]:
 
 def patient(*replies: Reply) -> AsyncFleetClient:
     transport = httpx.MockTransport(handler(*replies))
-    return AsyncFleetClient(httpx.AsyncClient(transport=transport, base_url="http://fleet"), patience_s=60.0)
+    http = httpx.AsyncClient(transport=transport, base_url="http://fleet")
+    return AsyncFleetClient(http, patience_s=60.0, retry_pause_s=0.0)
 
 
 def blocking(*replies: Reply) -> FleetClient:

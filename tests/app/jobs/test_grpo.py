@@ -87,7 +87,7 @@ async def run_job(fleet: FakeFleet, path: Path, *arguments: str, resuming: bool 
     given = ["--groups-per-step", "2", "--answers-per-group", "3", "--metrics", str(path), *arguments]
     options = parse(Options, given)
     async with fleet.client() as client:
-        model, version = await require_fleet(client, "http://fleet")
+        model, version = await require_fleet(client)
         queue = GroupQueue(capacity=2, max_staleness=options.max_staleness)
         run = Run(options, CountingTask(), client, model, path, queue, version)
         if resuming:
@@ -148,6 +148,6 @@ async def test_a_missing_fleet_is_named_with_what_to_do() -> None:
     http = httpx.AsyncClient(transport=httpx.MockTransport(refuse), base_url="http://fleet")
     async with AsyncFleetClient(http, patience_s=60.0) as client:
         with pytest.raises(
-            FleetError, match=r"no Slipstream fleet answers at http://fleet .*refused.*make serve"
+            FleetError, match=r"no fleet answers at http://fleet \(refused\); start a fleet with `make serve`"
         ):
-            await require_fleet(client, "http://fleet")
+            await require_fleet(client)
