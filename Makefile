@@ -2,15 +2,16 @@
 #
 #   make serve   the built-in model on two CPU replicas, with a trainer, at http://127.0.0.1:8000
 #   make rl      submits the RL job to the running fleet (in a second terminal)
-#   make test    the test suite         make check   format, lint, types, import layers
-#   make bench   the benchmarks         make clean   removes caches and state, keeps the environment
+#   make test    the test suite         make test-fast  the tests without engines, for the daily loop
+#   make chaos   all tests that kill    make check      format, lint, types, import rules
+#   make bench   the benchmarks         make clean      removes caches and state, keeps the environment
 #
 # Variables: CONFIG=serve_config.yaml  ARGS="passed on to the program"  PYTHON=python3.12
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test rl check bench clean format
+.PHONY: help setup serve test test-fast chaos rl check bench clean format
 
 VENV ?= .venv
 CONFIG ?= serve_config.yaml
@@ -24,7 +25,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(PY) -m pip --disable-pip-version-check install -q --no-deps --no-input
 
 help:
-	@sed -n '3,9s/^# \{0,1\}//p' Makefile
+	@sed -n '3,10s/^# \{0,1\}//p' Makefile
 
 setup: $(STAMP)
 
@@ -49,6 +50,12 @@ rl: $(STAMP)
 
 test: $(STAMP)
 	@exec $(PY) -m pytest $(ARGS)
+
+test-fast: $(STAMP)
+	@exec $(PY) -m pytest -m "not serve and not chaos and not gpu and not long" $(ARGS)
+
+chaos: $(STAMP)
+	@exec $(PY) -m pytest -m chaos $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff format --check .

@@ -1,4 +1,6 @@
-"""A trainer of two ranks (FSDP2 over Gloo, on the CPU) whose fleet serves what both of them hold."""
+"""A trainer of two ranks (FSDP2 over Gloo, on the CPU) and one replica: it serves what both ranks hold, also
+after the only replica, or a rank, has died.
+"""
 
 import os
 import signal
@@ -12,8 +14,8 @@ import pytest
 from ray import serve
 
 from tests.fleet.conftest import MODEL, PORT, Fleet
-from tests.fleet.losing import a_round_that_is_open
-from tests.fleet.talk import PROMPT, Reference, complete, fresh_engine, train_and_publish
+from tests.fleet.losing import a_round_that_is_open, kill_a_replica, members, wait_for_another
+from tests.fleet.talk import PROMPT, Reference, complete, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
@@ -23,7 +25,11 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def sharded(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """At first its store cannot be written: a file is where its directory would be."""
     root = tmp_path_factory.mktemp("fsdp2")
+    store = root / "state" / "store"
+    store.parent.mkdir()
+    store.touch()
     from app.main import build
     from app.settings.config import parse_config
 
@@ -45,9 +51,7 @@ def sharded(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     )
     serve.run(build(config), name="fsdp2", route_prefix="/fsdp2")
     try:
-        yield Fleet(
-            url=f"http://127.0.0.1:{PORT}/fsdp2", checkpoint=checkpoint, store=root / "state" / "store"
-        )
+        yield Fleet(url=f"http://127.0.0.1:{PORT}/fsdp2", checkpoint=checkpoint, store=store)
     finally:
         serve.delete("fsdp2")
 
@@ -57,26 +61,52 @@ def rank_ids() -> list[int]:
     return list(handle.process_ids.remote().result(timeout_s=30))
 
 
-def test_three_rounds_of_two_ranks_end_where_a_fresh_engine_begins(sharded: Fleet, tmp_path: Path) -> None:
+@pytest.fixture
+def storing(sharded: Fleet) -> Fleet:
+    """The same fleet with a store that can be written."""
+    if sharded.store.is_file():
+        sharded.store.unlink()
+    return sharded
+
+
+@pytest.mark.chaos
+def test_a_version_that_died_with_its_replicas_is_published_anew(sharded: Fleet, tmp_path: Path) -> None:
+    """All replicas die before the store has the committed version: the trainer publishes what it has."""
     with sharded.client() as client:
+        version = train_and_publish(client)
+        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
+        expected = Reference(saved)(PROMPT, 24)
+        assert expected != Reference(sharded.checkpoint)(PROMPT, 24)
+        assert complete(client, max_tokens=24).token_ids == expected
+        assert f"version {version} is not in the store" in wait_for_problem(client)
+        before = members(client)
+        kill_a_replica("fsdp2")
+        wait_for_another(client, before)
+        answer = complete(client, max_tokens=24)
+        assert answer.token_ids == expected, "these weights were in no store and in no replica"
+        assert answer.version == version + 1
+        last = client.get("/fleet/rounds").json()["rounds"][-1]
+        assert last["label"] == f"version {version} was lost"
+
+
+def test_three_rounds_of_two_ranks_serve_what_both_hold(storing: Fleet, tmp_path: Path) -> None:
+    with storing.client() as client:
         status = client.get("/train/status").json()
         assert status["strategy"] == "fsdp2" and status["world_size"] == RANKS == len(set(rank_ids()))
         before = complete(client, max_tokens=24).token_ids
-        assert before == Reference(sharded.checkpoint)(PROMPT, 24)
         for _ in range(3):
             version = train_and_publish(client)
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         answer = complete(client, max_tokens=24)
         assert answer.version == version and answer.token_ids != before
-        assert [answer.token_ids] == fresh_engine(saved, [PROMPT], 24)
         assert answer.token_ids == Reference(saved)(PROMPT, 24)
 
 
-def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_served(sharded: Fleet) -> None:
-    with sharded.client() as client:
-        version, before = sharded.version(), complete(client, max_tokens=24).token_ids
+def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_served(storing: Fleet) -> None:
+    with storing.client() as client:
+        version, before = storing.version(), complete(client, max_tokens=24).token_ids
         ranks = rank_ids()
-        with a_round_that_is_open(sharded) as (answers, _):
+        with a_round_that_is_open(storing) as (answers, _):
             os.kill(ranks[1], signal.SIGKILL)
         (answer,) = answers
         assert answer.status_code == 503, answer.text
@@ -99,3 +129,11 @@ def wait_for_other_ranks(client: httpx.Client, before: list[int], timeout_s: flo
             print("not yet:", error)
         assert time.monotonic() < deadline, "the trainer was not replaced"
         time.sleep(0.5)
+
+
+def wait_for_problem(client: httpx.Client, timeout_s: float = 20.0) -> str:
+    deadline = time.monotonic() + timeout_s
+    while (problem := client.get("/train/status").json()["store_problem"]) is None:
+        assert time.monotonic() < deadline, "the store cannot be written, and the status does not say so"
+        time.sleep(0.2)
+    return str(problem)

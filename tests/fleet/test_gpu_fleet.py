@@ -43,7 +43,7 @@ def test_three_rounds_over_ipc_end_where_a_fresh_engine_begins(tmp_path: Path, s
 
 @needs_gpus(1)
 @pytest.mark.parametrize("staging", SLEEP_PORTS)
-def test_weights_that_a_sleep_threw_away_come_back_with_a_round(tmp_path: Path, staging: str) -> None:
+def test_weights_that_a_sleep_discarded_come_back_with_a_round(tmp_path: Path, staging: str) -> None:
     checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
     overrides = {"engine": {"env": INVARIANT, "enable_sleep_mode": True}, "weights": {"staging": staging}}
     config = configuration("ipc", checkpoint, tmp_path / "state", overrides)

@@ -121,7 +121,7 @@ def test_an_update_that_does_not_fit_is_refused_and_changes_nothing(
         version, before = fleet.version(), complete(http).token_ids
         with pytest.raises(requests.HTTPError) as caught:
             publish(fleet, AlteredSource(tensors))
-        assert caught.value.response.status_code in (400, 409, 422)
+        assert caught.value.response.status_code == 400
         assert word in caught.value.response.json()["error"]["message"]
         assert unchanged(fleet, http, version, before)
 
@@ -139,7 +139,7 @@ def test_torn_bytes_are_found_by_their_digest(fleet: Fleet) -> None:
             start(http)
             info = {"segment": segment, **describe(metadata)}
             answer = http.post("/update_weights", json={"update_info": info})
-            assert answer.status_code in (400, 409, 422)
+            assert answer.status_code == 400
             message = answer.json()["error"]["message"]
             assert "digest" in message and chunk.entries[3].name in message
             assert unchanged(fleet, http, version, before)
@@ -172,7 +172,7 @@ def test_calls_in_the_wrong_order_are_conflicts(fleet: Fleet) -> None:
         again = http.post("/start_weight_update")
         assert again.status_code == 409 and "twice" in again.json()["error"]["message"]
         empty = http.post("/finish_weight_update")
-        assert empty.status_code in (400, 409, 422) and "missing" in empty.json()["error"]["message"]
+        assert empty.status_code == 400 and "has brought no payload" in empty.json()["error"]["message"]
         assert fleet.version() == version
 
 

@@ -202,7 +202,7 @@ class KillingSource(ModuleSource):
 # The publisher notices first, whose next chunk a closed connection does not take; or the fleet does, while
 # the other replica waits for that chunk.
 @pytest.mark.chaos
-@pytest.mark.parametrize("pause_s", [0.5, 6.0])
+@pytest.mark.parametrize("pause_s", [0.5, pytest.param(6.0, marks=pytest.mark.long)])
 def test_an_outside_publisher_is_told_to_send_again_when_a_replica_dies_under_its_broadcast(
     gloo: Fleet, pause_s: float
 ) -> None:

@@ -61,7 +61,7 @@ def test_a_paused_fleet_holds_requests_until_it_is_resumed(fleet: Fleet) -> None
     assert asyncio.run(scenario()) == 4
 
 
-def test_weights_that_a_sleep_threw_away_are_not_served(fleet: Fleet) -> None:
+def test_weights_that_a_sleep_discarded_are_not_served(fleet: Fleet) -> None:
     with fleet.client() as client:
         assert client.post("/sleep", params={"level": 2}).status_code == 200
         for query in ("", "?tags=kv_cache", "?tags=weights&tags=kv_cache"):

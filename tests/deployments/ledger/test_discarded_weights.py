@@ -1,4 +1,4 @@
-"""Weights that a sleep at level 2 threw away: nothing is computed with them, and a round brings them back."""
+"""Weights that a sleep at level 2 discarded: nothing is computed with them, and a round replaces them."""
 
 import pytest
 
