@@ -48,8 +48,9 @@ serve: $(STAMP)
 rl: $(STAMP)
 	@exec $(PY) -m app.command.cli rl $(ARGS)
 
+# Two processes: most of the time a fleet waits for an engine that starts, or for a deadline.
 test: $(STAMP)
-	@exec $(PY) -m pytest $(ARGS)
+	@exec $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-fast: $(STAMP)
 	@exec $(PY) -m pytest -m "not serve and not chaos and not gpu and not long" $(ARGS)

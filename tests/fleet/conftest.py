@@ -2,7 +2,9 @@
 
 import os
 import time
+import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import ray
 from ray import serve
 
+from app.command.cluster import MARK, marked_processes
 from tests.tiny_models import save_tiny_llama
 
 PORT = 8327
@@ -38,6 +41,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("fleet")
     checkpoint = save_tiny_llama(root / "model", seed=1)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ[MARK] = mark = uuid.uuid4().hex  # which all processes of this fleet inherit
     # "local": else it would join a fleet that somebody is running here.
     ray.init(
         address="local", include_dashboard=False, num_cpus=2, configure_logging=False, log_to_driver=False
@@ -69,15 +73,24 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     finally:
         serve.shutdown()
         ray.shutdown()
-        assert not left_behind(), f"processes were left behind: {left_behind()}"
+        left = left_behind(mark)
+        assert not left, f"processes were left behind: {left}"
 
 
-def left_behind(patience_s: float = 20.0) -> list[str]:
-    """Our processes that are still there after a while: Ray ends them without waiting."""
+def left_behind(mark: str, patience_s: float = 30.0) -> list[str]:
+    """Names of this fleet's processes that are still there after a while: Ray ends them without waiting."""
     deadline = time.monotonic() + patience_s
     while True:
-        names = [process.info["name"] or "" for process in psutil.process_iter(["name"])]
-        left = [name for name in names if name.startswith(("VLLM::", "ray::ServeReplica"))]
+        left = [
+            name for pid in marked_processes(mark) if (name := _name(pid)).startswith(("VLLM::", "ray::"))
+        ]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.2)
+
+
+def _name(pid: int) -> str:
+    """Empty if the process has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return str(psutil.Process(pid).name())
+    return ""

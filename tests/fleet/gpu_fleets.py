@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 import torch
 import yaml
 from ray import serve
 
-from app.command.cluster import MARK, marked_processes
+from app.command.cluster import MARK
 from app.scenarios import fresh_engine
 from app.settings.config import AppConfig, parse_config
-from tests.fleet.conftest import MODEL, Fleet
+from tests.fleet.conftest import MODEL, Fleet, left_behind
 
 LAYOUTS = Path(__file__).parents[2] / "app" / "layouts"
 # An engine whose answers do not depend on the batch, so that a fresh one gives the same tokens.
@@ -82,17 +81,6 @@ def running(config: AppConfig, checkpoint: Path, port: int) -> Iterator[Fleet]:
         ray.shutdown()
         left = left_behind(mark)
         assert not left, f"processes were left behind: {left}"
-
-
-def left_behind(mark: str, patience_s: float = 30.0) -> list[str]:
-    """Names of this application's processes that are still there after a while."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        names = [psutil.Process(pid).name() for pid in marked_processes(mark) if psutil.pid_exists(pid)]
-        left = [name for name in names if name.startswith(("VLLM::", "ray::"))]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.2)
 
 
 def fresh_answers(config: AppConfig, saved: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
