@@ -11,7 +11,7 @@ FLEET = "tests/fleet/"
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several processes a file stays in one, and all tests of the shared fleet do.
 
-    Not by xdist's own marks for groups: xdist 3.8 ignores them with pytest 9.2, whose items have no `_nodeid`.
+    xdist 3.8 ignores its own marks for groups with pytest 9.2, whose items have no `_nodeid`.
     """
     from xdist.scheduler import LoadScopeScheduling
 
