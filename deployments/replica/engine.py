@@ -21,14 +21,22 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.system_utils import kill_process_tree
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.condition import MEMORY_TAGS, Condition, apply, asleep, is_paused
+from deployments.logs import serve_logger
 from deployments.protocol import Commit, InFlight, KvCache, Pause, Resume, Sleep, SleepTag, Swapped, WakeUp
 from deployments.replica.engine_core import COMMIT
 from deployments.replica.spans import RECORDER, SpanRecorder
 
 WORKER_EXTENSION = "deployments.weights.staging.worker_extension.StagingWorkerExtension"
+FIRST_CALL_S = 60.0  # of an engine that is up, to the calls that only read or set a value
+END_S = 4.0  # an engine's processes may take this long to end by themselves; vLLM kills them then
+STOP_S = 8.0  # then we do
+
+logger = serve_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +108,7 @@ class Engine:
         self.staging_share = 1.0
         self._condition: Condition = ()  # what users did to it: paused, asleep
         self._lifespan = app.router.lifespan_context(app)
+        self._stopping: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, spec: EngineSpec, *, version: int) -> "Engine":
@@ -108,14 +117,14 @@ class Engine:
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         llm = cast(RecordingLLM, _new_llm(config, engine_args))
-        tasks = await llm.get_supported_tasks()
+        tasks = await asyncio.wait_for(llm.get_supported_tasks(), FIRST_CALL_S)
         app = build_app(args, tasks, llm.model_config)
         await init_app_state(llm, app.state, args, tasks)
         app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler wants a uvicorn server
         engine = cls(llm, app, version)
         engine.staging_share = spec.staging_share
         await engine._lifespan.__aenter__()
-        await llm.update_weight_version(str(version))
+        await asyncio.wait_for(llm.update_weight_version(str(version)), FIRST_CALL_S)
         return engine
 
     @property
@@ -228,12 +237,27 @@ class Engine:
         # A step without its KV cache's memory would end the engine.
         return not (is_paused(self._condition) or self.asleep)
 
-    async def stop(self) -> None:
-        """End the engine's processes. AsyncLLM's own `__del__` is too late and prints a TypeError."""
+    async def stop(self, limit_s: float = STOP_S) -> None:
+        """End the engine's processes, by force after `limit_s`. Later calls wait for the first."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(limit_s))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, limit_s: float) -> None:
+        # vLLM tells requests of an engine that has died. Of one that is stopped they would hear nothing.
+        self.llm.output_processor.propagate_error(EngineDeadError())
+        processes = getattr(self.llm.engine_core.resources.engine_manager, "processes", [])
         try:
             await self._lifespan.__aexit__(None, None, None)
         finally:
-            await asyncio.to_thread(self.llm.shutdown, 5.0)
+            try:  # AsyncLLM's own `__del__` is too late and prints a TypeError
+                await asyncio.wait_for(asyncio.to_thread(self.llm.shutdown, END_S), limit_s)
+            except TimeoutError:
+                logger.warning("the engine did not end within %g s: its processes are killed", limit_s)
+            finally:
+                for process in processes:
+                    if process.is_alive():
+                        kill_process_tree(process.pid)
 
 
 def _new_llm(config: VllmConfig, engine_args: AsyncEngineArgs) -> AsyncLLM:

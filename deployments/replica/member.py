@@ -4,6 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 
 from deployments.errors import PayloadRejected
+from deployments.logs import serve_logger
 from deployments.protocol import (
     Body,
     Call,
@@ -25,6 +26,8 @@ from deployments.protocol import (
 )
 from deployments.replica.engine import Engine
 from deployments.replica.operations import carry_out
+
+logger = serve_logger()
 
 
 class EngineMember(ABC):
@@ -63,11 +66,13 @@ class EngineMember(ABC):
         """Break whatever the running instruction waits for."""
 
     def on_directive(self, directive: Directive) -> None:
-        self.admitted = directive.admitted
+        self.fenced = directive.fenced
+        self.admitted = directive.admitted and directive.fenced is None
 
     async def fence(self, reason: str) -> None:
         """Take no more requests, and end the engine."""
         self.fenced, self.admitted = reason, False
+        logger.warning("this replica is fenced, and its engine is ended: %s", reason)
         async with self.changed:
             self.changed.notify_all()
         await self._engine.stop()

@@ -120,7 +120,7 @@ class Replica:
         if following is not None:
             following.cancel()
         engine = getattr(self, "_engine", None)
-        if engine is not None and self._member.fenced is None:
+        if engine is not None:  # a fenced one is being stopped already
             await engine.stop()
 
     async def _join(self) -> JoinAnswer:
