@@ -35,7 +35,7 @@ from deployments.protocol import (
 from deployments.replica.engine import Engine, EngineSpec
 from deployments.replica.member import EngineMember
 from deployments.replica.staged_member import StagedMember
-from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, read_schema
+from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, read_schema, repeated
 from deployments.weights.wire.chunk_layout import parse
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -76,6 +76,7 @@ class NativeMember(EngineMember):
         if self._receiving != body.round_id:
             self._receiving, self._offered, self._stage_s = body.round_id, {}, 0.0
         offered = _tensors_of(body.payload)
+        self._refuse(repeated(self._offered, offered))
         self._check(offered, complete=self._one_payload)
         if not self.partially_updated:
             await self._pause(body.options)
@@ -142,9 +143,10 @@ class NativeMember(EngineMember):
 
     def _check(self, offered: Offered, *, complete: bool) -> None:
         """Raises PayloadRejected before the first byte, RuntimeError after it."""
-        if self._expected is None:
-            return
-        problems = mismatches(self._expected, offered, complete=complete)
+        if self._expected is not None:
+            self._refuse(mismatches(self._expected, offered, complete=complete))
+
+    def _refuse(self, problems: list[str]) -> None:
         if problems:
             reason = join_reasons(problems)
             raise RuntimeError(reason) if self.partially_updated else PayloadRejected(reason)

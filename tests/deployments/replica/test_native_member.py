@@ -125,6 +125,15 @@ async def test_an_empty_round_is_rejected_and_changes_nothing(model: Path) -> No
     member, engine = member_of(model, one_payload=False)
     with pytest.raises(PayloadRejected, match="round 9 has brought no payload"):
         await member.execute(VERIFY)
+async def test_a_tensor_that_comes_twice_is_never_committed(model: Path) -> None:
+    """Of two publishers: what is loaded then is a mixture of both."""
+    member, engine = member_of(model, one_payload=False)
+    await member.execute(receive(payload()))
+    with pytest.raises(RuntimeError, match=r"'lm_head\.weight' came twice in this round"):
+        await member.execute(receive(payload()))
+    assert member.partially_updated and engine.did.count("native_update") == 1
+
+
     assert engine.did == []
 
 
