@@ -2,6 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 from deployments.errors import PayloadRejected
 from deployments.logs import serve_logger
@@ -26,6 +27,7 @@ from deployments.protocol import (
 )
 from deployments.replica.engine import Engine
 from deployments.replica.operations import carry_out
+from deployments.weights.store.integrity import check_files
 
 logger = serve_logger()
 
@@ -93,6 +95,7 @@ class EngineMember(ABC):
             case Drop():
                 await self.drop(body)
             case CatchUp():
+                await asyncio.to_thread(check_files, Path(body.path), body.version)
                 await self._engine.load(body.path, body.version)
             case Call():
                 return await carry_out(self._engine, body.operation)
