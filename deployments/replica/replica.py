@@ -157,4 +157,5 @@ class Replica:
         deadline = time.monotonic() + self._drain_s
         while self._front.in_flight and self._member.fenced is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
+        self._front.stop(in_order=self._member.fenced is None and not self._engine.dead)
         await server.close()
