@@ -142,11 +142,11 @@ class NativeMember(EngineMember):
         await self._engine.workers("start_weight_update")
 
     def _check(self, offered: Offered, *, complete: bool) -> None:
-        """Raises PayloadRejected before the first byte, RuntimeError after it."""
         if self._expected is not None:
             self._refuse(mismatches(self._expected, offered, complete=complete))
 
     def _refuse(self, problems: list[str]) -> None:
+        """Raises PayloadRejected before the first byte, RuntimeError after it."""
         if problems:
             reason = join_reasons(problems)
             raise RuntimeError(reason) if self.partially_updated else PayloadRejected(reason)
