@@ -107,6 +107,7 @@ class Engine:
         self.version = version
         self.staging_share = 1.0
         self._condition: Condition = ()  # what users did to it: paused, asleep
+        self.held = False  # stays paused until `release`, whatever users ask for meanwhile
         self._lifespan = app.router.lifespan_context(app)
         self._stopping: asyncio.Task[None] | None = None
 
@@ -161,7 +162,8 @@ class Engine:
         """
         begin = time.perf_counter()
         recompute = args.kv_cache is KvCache.RECOMPUTE
-        resume = self._may_resume and not args.hold
+        self.held = args.hold
+        resume = self._may_resume
         one_rank = self.llm.vllm_config.parallel_config.data_parallel_size == 1
         if one_rank and args.in_flight is InFlight.KEEP:
             core: Any = self.llm.engine_core
@@ -192,9 +194,9 @@ class Engine:
         return time.perf_counter() - paused
 
     async def release(self) -> None:
-        """Resume after a commit that held."""
-        if self._may_resume:
-            await self.llm.engine_core.resume_scheduler_async()
+        """End a hold. A user's pause or sleep goes on."""
+        self.held = False
+        await self._resume_if_allowed()
 
     async def load(self, path: str, version: int) -> None:
         """Load a checkpoint directory into the running engine (a joiner that catches up)."""
@@ -211,9 +213,9 @@ class Engine:
         self._condition = apply(self._condition, operation)
 
     async def resume(self) -> None:
-        """End a pause; an engine that sleeps goes on sleeping."""
+        """End a pause. An engine that sleeps goes on sleeping, and one that is held waits for its release."""
         self._condition = apply(self._condition, Resume())
-        await self.release()
+        await self._resume_if_allowed()
 
     async def sleep(self, operation: Sleep) -> None:
         """Release memory: at level 1 the weights move to host memory, at level 2 they are discarded."""
@@ -229,13 +231,21 @@ class Engine:
             tags = tuple(tag for tag in tags if tag in sleeping or tag not in MEMORY_TAGS)
             if not tags:
                 return
-        await self.llm.wake_up(None if tags is None else [tag.value for tag in tags])
+        if sleeping or not self.held:  # without memory to wake vLLM only resumes, which is for the release
+            calls: list[Any] = [self.llm.wake_up(None if tags is None else [tag.value for tag in tags])]
+            if self.held:  # vLLM resumes with the last part; the engine core handles the calls in this order
+                calls.append(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+            await asyncio.gather(*calls)
         self._condition = apply(self._condition, WakeUp(tags=tags))
 
     @property
     def _may_resume(self) -> bool:
         # A step without its KV cache's memory would end the engine.
-        return not (is_paused(self._condition) or self.asleep)
+        return not (self.held or is_paused(self._condition) or self.asleep)
+
+    async def _resume_if_allowed(self) -> None:
+        if self._may_resume:
+            await self.llm.engine_core.resume_scheduler_async()
 
     async def stop(self, limit_s: float = STOP_S) -> None:
         """End the engine's processes, by force after `limit_s`. Later calls wait for the first."""

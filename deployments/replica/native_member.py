@@ -114,7 +114,7 @@ class NativeMember(EngineMember):
             await self._engine.llm.reset_prefix_cache()
         self._engine.version = body.version
         self.partially_updated, self.staged_round, self._receiving = False, None, None
-        if not body.hold:
+        if not body.hold:  # else it stays held, as it is since the first byte
             await self._engine.release()
         end = time.perf_counter()
         return Swapped(swap_s=end - begin, gap_s=end - self._paused_at)
@@ -135,6 +135,7 @@ class NativeMember(EngineMember):
     async def _pause(self, options: StagingOptions) -> None:
         """Stop generating, and begin vLLM's update of the live model."""
         self._paused_at = time.perf_counter()
+        self._engine.held = True  # a user's resume would let it generate with a mixture of two versions
         await self._engine.llm.engine_core.pause_scheduler_async(
             mode=options.in_flight.value, clear_cache=options.kv_cache is KvCache.RECOMPUTE
         )
