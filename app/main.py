@@ -26,6 +26,8 @@ from deployments.replica.engine import EngineSpec
 from deployments.replica.replica import Replica
 from deployments.router.request_router import FleetRequestRouter
 from deployments.router.router import RouterLimits
+from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.trainer import STOP_TIMEOUT_S as TRAINER_STOP_TIMEOUT_S
 from deployments.trainer.trainer import Trainer
 from deployments.weights.transports.registry import backend
 
@@ -66,8 +68,7 @@ def build(args: AppConfig) -> Application:
     slots = _slots(args)
     trainer = None
     if args.trainer is not None:
-        spec = trainer_spec(args, args.trainer, model)
-        trainer = _single("trainer", Trainer, max_ongoing_requests=UNLIMITED).bind(spec, controller, slots)
+        trainer = _trainer(trainer_spec(args, args.trainer, model), controller, slots)
     rollout = _rollout(args, model, controller, slots)
     return _router(args, token, rollout=rollout, controller=controller, trainer=trainer)
 
@@ -81,6 +82,15 @@ def _controller(args: AppConfig) -> Application:
         outside_versions=args.store.outside_versions,
         is_alive=ServeReplicas(ROLLOUT),
     )
+
+
+def _trainer(spec: TrainerSpec, controller: Application, slots: Application | None) -> Application:
+    return _single(
+        "trainer",
+        Trainer,
+        max_ongoing_requests=UNLIMITED,
+        graceful_shutdown_timeout_s=TRAINER_STOP_TIMEOUT_S,
+    ).bind(spec, controller, slots)
 
 
 def _slots(args: AppConfig) -> Application | None:

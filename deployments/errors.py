@@ -7,6 +7,7 @@ SlipstreamError               an answer to a caller, with an HTTP status
 │   └── StalePublisher        take a new lease                                     409
 ├── RoundAborted              the fleet still serves the old version; try again    409
 │   └── TransferAborted       the transfer failed, the replicas are intact: connect and send again   503
+├── DeadlyRequest             do not send this again: replicas were lost under it  422
 ├── ReplicaUnavailable        send the request to another replica                  503
 └── FleetUnavailable          wait (Retry-After), then try again                   503
 
@@ -79,6 +80,16 @@ class TransferAborted(RoundAborted):
     """`detail` has {"send_again": true}."""
 
     status = 503
+
+
+class DeadlyRequest(SlipstreamError):
+    """`detail` has {"refused_for_s": seconds}, and "replicas" where they are known.
+
+    Clients repeat a 5xx; OpenAI's also 408, 409 and 429.
+    """
+
+    status = 422
+    type = "deadly_request"
 
 
 class ReplicaUnavailable(SlipstreamError):

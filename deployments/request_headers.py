@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from deployments.errors import InvalidRequest
 
 KEY_HEADER = b"x-slipstream-key"  # a router proves that it belongs to the fleet
-REFUSED_HEADER = b"x-slipstream-refused"  # nothing was done: another replica may answer
+REFUSED_HEADER = b"x-slipstream-refused"  # another replica may answer; one of the two values below
+NOT_BEGUN = b"not-begun"  # the request did not reach the engine, or the replica is being stopped
+LOST = b"lost"  # the engine had the request when it failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

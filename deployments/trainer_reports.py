@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from deployments.protocol import RoundReport
 
+StepMetrics = Mapping[str, float | int | bool]  # of one optimizer step, by name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
@@ -27,7 +29,7 @@ class TrainerStatus:
     world_size: int  # ranks of the trainer
     transport: str
     parameters: int  # numbers in the model, over all ranks
-    last_step: Mapping[str, float | int | bool]  # metrics; empty before the first step
+    last_step: StepMetrics  # empty before the first step
     last_round: RoundReport | None
     stored_version: int | None  # the newest that this trainer wrote to the store
     store_problem: str | None  # why the version written last is not in the store

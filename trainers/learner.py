@@ -2,17 +2,25 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trainers.batching import Row, TokenBatch, collate, plan_micro_batches, share_of_rank
+from trainers.learner_state import (
+    check_moments,
+    master_weights,
+    moments_of,
+    restore_moments,
+    restore_weights,
+    round_to_model,
+)
 from trainers.losses import LossTerms, policy_loss, token_weights
 from trainers.optimizer import build_optimizer, learning_rate_factor
-from trainers.policy import Policy
-from trainers.settings import LearnerConfig
+from trainers.policy import DTYPES, Policy
+from trainers.settings import Dtype, LearnerConfig
 from trainers.trajectory import Trajectory
 
 Metrics = dict[str, float | int | bool]
@@ -66,25 +74,51 @@ class Learner:
             self.steps_done += 1
         return metrics | {"step": self.steps_done, "step_s": time.perf_counter() - started}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything besides the weights that a restarted learner needs: optimizer, schedule, step.
+    def state_dict(self, *, wire_dtype: Dtype | None = None) -> dict[str, Any]:
+        """What a restarted learner needs beside its published weights, see `trainers.learner_state`.
 
-        Under FSDP2 its moments are this rank's shards: every rank saves its own.
+        Args:
+            wire_dtype: what weights are published in; None: in their own dtypes.
         """
+        dtype = None if wire_dtype is None else DTYPES[wire_dtype]
         return {
-            "optimizer": self._optimizer.state_dict(),
-            "schedule": self._schedule.state_dict(),
+            "optimizer": {"state": moments_of(self._optimizer)},
+            "weights": master_weights(self.policy.model, dtype),
+            "wire_dtype": wire_dtype,
             "steps_done": self.steps_done,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned on the same rank."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
-        self.steps_done = state["steps_done"]
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check that the moments of a state are those of this rank's parameters.
+
+        Raises:
+            ValueError: the state is of another model, strategy or number of ranks.
+        """
+        check_moments(self._optimizer, state["optimizer"]["state"])
+
+    def is_exact(self, state: Mapping[str, Any]) -> bool:
+        """Whether the policy's weights are those of the state, except for the rounding of `wire_dtype`."""
+        if "weights" not in state:  # written before master weights were saved
+            return False
+        weights, wire_dtype = state["weights"], state["wire_dtype"]
+        return not weights or round_to_model(self.policy.model, weights, DTYPES[wire_dtype])
+
+    def load_state_dict(self, state: Mapping[str, Any], *, weights: bool = True) -> None:
+        """Restore what `state_dict` returned on the same rank. Rates and other settings stay as configured.
+
+        Args:
+            weights: whether master weights are restored; else the policy's stay as they are.
+
+        Raises:
+            ValueError: see `check_state`; nothing has been changed then.
+        """
+        restore_moments(self._optimizer, state["optimizer"]["state"])
+        if weights:
+            restore_weights(self.policy.model, state["weights"])
+        self.restart(state["steps_done"], keep_moments=True)
 
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
-        """Continue from another step than the optimizer's state has: the schedule is set to that step.
+        """Continue from another step: the schedule is set to it.
 
         Args:
             steps_done: steps that the current weights have had.

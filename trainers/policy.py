@@ -13,16 +13,21 @@ from trainers.batching import TokenBatch
 from trainers.settings import Dtype
 from trainers.sources import load_parameters, tied_names
 
-# Copied unchanged: loading and saving a tokenizer may change it, and needs its libraries.
-TOKENIZER_FILES: Sequence[str] = (
+# Copied unchanged: loading and saving a tokenizer may change it, and needs its libraries. A list of what is
+# copied, and not of weights to leave out: a checkpoint directory may hold weights in formats unknown here.
+MODEL_FILES: Sequence[str] = (
     "tokenizer*",
     "chat_template*",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
-    "spiece.model",
+    "*.model",  # sentencepiece
+    "*.tiktoken",
+    "tekken.json",  # Mistral's own tokenizer
+    "*processor_config.json",  # of images, videos, sounds
     "generation_config.json",
+    "*.py",  # remote code, also of a tokenizer
 )
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 
@@ -118,17 +123,19 @@ class Policy:
         entropies = _entropies(logits.detach()).reshape(batch.response_ids.shape) if with_entropies else None
         return TokenScores(logprobs=logprobs.reshape(batch.response_ids.shape), entropies=entropies)
 
-    def copy_tokenizer(self, directory: Path) -> None:
-        """Copy the tokenizer's and the generation settings' files into another checkpoint directory."""
-        for pattern in TOKENIZER_FILES:
+    def copy_model_files(self, directory: Path) -> None:
+        """Copy the files of tokenizer, processors, generation settings and remote code (`MODEL_FILES`) into
+        another checkpoint directory."""
+        for pattern in MODEL_FILES:
             for file in self.directory.glob(pattern):
-                shutil.copyfile(file, directory / file.name)
+                if file.is_file():
+                    shutil.copyfile(file, directory / file.name)
 
     def save_pretrained(self, directory: Path) -> None:
-        """An ordinary Hugging Face checkpoint: config, weights as safetensors, tokenizer files."""
+        """An ordinary Hugging Face checkpoint: config, weights as safetensors, `MODEL_FILES`."""
         directory.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(directory)
-        self.copy_tokenizer(directory)
+        self.copy_model_files(directory)
 
     def load_weights(self, directory: Path) -> None:
         """Copy the weights of another checkpoint of the same model into this one, in place.

@@ -117,7 +117,7 @@ class ParameterSource:
     @cached_property
     def _layers(self) -> list[_Layer]:
         state = self._model.state_dict()
-        groups = layer_groups(_names_without_aliases(self._model))
+        groups = layer_groups(names_without_aliases(self._model))
         return [self._layer({name: state[name] for name in names}) for names in groups]
 
     def _layer(self, state: Mapping[str, torch.Tensor]) -> _Layer:
@@ -148,7 +148,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _names_without_aliases(model: PreTrainedModel) -> list[str]:
+def names_without_aliases(model: PreTrainedModel) -> list[str]:
+    """Names in the model's state that its checkpoint has, under these names or converted."""
     left_out = tied_names(model) | frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
     return [name for name in model.state_dict() if name not in left_out]
 

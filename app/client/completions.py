@@ -21,6 +21,12 @@ class Answer:
     ]  # over `token_ids`; in a stream, the last piece has those of all pieces
     version: int | None = None  # the newest weights behind the whole completion
     replica: str = ""  # id
+    finish_reason: str | None = None  # vLLM's; "abort": it was cut off; None in a stream until its last piece
+
+    @property
+    def aborted(self) -> bool:
+        """Cut off by an update, a pause or `/abort_requests`: not the model's whole answer."""
+        return self.finish_reason == "abort"
 
     def trajectory(self, prompt_token_ids: Sequence[int], advantage: float) -> Trajectory:
         """What a trainer learns from."""
@@ -94,6 +100,7 @@ def join(pieces: Iterable[Completion]) -> Answer:
         weight_versions=answers[-1].weight_versions,
         version=answers[-1].version,
         replica=answers[-1].replica,
+        finish_reason=answers[-1].finish_reason,
     )
 
 
@@ -124,6 +131,7 @@ def _answer(choice: Mapping[str, Any], version: int | None, replica: str) -> Ans
         weight_versions=[VersionSpan(**span) for span in choice.get("weight_versions") or ()],
         version=version,
         replica=replica,
+        finish_reason=choice.get("finish_reason"),
     )
 
 

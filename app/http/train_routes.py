@@ -8,7 +8,7 @@ from app.http.endpoint import Endpoint
 from app.http.requests import PublishBody, SaveBody, StepBody
 from deployments.errors import InvalidRequest
 from deployments.protocol import RoundReport
-from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
+from deployments.trainer_reports import SavedCheckpoint, StepMetrics, TrainerStatus
 
 
 class TrainRoutes:
@@ -31,13 +31,13 @@ class TrainRoutes:
             Endpoint("GET", "/train/status", self.status),
         ]
 
-    async def step(self, body: StepBody) -> dict[str, Any]:
+    async def step(self, body: StepBody) -> StepMetrics:
         """One optimizer step on a batch of trajectories; answers its metrics.
 
         Raises:
             InvalidRequest: no trainer, or a batch that it cannot learn from.
         """
-        metrics: dict[str, Any] = await self._handle().step.remote({"trajectories": body.trajectories})
+        metrics: StepMetrics = await self._handle().step.remote(body.trajectories)
         return metrics
 
     async def publish(self, body: PublishBody) -> RoundReport:

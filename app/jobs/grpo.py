@@ -29,7 +29,7 @@ from app.jobs import metrics
 from app.jobs.groups import Group, GroupQueue
 from app.jobs.metrics import StepRecord
 from app.jobs.options import Options
-from app.jobs.rollouts import Sampling, require_complete
+from app.jobs.rollouts import Sampling, Unanswered, sample
 from app.jobs.tasks import Task
 
 PUBLISH_ATTEMPTS = 3
@@ -85,10 +85,14 @@ async def produce(run: Run) -> None:
     while True:
         number, run.next_problem = run.next_problem, run.next_problem + 1
         problem = run.task.problem(number)
-        completion = await run.client.send(sampling.call(run.model, problem.messages))
+        try:
+            completion = await sample(run.client, sampling.call(run.model, problem.messages))
+        except Unanswered as error:
+            tqdm.write(f"problem {number} is left out: {error}")
+            continue
         group = Group(
             number=number,
-            answers=require_complete(completion),
+            answers=completion.answers,
             prompt_token_ids=completion.prompt_token_ids,
             rewards=[run.task.score(problem, answer.text) for answer in completion.answers],
         )

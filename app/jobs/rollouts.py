@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from app.client.completions import Answer, Completion, chat
-from app.client.connection import Call, FleetError
+from app.client.completions import Completion, chat
+from app.client.connection import AsyncFleetClient, Call, FleetError
+
+ATTEMPTS = 3  # for one prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +43,36 @@ class Sampling:
         )
 
 
-def require_complete(completion: Completion) -> Sequence[Answer]:
-    """The answers, each with everything that a trainer needs.
+class Unanswered(Exception):
+    """The fleet does not answer this prompt; the text says why. Others may be answered."""
+
+
+async def sample(client: AsyncFleetClient, call: Call[Completion]) -> Completion:
+    """A completion whose answers all ended by themselves.
+
+    The fleet may cut answers off: at an update with `in_flight: abort`, at a pause, at `/abort_requests`. A
+    part of an answer has no reward. All answers to the prompt are then sampled again, also those that had
+    ended: they would be short ones more often than not.
+
+    Raises:
+        Unanswered: each attempt was cut off, or the fleet refuses this request for good.
+        FleetError: the fleet refuses, or an answer lacks something that a trainer needs.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            completion = await client.send(call)
+        except FleetError as error:
+            if error.type == "deadly_request":
+                raise Unanswered(error.message) from error
+            raise
+        if not any(answer.aborted for answer in completion.answers):
+            require_complete(completion)
+            return completion
+    raise Unanswered(f"the fleet aborted its answers {ATTEMPTS} times")
+
+
+def require_complete(completion: Completion) -> None:
+    """Check that each answer has everything that a trainer needs.
 
     Raises:
         FleetError: something is missing; the message names it.
@@ -54,6 +84,7 @@ def require_complete(completion: Completion) -> Sequence[Answer]:
             "token_ids": answer.token_ids,
             "logprobs": answer.logprobs,
             "weight_versions": answer.weight_versions,
+            "finish_reason": answer.finish_reason,
         }
         if missing := [name for name, value in parts.items() if not value]:
             raise FleetError(f"a choice of the fleet's answer has no {', '.join(missing)}")
@@ -61,4 +92,3 @@ def require_complete(completion: Completion) -> Sequence[Answer]:
             raise FleetError(
                 f"a choice has {len(answer.token_ids)} token ids but {len(answer.logprobs)} log-probabilities"
             )
-    return completion.answers

@@ -37,7 +37,7 @@ class RouterConfig(Section):
     max_ongoing_requests: PositiveInt = 1024  # per router replica
     max_queued_requests: NonNegativeInt = 1024  # beyond these: 503 with Retry-After
     retry_after_s: PositiveFloat = 1.0
-    request_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: PositiveFloat = 600.0  # of looking for a replica; the answer itself has no limit
     max_body_bytes: PositiveInt = 32 << 20
 
 

@@ -70,7 +70,6 @@ class Controller:
         tick_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
         self._poll_s = poll_s
         self._store = Store(Path(store_dir), max_versions=max_versions)
         location = StoreLocation(directory=store_dir, max_versions=max_versions)
@@ -84,7 +83,7 @@ class Controller:
 
     async def join(self, replica_id: str, incarnation: str) -> JoinAnswer:
         self._durable.enter()
-        answer = self._ledger.join(replica_id, incarnation, self._clock())
+        answer = self._ledger.join(replica_id, incarnation, self._durable.now())
         self._durable.publish()
         return answer
 
@@ -96,7 +95,7 @@ class Controller:
         """
         self._durable.enter()
         mine = self._polls[report.incarnation] = object()
-        self._ledger.on_report(report, self._clock())
+        self._ledger.on_report(report, self._durable.now())
         self._durable.publish()
         try:
             wait_s = BUSY_POLL_S if self._ledger.is_busy(report) else self._poll_s
@@ -106,7 +105,7 @@ class Controller:
             )
             if self._polls.get(report.incarnation) is not mine:
                 raise FleetUnavailable(f"a newer poll of {report.replica_id} superseded this one")
-            directive = self._ledger.directive(report, self._clock())
+            directive = self._ledger.directive(report, self._durable.now())
             self._durable.publish()
             return directive
         finally:
@@ -116,9 +115,15 @@ class Controller:
     # -- publisher ----------------------------------------------------------------------------
 
     async def acquire(self, publisher: str) -> Lease:
-        """Raises Conflict while another publisher holds the lease."""
+        """The lease, to publish.
+
+        Raises:
+            Conflict: another publisher holds it.
+            FleetUnavailable: an update could not be recorded.
+        """
         self._durable.enter()
-        lease = self._ledger.acquire(publisher, self._clock())
+        self._durable.check_space()
+        lease = self._ledger.acquire(publisher, self._durable.now())
         self._durable.publish()
         return lease
 
@@ -129,7 +134,7 @@ class Controller:
             Conflict: another publisher holds the lease.
         """
         self._durable.enter()
-        session = self._ledger.session(publisher, self._clock())
+        session = self._ledger.session(publisher, self._durable.now())
         self._durable.publish()
         return session
 
@@ -140,14 +145,14 @@ class Controller:
             StalePublisher: the token is not the current one, as in all calls of a publisher below.
         """
         self._durable.enter()
-        lease = self._ledger.renew(token, self._clock())
+        lease = self._ledger.renew(token, self._durable.now())
         self._durable.publish()
         return lease
 
     async def release(self, token: int) -> None:
         """Give the lease back; an undecided round is aborted."""
         self._durable.enter()
-        self._ledger.release(token, self._clock())
+        self._ledger.release(token, self._durable.now())
         self._durable.publish()
 
     async def connect(self, token: int, init_info: Mapping[str, JsonValue]) -> int:
@@ -161,24 +166,25 @@ class Controller:
         checked = json_only(init_info, "init_info")
         if not isinstance(checked, dict):
             raise InvalidRequest(f"init_info: expected an object, got {type(init_info).__name__}")
-        return int(await self._durable.result(self._ledger.connect(token, checked, self._clock())))
+        return int(await self._durable.result(self._ledger.connect(token, checked, self._durable.now())))
 
     async def disconnect(self, token: int) -> dict[str, JsonValue]:
         """Every serving replica closes its end of the connection."""
         self._durable.enter()
-        return dict(await self._durable.result(self._ledger.disconnect(token, self._clock())))
+        return dict(await self._durable.result(self._ledger.disconnect(token, self._durable.now())))
 
     async def open_round(self, token: int, options: RoundOptions | None = None) -> int:
         """Returns the round's id.
 
         Raises:
             Conflict: another round is open, the weights sleep, or the publisher must connect again.
-            FleetUnavailable: too few replicas.
+            FleetUnavailable: too few replicas, or the round could not be recorded.
         """
         self._durable.enter()
+        self._durable.check_space()
         await self._durable.wait(self._ledger.is_complete, None)
         chosen = RoundOptions() if options is None else options
-        round_id = self._ledger.open_round(token, chosen, self._clock())
+        round_id = self._ledger.open_round(token, chosen, self._durable.now())
         self._durable.publish()
         return round_id
 
@@ -191,7 +197,7 @@ class Controller:
         """
         self._durable.enter()
         checked = json_only(payload, "payload")
-        await self._durable.result(self._ledger.send(token, round_id, checked, self._clock()))
+        await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
 
     async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:
         """Verify and commit; returns when every participant has swapped.
@@ -201,14 +207,14 @@ class Controller:
             RoundAborted: the round was aborted for another reason.
         """
         self._durable.enter()
-        call = self._ledger.close_round(token, round_id, label, self._clock())
+        call = self._ledger.close_round(token, round_id, label, self._durable.now())
         report: RoundReport = await self._durable.result(call)
         return report
 
     async def abort_round(self, token: int, round_id: int, reason: str) -> None:
         """The fleet goes on serving the old version."""
         self._durable.enter()
-        self._ledger.abort_round(token, round_id, reason, self._clock())
+        self._ledger.abort_round(token, round_id, reason, self._durable.now())
         self._durable.publish()
 
     async def call(self, operation: Operation) -> dict[str, JsonValue]:
@@ -222,7 +228,7 @@ class Controller:
         self._durable.enter()
         # After a restart: not without those that still serve.
         await self._durable.wait(self._ledger.is_complete, None)
-        return dict(await self._durable.result(self._ledger.call(operation, self._clock())))
+        return dict(await self._durable.result(self._ledger.call(operation, self._durable.now())))
 
     # -- the store ----------------------------------------------------------------------------
 
@@ -233,7 +239,7 @@ class Controller:
             InvalidRequest: the fleet never committed it.
         """
         self._durable.enter()
-        self._ledger.set_stored(version, path, label, self._clock())
+        self._ledger.set_stored(version, path, label, self._durable.now())
         self._durable.publish()
 
     async def rollback_source(self, version: int) -> str:
@@ -251,16 +257,21 @@ class Controller:
         return str(self._store.path_of(version))
 
     async def set_label(self, label: str) -> None:
-        """Give the committed version another label."""
+        """Give the committed version another label.
+
+        Raises:
+            FleetUnavailable: it could not be recorded.
+        """
         self._durable.enter()
-        self._ledger.set_label(label, self._clock())
+        self._durable.check_space()
+        self._ledger.set_label(label, self._durable.now())
         self._durable.publish()
 
     # -- queries ------------------------------------------------------------------------------
 
     async def fleet(self) -> FleetStatus:
         self._durable.enter()
-        return self._ledger.status(self._clock())
+        return self._ledger.status(self._durable.now())
 
     async def rounds(self) -> list[RoundReport]:
         """Rounds that ended, oldest first."""
@@ -273,7 +284,7 @@ class Controller:
         await self._durable.wait(
             lambda: bool(self._ledger.events_since(since)), min(wait_s, MAX_EVENTS_WAIT_S)
         )
-        wall = time.time() - self._clock()
+        wall = time.time() - self._durable.now()
         return [replace(event, at=round(event.at + wall, 3)) for event in self._ledger.events_since(since)]
 
     async def check_health(self) -> None:

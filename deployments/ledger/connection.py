@@ -158,6 +158,7 @@ class Connections:
             call.finish(error=InvalidRequest(reason, {"replicas": not_done}))
             return
         self._membership.fence_each(verdict.to_fence, Connect.name, now)
+        self._membership.count_failed_transfers(verdict, Connect.name, now)
         missing = {**absent, **not_done}
         reason = f"connect again, these replicas are gone or lack their peers: {join_reasons(missing)}"
         call.finish(error=Conflict(reason, {"connect_again": True, "replicas": missing}))

@@ -56,6 +56,10 @@ class LeaseDesk:
     def release(self) -> None:
         self._held = None
 
+    def credit(self, stalled_s: float) -> None:
+        """Nobody could renew for so long."""
+        self._expires += stalled_s
+
     def remaining_s(self, now: float) -> float:
         return 0.0 if self._held is None else max(0.0, self._expires - now)
 

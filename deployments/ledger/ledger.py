@@ -30,7 +30,7 @@ from deployments.ledger.members import PendingCall
 from deployments.ledger.membership import Membership
 from deployments.ledger.recovery import recover
 from deployments.ledger.staging_phase import StagingPhase
-from deployments.ledger.store_assignment import StoreAssignment, StoreLocation
+from deployments.ledger.store_assignment import StoreAssignment, StoreLocation, StoreWait
 from deployments.ledger.version_state import VersionState
 from deployments.protocol import (
     Directive,
@@ -59,23 +59,17 @@ class Ledger:
         self._membership = members = Membership(self._config, self._decisions, self._events, dispatch)
         self._versions = versions = VersionState(self._decisions, self._events, dispatch)
         self._lease = LeaseDesk(self._config.lease_s)
-        self._desired_state = DesiredState(members, dispatch, self._decisions, self._events)
-        self._commit_phase = CommitPhase(members, dispatch, versions, self._desired_state, self._decisions)
-        self._connections = Connections(members, dispatch)
-        self._staging = StagingPhase(members, dispatch, versions, self._commit_phase)
+        self._desired_state = desired = DesiredState(members, dispatch, self._decisions, self._events)
+        self._commit_phase = commit = CommitPhase(members, dispatch, versions, desired, self._decisions)
+        self._connections = connections = Connections(members, dispatch)
+        self._staging = staging = StagingPhase(members, dispatch, versions, commit)
         self._publishers = Publishers(
-            self._lease, versions, self._staging, self._connections, self._decisions, self._events
+            self._lease, versions, staging, connections, self._decisions, self._events
         )
-        self._store_assignment = StoreAssignment(members, dispatch, versions, self._events, store)
+        self._store_assignment = storing = StoreAssignment(members, dispatch, versions, self._events, store)
+        self._store_wait = StoreWait(members, versions, self._events)
         self._admission = Admission(
-            members,
-            dispatch,
-            versions,
-            self._commit_phase,
-            self._staging,
-            self._connections,
-            self._store_assignment,
-            self._desired_state,
+            members, dispatch, versions, commit, staging, connections, storing, desired
         )
 
     # -- replicas -----------------------------------------------------------------------------
@@ -222,6 +216,14 @@ class Ledger:
         self._publishers.expire(now)
         self._advance(now)
 
+    def credit(self, stalled_s: float, now: float) -> None:
+        """The controller stood still for so long, until now: nobody could poll, acknowledge or renew."""
+        self._membership.credit(stalled_s)
+        self._lease.credit(stalled_s)
+        self._store_assignment.credit(stalled_s)
+        self._store_wait.credit(stalled_s)
+        self._events.record("stall", now, stalled_s=round(stalled_s, 3))
+
     def take_decisions(self) -> list[Decision]:
         """Decisions made since the last call; to be durable before anybody polls."""
         return self._decisions.take()
@@ -270,7 +272,7 @@ class Ledger:
             round=None if current is None else current.status(now),
             lease=self._lease.status(now),
             connection=None if connection is None else connection.status(),
-            store_problem=self._store_assignment.problem,
+            store_problem=self._store_assignment.problem or self._store_wait.problem,
             condition=self._desired_state.names(),
         )
 
@@ -286,6 +288,7 @@ class Ledger:
             self._staging.decide(now)
         self._admission.advance(now)
         self._store_assignment.advance(now)
+        self._store_wait.advance(now)
 
     def _no_round(self, action: str) -> None:
         current = self._versions.current

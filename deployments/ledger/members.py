@@ -44,6 +44,7 @@ class Member:
     was_serving: bool = False  # before the controller restarted
     condition: Condition = ()  # paused or asleep, see `deployments.condition`
     retained_version: int | None = None  # its tensors wait there for the store
+    failed_transfers: int = 0  # attempts in a row in which it failed and others did not
     fence_delivered: bool = False  # it knows that it is fenced; until then it may still take a request
 
     @property

@@ -8,7 +8,10 @@ from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import Member, MemberState
+from deployments.ledger.verdict import Verdict
 from deployments.protocol import Report
+
+MAX_FAILED_TRANSFERS = 3
 
 
 class Membership:
@@ -172,6 +175,30 @@ class Membership:
             silent_s = now - member.last_poll
             if silent_s > self.config.heartbeat_timeout_s:
                 self.lose(member, f"silent for {silent_s:.1f} s", now)
+
+    def credit(self, stalled_s: float) -> None:
+        """Nobody could poll for so long."""
+        for member in self.all():
+            member.last_poll += stalled_s
+            for queued in member.queue:
+                if queued.due is not None:
+                    queued.due += stalled_s
+
+    def count_failed_transfers(self, verdict: Verdict, action: str, now: float) -> None:
+        """Fence a member whose transfers go on failing while others receive: the fault is its own.
+
+        A transfer that failed everywhere says nothing about anybody.
+        """
+        if not verdict.done:
+            return
+        for replica_id, reason in verdict.transfer_failed.items():
+            member = self._members.get(replica_id)
+            if member is None or member.out:
+                continue
+            member.failed_transfers += 1
+            if member.failed_transfers >= MAX_FAILED_TRANSFERS:
+                times = f"failed {member.failed_transfers} times in a row while others received"
+                self.fence(member, f"{action}: {times}: {reason}", now)
 
     def _forbid(self, member: Member, reason: str) -> None:
         member.state, member.reason = MemberState.FENCED, reason

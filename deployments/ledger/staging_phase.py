@@ -208,6 +208,7 @@ class StagingPhase:
         current.record(call)
         verdict = classify(call)
         self._membership.fence_each(verdict.to_fence, call.name, now)
+        self._membership.count_failed_transfers(verdict, call.name, now)
         if verdict.publisher_at_fault:
             error: SlipstreamError = rejected_by_all(current, call, dict(verdict.rejected))
         elif verdict.transfer_failed:
@@ -227,6 +228,8 @@ class StagingPhase:
             for member in current.remaining()
             if member.replica_id in call.answers
         }
+        for member in current.remaining():
+            member.failed_transfers = 0
         digests = {replica_id: each.digest for replica_id, each in staged.items()}
         minority = digest_minority(digests)
         if minority is None:

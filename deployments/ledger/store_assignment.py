@@ -14,7 +14,7 @@ from deployments.errors import InvalidRequest
 from deployments.ledger.decisions import Stored
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
-from deployments.ledger.members import Member, PendingCall
+from deployments.ledger.members import Member, MemberState, PendingCall
 from deployments.ledger.membership import Membership
 from deployments.ledger.verdict import classify, join_reasons
 from deployments.ledger.version_state import VersionState
@@ -90,6 +90,11 @@ class StoreAssignment:
             self._record_failure(result.version, member, result.problem)
         elif self._is_newest(result):
             self.set_stored(result.version, result.path, result.label, now)
+
+    def credit(self, stalled_s: float) -> None:
+        """The writer could not say for so long that it is done."""
+        if self._write is not None:
+            self._write = replace(self._write, due=self._write.due + stalled_s)
 
     def advance(self, now: float) -> None:
         """Free what is stored; assign the committed version to a writer if it has none."""
@@ -167,3 +172,51 @@ class StoreAssignment:
             stored = retained is not None and retained <= self._versions.stored_version
             if retained is not None and stored and not member.has_queued(Forget):
                 yield member, retained
+
+
+class StoreWait:
+    """Whether replicas wait in vain for a version that its publisher was to write.
+
+    The trainer writes its versions itself, and may fail to: its disk is full, or it is gone. A replica that
+    joins then waits, for the store or for the next round, while others serve. After `store_timeout_s` the
+    status says so.
+    """
+
+    def __init__(self, membership: Membership, versions: VersionState, events: EventLog) -> None:
+        self._membership = membership
+        self._versions = versions
+        self._events = events
+        self._version = 0  # that is waited for
+        self._since: float | None = None  # None: nobody waits
+        self._problem: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Who waits for what; None while there is hope."""
+        return self._problem
+
+    def credit(self, stalled_s: float) -> None:
+        """The version could not be reported as stored for so long."""
+        if self._since is not None:
+            self._since += stalled_s
+
+    def advance(self, now: float) -> None:
+        """Look at who waits."""
+        version, waiting = self._versions.committed_version, self._waiting()
+        if not waiting:
+            self._since = self._problem = None
+        elif self._since is None or version != self._version:
+            self._version, self._since, self._problem = version, now, None
+        elif self._problem is None and now - self._since > self._membership.config.store_timeout_s:
+            reason = f"its publisher has not written it, and {waiting} wait for it: publish again"
+            self._problem = f"version {version} is not in the store: {reason}"
+            self._events.record("not_stored", now, version=version, reason=reason)
+
+    def _waiting(self) -> list[str]:
+        """Joiners that need a version which no replica was asked to write."""
+        committed = self._versions.committed_version
+        if self._versions.stored_version == committed or self._versions.unstored is not None:
+            return []
+        live = self._membership.live()
+        joining = [each for each in live if each.state is MemberState.JOINING]
+        return [each.replica_id for each in joining if each.version != committed]

@@ -21,14 +21,22 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.system_utils import kill_process_tree
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.condition import MEMORY_TAGS, Condition, apply, asleep, is_paused
+from deployments.logs import serve_logger
 from deployments.protocol import Commit, InFlight, KvCache, Pause, Resume, Sleep, SleepTag, Swapped, WakeUp
 from deployments.replica.engine_core import COMMIT
 from deployments.replica.spans import RECORDER, SpanRecorder
 
 WORKER_EXTENSION = "deployments.weights.staging.worker_extension.StagingWorkerExtension"
+FIRST_CALL_S = 60.0  # of an engine that is up, to the calls that only read or set a value
+END_S = 4.0  # an engine's processes may take this long to end by themselves; vLLM kills them then
+STOP_S = 8.0  # then we do
+
+logger = serve_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +107,9 @@ class Engine:
         self.version = version
         self.staging_share = 1.0
         self._condition: Condition = ()  # what users did to it: paused, asleep
+        self.held = False  # stays paused until `release`, whatever users ask for meanwhile
         self._lifespan = app.router.lifespan_context(app)
+        self._stopping: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, spec: EngineSpec, *, version: int) -> "Engine":
@@ -108,14 +118,14 @@ class Engine:
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         llm = cast(RecordingLLM, _new_llm(config, engine_args))
-        tasks = await llm.get_supported_tasks()
+        tasks = await asyncio.wait_for(llm.get_supported_tasks(), FIRST_CALL_S)
         app = build_app(args, tasks, llm.model_config)
         await init_app_state(llm, app.state, args, tasks)
         app.state.server = SimpleNamespace(should_exit=False)  # vLLM's error handler wants a uvicorn server
         engine = cls(llm, app, version)
         engine.staging_share = spec.staging_share
         await engine._lifespan.__aenter__()
-        await llm.update_weight_version(str(version))
+        await asyncio.wait_for(llm.update_weight_version(str(version)), FIRST_CALL_S)
         return engine
 
     @property
@@ -152,7 +162,8 @@ class Engine:
         """
         begin = time.perf_counter()
         recompute = args.kv_cache is KvCache.RECOMPUTE
-        resume = self._may_resume and not args.hold
+        self.held = args.hold
+        resume = self._may_resume
         one_rank = self.llm.vllm_config.parallel_config.data_parallel_size == 1
         if one_rank and args.in_flight is InFlight.KEEP:
             core: Any = self.llm.engine_core
@@ -183,9 +194,9 @@ class Engine:
         return time.perf_counter() - paused
 
     async def release(self) -> None:
-        """Resume after a commit that held."""
-        if self._may_resume:
-            await self.llm.engine_core.resume_scheduler_async()
+        """End a hold. A user's pause or sleep goes on."""
+        self.held = False
+        await self._resume_if_allowed()
 
     async def load(self, path: str, version: int) -> None:
         """Load a checkpoint directory into the running engine (a joiner that catches up)."""
@@ -202,9 +213,9 @@ class Engine:
         self._condition = apply(self._condition, operation)
 
     async def resume(self) -> None:
-        """End a pause; an engine that sleeps goes on sleeping."""
+        """End a pause. An engine that sleeps goes on sleeping, and one that is held waits for its release."""
         self._condition = apply(self._condition, Resume())
-        await self.release()
+        await self._resume_if_allowed()
 
     async def sleep(self, operation: Sleep) -> None:
         """Release memory: at level 1 the weights move to host memory, at level 2 they are discarded."""
@@ -220,20 +231,43 @@ class Engine:
             tags = tuple(tag for tag in tags if tag in sleeping or tag not in MEMORY_TAGS)
             if not tags:
                 return
-        await self.llm.wake_up(None if tags is None else [tag.value for tag in tags])
+        if sleeping or not self.held:  # without memory to wake vLLM only resumes, which is for the release
+            calls: list[Any] = [self.llm.wake_up(None if tags is None else [tag.value for tag in tags])]
+            if self.held:  # vLLM resumes with the last part; the engine core handles the calls in this order
+                calls.append(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+            await asyncio.gather(*calls)
         self._condition = apply(self._condition, WakeUp(tags=tags))
 
     @property
     def _may_resume(self) -> bool:
         # A step without its KV cache's memory would end the engine.
-        return not (is_paused(self._condition) or self.asleep)
+        return not (self.held or is_paused(self._condition) or self.asleep)
 
-    async def stop(self) -> None:
-        """End the engine's processes. AsyncLLM's own `__del__` is too late and prints a TypeError."""
+    async def _resume_if_allowed(self) -> None:
+        if self._may_resume:
+            await self.llm.engine_core.resume_scheduler_async()
+
+    async def stop(self, limit_s: float = STOP_S) -> None:
+        """End the engine's processes, by force after `limit_s`. Later calls wait for the first."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop(limit_s))
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, limit_s: float) -> None:
+        # vLLM tells requests of an engine that has died. Of one that is stopped they would hear nothing.
+        self.llm.output_processor.propagate_error(EngineDeadError())
+        processes = getattr(self.llm.engine_core.resources.engine_manager, "processes", [])
         try:
             await self._lifespan.__aexit__(None, None, None)
         finally:
-            await asyncio.to_thread(self.llm.shutdown, 5.0)
+            try:  # AsyncLLM's own `__del__` is too late and prints a TypeError
+                await asyncio.wait_for(asyncio.to_thread(self.llm.shutdown, END_S), limit_s)
+            except TimeoutError:
+                logger.warning("the engine did not end within %g s: its processes are killed", limit_s)
+            finally:
+                for process in processes:
+                    if process.is_alive():
+                        kill_process_tree(process.pid)
 
 
 def _new_llm(config: VllmConfig, engine_args: AsyncEngineArgs) -> AsyncLLM:

@@ -5,7 +5,8 @@
            run each new instruction; while one runs, report every `heartbeat_s`
 
 The controller waits for acknowledgements, with a deadline; the follower waits for its engine. A DROP
-overtakes the instruction that is running, because that one may be waiting for a dead peer.
+overtakes the instruction that is running, because that one may be waiting for a dead peer. A fence overtakes
+everything: it takes effect before anything that waits for the engine, which may hang.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ from deployments.protocol import (
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5
+INTERRUPT_S = 10.0  # shorter than the time without contact after which the fleet counts a replica as lost
 
 logger = serve_logger()
 
@@ -69,13 +71,13 @@ class Member(Protocol):
         """
 
     async def interrupt(self) -> None:
-        """Break whatever the running instruction waits for."""
+        """Break whatever the running instruction waits for; may hang if its engine does."""
 
     def on_directive(self, directive: Directive) -> None:
-        """Take requests, or stop taking them."""
+        """Take requests, or stop taking them; a fence takes effect at once."""
 
     async def fence(self, reason: str) -> None:
-        """Stop for good."""
+        """Stop for good, also if its engine hangs."""
 
 
 class Follower:
@@ -85,6 +87,7 @@ class Follower:
         poll: the controller's long poll; raises when the controller cannot be reached.
         heartbeat_s: how often it reports while an instruction runs.
         retry_s: how long it waits after a poll that failed.
+        interrupt_s: how long the engine may take to interrupt an instruction.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Follower:
         poll: Callable[[Report], Awaitable[Directive]],
         heartbeat_s: float = HEARTBEAT_S,
         retry_s: float = RETRY_S,
+        interrupt_s: float = INTERRUPT_S,
     ) -> None:
         self._replica_id = replica_id
         self._incarnation = incarnation
@@ -103,21 +107,20 @@ class Follower:
         self._poll = poll
         self._heartbeat_s = heartbeat_s
         self._retry_s = retry_s
+        self._interrupt_s = interrupt_s
         self._acknowledgements: dict[int, Acknowledgement] = {}
         self._seen: set[int] = set()
+        self._fenced: str | None = None
         self.last_contact = time.monotonic()
 
     async def run(self) -> None:
-        while True:
+        while self._fenced is None:
             directive = await self._report()
             if directive is None:
                 await asyncio.sleep(self._retry_s)
-            elif directive.fenced is not None:
-                await self._member.fence(directive.fenced)
-                return
-            else:
-                self._member.on_directive(directive)
+            elif directive.fenced is None:
                 await self._run_new(directive)
+        await self._member.fence(self._fenced)
 
     async def _report(self) -> Directive | None:
         """One poll; None when the controller cannot be reached (it may be restarting)."""
@@ -139,6 +142,8 @@ class Follower:
         self.last_contact = time.monotonic()
         for seq in directive.acknowledged:
             self._acknowledgements.pop(seq, None)
+        self._fenced = directive.fenced
+        self._member.on_directive(directive)
         return directive
 
     async def _run_new(self, directive: Directive) -> None:
@@ -157,9 +162,9 @@ class Follower:
                 if done:
                     return True
                 if await self._overtaken(instruction):
-                    await self._member.interrupt()
                     # A RECEIVE that is dropped waits for nothing that still counts; its answer is ignored.
-                    if not isinstance(instruction.body, Receive):
+                    ends = self._fenced is None and await self._interrupt()
+                    if ends and not isinstance(instruction.body, Receive):
                         await task
                     return False
         finally:
@@ -172,12 +177,22 @@ class Follower:
         directive = await self._report()
         if directive is None:
             return False
-        self._member.on_directive(directive)
         return directive.fenced is not None or any(
             isinstance(later.body, Drop) and later.seq not in self._seen
             for later in directive.instructions
             if later.seq > running.seq
         )
+
+    async def _interrupt(self) -> bool:
+        """Break what the running instruction waits for; whether the engine did so in time."""
+        try:
+            await asyncio.wait_for(self._member.interrupt(), self._interrupt_s)
+        except Exception as error:  # a dead or hung engine: the instruction reports it, or the next one
+            logger.warning(
+                "the engine did not interrupt its instruction: %s: %s", type(error).__name__, error
+            )
+            return False
+        return True
 
     async def _execute(self, instruction: Instruction) -> None:
         name, outcome, message = instruction.body.name, Outcome.DONE, ""
@@ -194,8 +209,10 @@ class Follower:
             # Before the commit live weights are untouched: the sender is slow or gone.
             before_commit = isinstance(instruction.body, Connect | Receive | Verify)
             if before_commit and not self._member.partially_updated:
-                outcome = Outcome.REJECTED
-                await self._member.interrupt()
+                if await self._interrupt():
+                    outcome = Outcome.REJECTED
+                else:
+                    message += ", and its engine does not answer"
         except Exception as error:  # the controller decides what to do with a replica that failed
             outcome, message = Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}"
         self._acknowledgements[instruction.seq] = Acknowledgement(

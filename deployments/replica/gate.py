@@ -3,11 +3,14 @@
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from deployments.errors import Conflict, ReplicaUnavailable
 from deployments.replica.follower import Follower
 from deployments.replica.member import EngineMember
 from deployments.request_headers import Demand
+
+RECHECK_S = 0.5  # nothing notifies a waiter of lost contact, or of an engine that has died
 
 
 class Gate:
@@ -67,12 +70,9 @@ class Gate:
         self._check()
         if self._member.version >= demand.min_version:
             return
-        changed = self._member.changed
         try:
-            async with asyncio.timeout(demand.timeout_s), changed:
-                await changed.wait_for(
-                    lambda: self._member.version >= demand.min_version or self.refusal() is not None
-                )
+            async with asyncio.timeout(demand.timeout_s):
+                await self._until_decided(demand.min_version)
         except TimeoutError:
             raise Conflict(
                 f"x-min-weight-version asks for version {demand.min_version}; the fleet serves "
@@ -80,6 +80,18 @@ class Gate:
                 {"expected": demand.min_version, "actual": self._member.version},
             ) from None
         self._check()
+
+    async def _until_decided(self, min_version: int) -> None:
+        """Until the version is there, or this replica must not answer."""
+
+        def decided() -> bool:
+            return self._member.version >= min_version or self.refusal() is not None
+
+        changed = self._member.changed
+        while not decided():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RECHECK_S), changed:
+                    await changed.wait_for(decided)
 
     def _check(self) -> None:
         refusal = self.refusal()

@@ -18,7 +18,7 @@ import uvicorn
 
 from deployments.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
-from deployments.request_headers import KEY_HEADER, REFUSED_HEADER, Demand, demand_of
+from deployments.request_headers import KEY_HEADER, LOST, NOT_BEGUN, REFUSED_HEADER, Demand, demand_of
 
 KEEP_ALIVE_S = 75  # longer than the router reuses a connection, so that it never uses a closed one
 
@@ -55,24 +55,52 @@ class ReplicaFront:
         self._refusal = refusal
         self._version = version
         self.key = secrets.token_hex(16)
-        self.in_flight = 0
+        self._stopped = self._in_order = False
+        self._running: dict[asyncio.Task[Any], _Answer | None] = {}  # None: at the gate
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._running)
+
+    def stop(self, *, in_order: bool) -> None:
+        """Refuse what has not begun to be answered, for another replica.
+
+        Args:
+            in_order: the replica is no longer wanted; else it failed, and one of its requests may be why.
+        """
+        self._stopped, self._in_order = True, in_order
+        for task, answer in self._running.items():
+            if answer is None or not answer.begun:
+                task.cancel()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(KEY_HEADER, b""), self.key.encode()):
             return await _send_error(send, InvalidRequest("this port is for the fleet's routers"))
-        self.in_flight += 1
+        task = asyncio.current_task()
+        assert task is not None
+        answer: _Answer | None = None
+        self._running[task] = answer
         try:
             await self._gate(
                 demand_of({name.decode(): text.decode("latin-1") for name, text in headers.items()}, 0)
             )
             answer = _Answer(send, SpanRecorder(self._version()), self._replica_id, self._refused)
+            self._running[task] = answer
             await answer.run(self._app, scope, receive)
         except SlipstreamError as error:
-            await _send_error(send, error)
+            await _send_error(send, error, self._refusal_of(answer))
+        except asyncio.CancelledError:
+            if not self._stopped or (answer is not None and answer.begun):
+                raise
+            stopped = ReplicaUnavailable(f"replica {self._replica_id}: it is being stopped")
+            await _send_error(send, self._refused() or stopped, self._refusal_of(answer))
         finally:
-            self.in_flight -= 1
+            del self._running[task]
+
+    def _refusal_of(self, answer: "_Answer | None") -> bytes:
+        return NOT_BEGUN if answer is None or self._in_order else LOST
 
     def _refused(self) -> ReplicaUnavailable | None:
         reason = self._refusal()
@@ -95,7 +123,7 @@ class _Answer:
         self._replica_id = replica_id
         self._refused = refused
         self._start: Message | None = None  # held back until the first part of the body
-        self._begun = False
+        self.begun = False  # something was sent
         self._is_json = self._is_stream = False
         self._replacement: ReplicaUnavailable | None = None  # of the engine's own answer
         self._body = bytearray()  # of a JSON answer
@@ -105,7 +133,7 @@ class _Answer:
         try:
             await app(scope, receive, self._on_message)
         except Exception as error:  # whatever failed in vLLM's application, another replica may be intact
-            if self._begun:
+            if self.begun:
                 raise  # the connection is closed, and the router reports it to the client
             refusal = ReplicaUnavailable(f"replica {self._replica_id} failed: {error}")
             raise self._replacement or self._refused() or refusal from error
@@ -131,9 +159,13 @@ class _Answer:
             assert self._start is not None
             piece = annotate_json(bytes(self._body), self._recorder, self._start["status"])
         elif self._is_stream:
+            if not self.begun and piece.startswith(b'data: {"error"'):  # vLLM's, when its engine is dead
+                self._replacement = self._refused()
+                if self._replacement is not None:
+                    return
             piece = self._annotate(piece)
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             await self._send_start(len(piece) if self._is_json else None)
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
@@ -186,10 +218,10 @@ def _content_type(headers: Headers) -> bytes:
     return next((value for name, value in headers if name.lower() == b"content-type"), b"")
 
 
-async def _send_error(send: Send, error: SlipstreamError) -> None:
+async def _send_error(send: Send, error: SlipstreamError, refusal: bytes = NOT_BEGUN) -> None:
     body = json.dumps(error.body()).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if isinstance(error, ReplicaUnavailable):
-        headers.append((REFUSED_HEADER, b"1"))
+        headers.append((REFUSED_HEADER, refusal))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

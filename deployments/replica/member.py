@@ -2,8 +2,10 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 from deployments.errors import PayloadRejected
+from deployments.logs import serve_logger
 from deployments.protocol import (
     Body,
     Call,
@@ -25,6 +27,9 @@ from deployments.protocol import (
 )
 from deployments.replica.engine import Engine
 from deployments.replica.operations import carry_out
+from deployments.weights.store.integrity import check_files
+
+logger = serve_logger()
 
 
 class EngineMember(ABC):
@@ -63,11 +68,13 @@ class EngineMember(ABC):
         """Break whatever the running instruction waits for."""
 
     def on_directive(self, directive: Directive) -> None:
-        self.admitted = directive.admitted
+        self.fenced = directive.fenced
+        self.admitted = directive.admitted and directive.fenced is None
 
     async def fence(self, reason: str) -> None:
         """Take no more requests, and end the engine."""
         self.fenced, self.admitted = reason, False
+        logger.warning("this replica is fenced, and its engine is ended: %s", reason)
         async with self.changed:
             self.changed.notify_all()
         await self._engine.stop()
@@ -88,6 +95,7 @@ class EngineMember(ABC):
             case Drop():
                 await self.drop(body)
             case CatchUp():
+                await asyncio.to_thread(check_files, Path(body.path), body.version)
                 await self._engine.load(body.path, body.version)
             case Call():
                 return await carry_out(self._engine, body.operation)

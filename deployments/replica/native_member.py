@@ -35,7 +35,7 @@ from deployments.protocol import (
 from deployments.replica.engine import Engine, EngineSpec
 from deployments.replica.member import EngineMember
 from deployments.replica.staged_member import StagedMember
-from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, read_schema
+from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, read_schema, repeated
 from deployments.weights.wire.chunk_layout import parse
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -76,6 +76,7 @@ class NativeMember(EngineMember):
         if self._receiving != body.round_id:
             self._receiving, self._offered, self._stage_s = body.round_id, {}, 0.0
         offered = _tensors_of(body.payload)
+        self._refuse(repeated(self._offered, offered))
         self._check(offered, complete=self._one_payload)
         if not self.partially_updated:
             await self._pause(body.options)
@@ -113,7 +114,7 @@ class NativeMember(EngineMember):
             await self._engine.llm.reset_prefix_cache()
         self._engine.version = body.version
         self.partially_updated, self.staged_round, self._receiving = False, None, None
-        if not body.hold:
+        if not body.hold:  # else it stays held, as it is since the first byte
             await self._engine.release()
         end = time.perf_counter()
         return Swapped(swap_s=end - begin, gap_s=end - self._paused_at)
@@ -134,6 +135,7 @@ class NativeMember(EngineMember):
     async def _pause(self, options: StagingOptions) -> None:
         """Stop generating, and begin vLLM's update of the live model."""
         self._paused_at = time.perf_counter()
+        self._engine.held = True  # a user's resume would let it generate with a mixture of two versions
         await self._engine.llm.engine_core.pause_scheduler_async(
             mode=options.in_flight.value, clear_cache=options.kv_cache is KvCache.RECOMPUTE
         )
@@ -141,10 +143,11 @@ class NativeMember(EngineMember):
         await self._engine.workers("start_weight_update")
 
     def _check(self, offered: Offered, *, complete: bool) -> None:
+        if self._expected is not None:
+            self._refuse(mismatches(self._expected, offered, complete=complete))
+
+    def _refuse(self, problems: list[str]) -> None:
         """Raises PayloadRejected before the first byte, RuntimeError after it."""
-        if self._expected is None:
-            return
-        problems = mismatches(self._expected, offered, complete=complete)
         if problems:
             reason = join_reasons(problems)
             raise RuntimeError(reason) if self.partially_updated else PayloadRejected(reason)

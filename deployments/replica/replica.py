@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,6 +28,7 @@ from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import own_engine
 from deployments.replica_info import ReplicaEndpoint, RoutingStats
+from deployments.weights.store.integrity import check_files
 
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
 logger = serve_logger()
@@ -61,6 +63,8 @@ class Replica:
             self._slot = await take_slot(await slots.plan.remote())
             use_gpus(self._slot)
         answer = await self._join()
+        if answer.path is not None:
+            await asyncio.to_thread(check_files, Path(answer.path), answer.version)
         spec = engine if answer.path is None else engine.at(answer.path)
         own_engine()
         self._engine = await Engine.start(spec, version=answer.version)
@@ -120,7 +124,7 @@ class Replica:
         if following is not None:
             following.cancel()
         engine = getattr(self, "_engine", None)
-        if engine is not None and self._member.fenced is None:
+        if engine is not None:  # a fenced one is being stopped already
             await engine.stop()
 
     async def _join(self) -> JoinAnswer:
@@ -153,4 +157,5 @@ class Replica:
         deadline = time.monotonic() + self._drain_s
         while self._front.in_flight and self._member.fenced is None and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
+        self._front.stop(in_order=self._member.fenced is None and not self._engine.dead)
         await server.close()

@@ -25,6 +25,7 @@ from deployments.weights.staging.reports import ConnectState, StagingState, from
 
 STAGING_POLL_S = 0.005
 STORE_POLL_S = 0.5
+STORE_CALL_S = 30.0
 
 State = TypeVar("State", ConnectState, StagingState)
 
@@ -138,7 +139,10 @@ class StagedMember(EngineMember):
     async def _watch_write(self, version: int) -> None:
         while self.store_result is None or self.store_result.version < version:
             await asyncio.sleep(STORE_POLL_S)
-            answers = await self._engine.workers("staging_store_state")
+            try:
+                answers = await asyncio.wait_for(self._engine.workers("staging_store_state"), STORE_CALL_S)
+            except TimeoutError:  # a busy engine, or one that hangs: the next instruction finds out
+                continue
             ended = [from_wire(StoreResult, answer) for answer in answers if answer is not None]
             if ended:
                 self.store_result = ended[0]

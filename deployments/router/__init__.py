@@ -3,8 +3,9 @@
 Runs in the replicas of the `router` Serve deployment, under the routes of `app.http`. A request that a
 replica refuses, or loses before the first byte of its answer, is sent to another one.
 
-`policy` is pure: it orders candidates and knows neither Ray nor HTTP. Not here: the replica's own admission
-check, which has the last word (`deployments.replica`), and the routes of the fleet (`app.http`).
+`policy` (the order of candidates) and `deadly_requests` (which requests are refused because replicas were
+lost under them) are pure: they know neither Ray nor HTTP. Not here: the replica's own admission check, which
+has the last word (`deployments.replica`), and the routes of the fleet (`app.http`).
 
 Read first: `deployments.router.policy`, then `deployments.router.router`.
 """

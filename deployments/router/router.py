@@ -3,7 +3,7 @@
 Serve's request router chooses the replica. The request and its response go over a connection to that
 replica's own HTTP server. When a replica fails before the first byte of a response was forwarded, the
 request is sent to another one, so updates, fences and crashes stay invisible to clients. Nothing is
-retried after the first byte.
+retried after the first byte. A request under which replicas are lost again and again is refused.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from urllib.parse import quote
@@ -25,10 +25,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from deployments.errors import FleetUnavailable, PayloadTooLarge, ReplicaUnavailable
+from deployments.errors import DeadlyRequest, FleetUnavailable, PayloadTooLarge, ReplicaUnavailable
 from deployments.logs import serve_logger
 from deployments.replica_info import ReplicaEndpoint
-from deployments.request_headers import KEY_HEADER, REFUSED_HEADER, Demand, demand_of
+from deployments.request_headers import KEY_HEADER, LOST, REFUSED_HEADER, Demand, demand_of
+from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
 
 # Headers of one connection, or set anew for the next one.
 NOT_FORWARDED = frozenset(
@@ -48,8 +49,16 @@ class RouterLimits:
     max_in_flight: int
     max_body_bytes: int
     retry_after_s: float
-    find_replica_timeout_s: float  # how long a request waits for a replica that may answer it
+    find_replica_timeout_s: float  # how long a request looks for a replica; generating is not looking
     weight_timeout_s: float  # how long it waits for a version, without x-weight-timeout
+
+
+class _NotBegun(Exception):
+    """A replica refuses the request, or cannot be reached; its engine never had it."""
+
+
+class _Lost(Exception):
+    """A replica was lost, or its engine failed, after the request had reached it."""
 
 
 class Router:
@@ -63,6 +72,7 @@ class Router:
         self._limits = limits
         self._session: aiohttp.ClientSession | None = None
         self._per_replica: Counter[str] = Counter()  # requests in flight
+        self._deadly = DeadlyRequests()
         self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,6 +80,7 @@ class Router:
 
         Raises:
             FleetUnavailable: too many requests are in flight, or no replica answered in time.
+            DeadlyRequest: replicas were lost under it.
             InvalidRequest: a header or the body is wrong.
         """
         if self.in_flight >= self._limits.max_in_flight:
@@ -101,41 +112,77 @@ class Router:
         """The first response that is not a refusal, and its connection; tries replica after replica.
 
         Raises:
-            FleetUnavailable: no replica answered within `find_replica_timeout_s`.
+            FleetUnavailable: `find_replica_timeout_s` went by without a replica that could answer.
+            DeadlyRequest: replicas were lost under it.
         """
         deadline = time.monotonic() + self._limits.find_replica_timeout_s
-        target = _target(request)
-        headers = _headers(request, demand)
+        identity = RequestIdentity(request.method, _target(request).partition("?")[0], body)
         reason = "no replica is ready"
+        lost: list[str] = []
+        self._deadly.check(identity)
         while True:
-            replica_id = None
             try:
                 replica_id, endpoint = await self._choose(demand, deadline)
-                headers[KEY_HEADER.decode()] = endpoint.key
-                url = f"http://{endpoint.address}{target}"
-                async with AsyncExitStack() as connection:
-                    answer = await connection.enter_async_context(
-                        self._request(replica_id, request.method, url, headers, body)
-                    )
-                    if REFUSED_HEADER.decode() not in answer.headers:
-                        if answer.content_length is not None:
-                            await answer.read()  # a replica that is lost here can still be replaced
-                        return answer, connection.pop_all()
-                    reason = (await answer.json())["error"]["message"]
-            except aiohttp.ClientError as error:
-                reason = f"replica {replica_id} does not answer: {_first_line(error)}"
             except (BackPressureError, DeploymentUnavailableError) as error:
                 reason = _first_line(error)
             except TimeoutError:
                 pass  # no replica could be chosen: the last reason says why
+            else:
+                self._deadly.check(identity)  # again: it may have waited long for a replica
+                began = time.monotonic()
+                try:
+                    return await self._attempt(replica_id, endpoint, request, demand, body)
+                except _NotBegun as error:
+                    reason = str(error)
+                except _Lost as error:
+                    reason = str(error)
+                    lost.append(replica_id)
+                    self._count_loss(identity, lost, reason)
+                    deadline += time.monotonic() - began  # its engine was at work: that was no search
+                demand = replace(demand, refused=(*demand.refused, replica_id)[-MAX_REFUSALS:])
             if time.monotonic() > deadline:
                 raise FleetUnavailable(
                     f"no replica could answer within {self._limits.find_replica_timeout_s:g} s: {reason}",
                     {"retry_after_s": self._limits.retry_after_s},
                 )
-            if replica_id is not None:
-                demand = replace(demand, refused=(*demand.refused, replica_id)[-MAX_REFUSALS:])
             await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _count_loss(self, identity: RequestIdentity, lost: Sequence[str], reason: str) -> None:
+        try:
+            self._deadly.lost(identity, lost)
+        except DeadlyRequest as refused:
+            logger.error("%s %s is refused: %s; %s", identity.method, identity.path, refused.message, reason)
+            raise
+
+    async def _attempt(
+        self, replica_id: str, endpoint: ReplicaEndpoint, request: Request, demand: Demand, body: bytes
+    ) -> tuple[aiohttp.ClientResponse, AsyncExitStack]:
+        """The response of one replica, and its connection.
+
+        Raises:
+            _NotBegun: the replica refuses the request, or cannot be reached.
+            _Lost: the request reached the replica, which then failed.
+        """
+        url = f"http://{endpoint.address}{_target(request)}"
+        headers = _headers(request, demand)
+        headers[KEY_HEADER.decode()] = endpoint.key
+        try:
+            async with AsyncExitStack() as connection:
+                answer = await connection.enter_async_context(
+                    self._request(replica_id, request.method, url, headers, body)
+                )
+                refusal = answer.headers.get(REFUSED_HEADER.decode())
+                if refusal is not None:
+                    reason = (await answer.json())["error"]["message"]
+                    raise _Lost(reason) if refusal == LOST.decode() else _NotBegun(reason)
+                if answer.content_length is not None:
+                    await answer.read()  # a replica that is lost here can still be replaced
+                return answer, connection.pop_all()
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _NotBegun(f"replica {replica_id} does not answer: {_first_line(error)}") from error
+        except aiohttp.ClientError as error:
+            # Whether its engine had begun, a broken connection does not say: it counts.
+            raise _Lost(f"replica {replica_id} does not answer: {_first_line(error)}") from error
 
     async def _choose(self, demand: Demand, deadline: float) -> tuple[str, ReplicaEndpoint]:
         """The id and the endpoint of the replica to try; waits while there is none.

@@ -20,9 +20,10 @@ class TrainerSpec:
         transport: its name in deployments.weights.transports.registry.
         chunk_bytes: the size of the pieces in which weights are sent.
         native: whether vLLM's own engine of the transport's name sends, inside a pause (`staging: none`).
-        optimizer_state_every: every n-th stored version has the optimizer's state; 0: none. The state is
-            twice the size of the weights in float32. A trainer that restarts without it begins with
-            moments of zero.
+        optimizer_state_every: after every n-th step the optimizer's state is saved, and master weights if
+            `wire_dtype` rounds them; 0: never. That is twice the size of the weights in the trainer's dtype,
+            or three times. A trainer that restarts from another step than the saved one has its weights as
+            stored and these moments; without a state, moments start at zero.
     """
 
     config: TrainerConfig

@@ -10,9 +10,9 @@ is refused because another one runs.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
+from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import SlipstreamError
@@ -27,6 +27,8 @@ from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from trainers.learner import Metrics
 
 FLUSH_TIMEOUT_S = 20.0
+# Of the whole shutdown: Serve waits a few seconds for calls, then the last version is written.
+STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0
 logger = serve_logger()
 
 
@@ -59,17 +61,19 @@ class Trainer:
         self._group, self._loaded = await WorkerGroup.start(spec, controller, plan)
         self._version = self._loaded.version
         self._step = self._loaded.step
-        self._watch = asyncio.create_task(watch(lambda: controller.fleet.remote(), self.publish))
+        self._watch = asyncio.create_task(
+            watch(lambda: controller.fleet.remote(), self.publish, lambda: self._version)
+        )
 
-    async def step(self, batch: Mapping[str, Any]) -> Metrics:
-        """One optimizer step on `{"trajectories": [...]}`, see `trainers.trajectory`; returns its metrics.
+    async def step(self, trajectories: Sequence[JsonValue]) -> Metrics:
+        """One optimizer step on trajectories in their JSON form; returns its metrics.
 
         Raises:
             InvalidRequest: the batch is malformed; nothing has changed.
             FleetUnavailable: a worker was lost; the trainer is being restarted.
         """
         async with self._turn("step"):
-            metrics = await self._group.call(TrainerWorker.step, batch, timeout_s=self._step_timeout_s)
+            metrics = await self._group.call(TrainerWorker.step, trajectories, timeout_s=self._step_timeout_s)
             self._step, self._last_step = int(metrics["step"]), metrics
             return metrics
 

@@ -2,14 +2,14 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
+from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import InvalidRequest
@@ -19,6 +19,7 @@ from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.publisher import Publisher
 from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.state_file import StateFile, resume
 from deployments.trainer_reports import SavedCheckpoint
 from deployments.weights.store.safetensors_file import write_safetensors
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
@@ -29,7 +30,6 @@ from trainers.settings import Strategy
 from trainers.sources import ParameterSource
 from trainers.trajectory import parse_trajectories
 
-STATE_FILE = "trainer_state.rank{rank}.pt"
 STORED_TIMEOUT_S = 60.0
 logger = serve_logger()
 
@@ -43,6 +43,7 @@ class TrainerWorker:
         self._rank = rank
         self._controller = controller
         self._store = Store(Path(spec.store_dir), max_versions=spec.max_versions)
+        self._state_file = StateFile(self._store.directory.parent / "trainer", rank)
 
     def rendezvous_address(self) -> tuple[str, int]:
         """Where the ranks can form a process group: this rank's host, and a port that is free there."""
@@ -58,7 +59,7 @@ class TrainerWorker:
 
         Raises:
             ValueError: the model does not suit the trainer, or the manifest of the version cannot be read.
-            OSError: the checkpoint or the optimizer's state cannot be read.
+            OSError: the checkpoint cannot be read.
         """
         spec = self._spec
         torch.manual_seed(spec.config.seed)
@@ -79,24 +80,21 @@ class TrainerWorker:
         )
         return LoadedTrainer(version=version, step=self._learner.steps_done, parameters=self._parameters())
 
-    def step(self, body: Mapping[str, Any]) -> Metrics:
-        """One optimizer step on `{"trajectories": [...]}`, see `trainers.trajectory`.
+    def step(self, trajectories: Sequence[JsonValue]) -> Metrics:
+        """One optimizer step on trajectories in their JSON form, see `trainers.trajectory`.
 
         Raises:
             InvalidRequest: the batch is not valid: what was expected and what was received. Nothing changed.
         """
-        unknown = sorted(set(body) - {"trajectories"})
-        if unknown:
-            raise InvalidRequest(f"a step takes 'trajectories' and nothing else, got {unknown}")
         try:
-            trajectories = parse_trajectories(
-                body.get("trajectories"),
+            parsed = parse_trajectories(
+                trajectories,
                 vocabulary_size=self._policy.vocabulary_size,
                 max_length=self._policy.max_length,
             )
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        return self._learner.step(trajectories)
+        return self._learner.step(parsed)
 
     def publish(self, label: str | None) -> RoundReport | None:
         """Move the fleet to this policy, and begin to write the version to the store.
@@ -120,25 +118,28 @@ class TrainerWorker:
         return report
 
     def save_optimizer_state(self) -> None:
-        """Write the optimizer's state for a restart, after every n-th step (`optimizer_state_every`).
-
-        Raises:
-            OSError: the file cannot be written; the former one stays.
-        """
-        every = self._spec.optimizer_state_every
-        if every == 0 or self._learner.steps_done % every != 0:
+        """Write the optimizer's state and master weights for a restart, after every n-th step
+        (`optimizer_state_every`). If that fails, the former state stays and training goes on."""
+        every, step = self._spec.optimizer_state_every, self._learner.steps_done
+        if every == 0 or step % every != 0:
             return
-        target = self._state_file()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = target.with_suffix(".partial")
-        torch.save(self._learner.state_dict(), partial_file)
-        partial_file.replace(target)
+        try:
+            self._state_file.write(self._learner.state_dict(wire_dtype=self._spec.config.wire_dtype))
+        except OSError as error:
+            logger.warning(
+                "trainer rank %d: the optimizer's state of step %d is not saved, the former one stays: %s",
+                self._rank,
+                step,
+                error,
+            )
 
     def load_version(self, version: int) -> None:
-        """Go back to the weights of a stored version; the optimizer's moments start at zero.
+        """Go back to the weights of a stored version; the optimizer's moments start at zero, also after a
+        restart.
 
         Raises:
             InvalidRequest: the version is not in the store.
+            OSError: the state file of the former weights cannot be removed.
         """
         try:
             with self._store.reading(version) as directory:
@@ -146,6 +147,7 @@ class TrainerWorker:
         except FileNotFoundError as error:
             raise InvalidRequest(str(error)) from error
         self._learner.restart(self._learner.steps_done, keep_moments=False)
+        self._state_file.remove()
 
     def save(self, path: str | None) -> SavedCheckpoint:
         """Write an ordinary checkpoint of the weights as they are now.
@@ -221,26 +223,22 @@ class TrainerWorker:
         step = self._store.manifest_of(version).trainer_step
         if step is None:  # another publisher's version
             step = 0
-        try:
-            state = torch.load(self._state_file(), weights_only=True)
-            # Moments that are a few steps older than the weights are better than none.
-            self._learner.load_state_dict(state)
-        except FileNotFoundError:
-            pass
-        self._learner.restart(step, keep_moments=True)
-        logger.info("trainer rank %d resumes from version %d, step %d", self._rank, version, step)
-
-    def _state_file(self) -> Path:
-        return self._store.directory.parent / "trainer" / STATE_FILE.format(rank=self._rank)
+        difference = resume(self._learner, self._state_file, step)
+        if self._rank != 0:
+            return
+        if difference is None:
+            logger.info("the trainer resumes from version %d, step %d", version, step)
+        else:
+            logger.warning("the trainer resumes from version %d, step %d; %s", version, step, difference)
 
     def _write_files(self, directory: Path, dtype: str | None) -> None:
-        """Config and tokenizer files of a checkpoint whose weights have `dtype`; None: the trainer's own."""
+        """All but the weights of a checkpoint, whose weights have `dtype`; None: the trainer's own."""
         model = self._policy.model
         config = deepcopy(model.config)
         config.dtype = self._spec.config.dtype if dtype is None else dtype
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         config.save_pretrained(directory)
-        self._policy.copy_tokenizer(directory)
+        self._policy.copy_model_files(directory)
 
     def _report_stored(self, result: StoreResult) -> None:
         response = self._controller.stored.remote(result.version, result.path, result.label)

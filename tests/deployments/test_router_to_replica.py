@@ -31,11 +31,15 @@ class Engine:
     def __init__(self) -> None:
         self.refusal: str | None = None
         self.left = 0  # streams that were not read to their end
+        self.asked: list[str] = []  # paths of the requests that passed the front
+        self.lives = asyncio.Event()  # answers of /late wait for it
         self.app = Starlette(
             routes=[
                 Route("/whole", self.whole, methods=["POST"]),
                 Route("/stream", self.stream),
-                Route("/die", self.die),
+                Route("/die", self.die, methods=["GET", "POST"]),
+                Route("/die-in-stream", self.die_in_stream, methods=["POST"]),
+                Route("/late", self.late, methods=["POST"]),
                 Route("/text", self.text),
             ]
         )
@@ -64,8 +68,23 @@ class Engine:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def die(self, request: Request) -> Response:
+        self.asked.append(request.url.path)
         self.refusal = "the engine is dead"
         return JSONResponse({"error": {"message": "EngineDeadError"}}, status_code=500)
+
+    async def die_in_stream(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[str]:
+            self.asked.append(request.url.path)
+            self.refusal = "the engine is dead"
+            yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def late(self, request: Request) -> Response:
+        self.asked.append(request.url.path)
+        await self.lives.wait()
+        return PlainTextResponse("late")
 
     async def text(self, request: Request) -> Response:
         return PlainTextResponse("plain", headers={"x-own": "kept"})
@@ -81,6 +100,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.engines: dict[str, Engine] = {}
+        self.fronts: dict[str, ReplicaFront] = {}
         self.metadata: dict[str, dict[str, Any]] = {}
 
     async def add(self, name: str) -> ReplicaServer:
@@ -95,6 +115,7 @@ class Fleet:
         front = ReplicaFront(
             engine.app, replica_id=name, gate=gate, refusal=lambda: engine.refusal, version=lambda: 6
         )
+        self.fronts[name] = front
         server = ReplicaServer(front, "127.0.0.1")
         self.metadata[name] = {"address": server.address, "key": front.key}
         return server
@@ -185,9 +206,54 @@ async def test_a_replica_that_dies_before_it_answers_is_nobodys_business() -> No
         fleet.metadata["lost"] = {"address": f"127.0.0.1:{port}", "key": "k"}  # nobody listens there
         for _ in range(6):
             assert (await client.get("/text")).headers["x-slipstream-replica"] in ("a", "b")
-        # The engine of whoever is asked first dies of it, and says 500; the other one's dies as well.
-        assert (await client.get("/die")).json()["error"]["type"] == "fleet_unavailable"
-        assert all(engine.refusal for engine in fleet.engines.values())
+
+
+@pytest.mark.parametrize("path", ["/die", "/die-in-stream"])
+async def test_a_request_that_kills_its_engine_kills_two_at_most(path: str) -> None:
+    async with service("a", "b", "c") as (fleet, _, client):
+        # The engine of whoever is asked first dies of it, and says so; the next one's dies as well.
+        answer = await client.post(path, content=b"deadly")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (422, "deadly_request")
+        assert len(set(error["detail"]["replicas"])) == 2
+        for _ in range(3):
+            assert (await client.post(path, content=b"deadly")).status_code == 422
+        assert sum(len(engine.asked) for engine in fleet.engines.values()) == 2
+        assert (await client.post("/whole", content=b"harmless")).status_code == 200
+
+
+async def test_a_replica_that_is_stopped_in_order_gives_its_requests_away_and_they_are_not_counted() -> None:
+    async with service("a", "b", "c") as (fleet, _, client):
+        asked = asyncio.ensure_future(client.post("/late", content=b"long"))
+        for _ in range(2):
+            name = await _asked(fleet)
+            fleet.engines[name].refusal = "it is being stopped"
+            fleet.engines[name].asked.clear()
+            fleet.fronts[name].stop(in_order=True)
+        name = await _asked(fleet)
+        fleet.engines[name].lives.set()
+        assert (await asked).text == "late"
+
+
+async def test_the_requests_of_a_replica_that_failed_are_counted_when_it_is_stopped() -> None:
+    async with service("a", "b", "c") as (fleet, _, client):
+        asked = asyncio.ensure_future(client.post("/late", content=b"long"))
+        for _ in range(2):
+            name = await _asked(fleet)
+            fleet.engines[name].refusal = "fenced: for a test"
+            fleet.engines[name].asked.clear()
+            fleet.fronts[name].stop(in_order=False)
+        assert (await asked).status_code == 422
+
+
+async def _asked(fleet: Fleet) -> str:
+    """The replica whose engine has a request."""
+    async with asyncio.timeout(5):
+        while True:
+            for name, engine in fleet.engines.items():
+                if engine.asked:
+                    return name
+            await asyncio.sleep(0.01)
 
 
 async def test_a_refusal_moves_the_request_to_another_replica() -> None:

@@ -146,3 +146,31 @@ def test_a_learner_restarted_without_moments_continues_its_schedule(tmp_path: Pa
     metrics = second.step(batch)
     assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(0.5e-3)
     assert second.step(batch)["learning_rate"] == straight.step(batch)["learning_rate"]
+
+
+def test_a_restored_learner_has_the_configured_rate_in_every_step(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    batch = on_policy(policy, ANSWERS)
+    former = Learner(policy, with_changes(optimizer=OptimizerConfig(learning_rate=1e-4)))
+    former.step(batch)
+    resumed = Learner(policy, with_changes(optimizer=OptimizerConfig(learning_rate=1e-6)))
+    resumed.load_state_dict(former.state_dict())
+    resumed.restart(1, keep_moments=True)
+    assert [resumed.step(batch)["learning_rate"] for _ in range(3)] == [1e-6] * 3
+
+
+def test_a_restored_learner_has_the_configured_decay_and_epsilon(tmp_path: Path) -> None:
+    tiny.policy(tmp_path)
+    batch = on_policy(Policy.load(tmp_path), ANSWERS)
+    configured = with_changes(optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.0, epsilon=1e-8))
+    other = with_changes(optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.5, epsilon=1e-3))
+    results = []
+    for saved_under in (configured, other):
+        former = Learner(Policy.load(tmp_path), saved_under)
+        former.step(batch)  # from the same weights: the moments are the same
+        resumed = Learner(Policy.load(tmp_path), configured)
+        resumed.load_state_dict(former.state_dict())
+        resumed.restart(1, keep_moments=True)
+        resumed.step(batch)
+        results.append(state(resumed.policy))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

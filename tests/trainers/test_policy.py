@@ -64,6 +64,25 @@ def test_saving_writes_a_checkpoint_with_its_tokenizer_files(tmp_path: Path) -> 
         assert torch.equal(left, right)
 
 
+def test_saving_copies_all_that_an_engine_reads_beside_config_and_weights(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path / "a")
+    copied = {
+        "tekken.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+        "tokenization_own.py",
+        "sentencepiece.bpe.model",
+        "qwen.tiktoken",
+    }
+    for name in copied | {"pytorch_model.bin", "model.onnx", "README.md"}:
+        (tmp_path / "a" / name).write_text(name)
+    policy.save_pretrained(tmp_path / "b")
+    saved = {file.name for file in (tmp_path / "b").iterdir()}
+    assert saved == copied | {"config.json", "generation_config.json", "model.safetensors"}
+    assert (tmp_path / "b" / "tekken.json").read_text() == "tekken.json"
+
+
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_weights_of_another_checkpoint_are_loaded_in_place(tmp_path: Path, kind: str) -> None:
     policy, other = tiny.policy(tmp_path / "a", kind), tiny.policy(tmp_path / "b", kind, seed=1)

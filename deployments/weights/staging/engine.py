@@ -246,6 +246,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             if problems:
                 raise ValueError(join_reasons(problems))
             self._matching.add(chunk)
+        update.offer(chunk.offered)
         start = time.perf_counter()
         found = self.staging.replay(received)
         if found is None:
@@ -256,7 +257,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         if self.retained.expecting:
             self.retained.add(received.named())
         update.pending.append(ChunkFindings(names=chunk.offered, sent=received.sent, found=found))
-        update.offered |= chunk.offered
         update.size_bytes += chunk.size_bytes
 
     def _finalize(self, update: StagedUpdate) -> None:

@@ -9,8 +9,10 @@ import torch
 
 from deployments.protocol import Outcome
 from deployments.weights.staging.reports import StagingState
-from deployments.weights.wire.checkpoint_schema import join_reasons
+from deployments.weights.wire.checkpoint_schema import join_reasons, repeated
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest
+
+Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class ChunkFindings:
 class StagedUpdate:
     """An update while it arrives. Changed on the staging thread; other threads only call `report`."""
 
-    offered: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)  # what arrived
+    offered: Offered = field(default_factory=dict)  # what arrived
     pending: list[ChunkFindings] = field(default_factory=list)  # inspected, not compared
     names: list[str] = field(default_factory=list)  # of the tensors whose digests were compared
     compared: list[Digests] = field(default_factory=list)  # their digests
@@ -54,6 +56,17 @@ class StagedUpdate:
     def is_complete(self) -> bool:
         """Whether the whole version has arrived and was compared."""
         return bool(self.digest)
+
+    def offer(self, tensors: Offered) -> None:
+        """Note what arrives.
+
+        Raises:
+            ValueError: a tensor arrived before: two publishers would be mixed into one version.
+        """
+        problems = repeated(self.offered, tensors)
+        if problems:
+            raise ValueError(join_reasons(problems))
+        self.offered |= tensors
 
     def fail(self, outcome: Outcome, message: str) -> None:
         """End the update: nothing more of it is staged."""

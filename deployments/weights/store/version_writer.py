@@ -14,6 +14,7 @@ import torch
 
 from deployments.logs import serve_logger
 from deployments.protocol import StoreResult
+from deployments.weights.store.integrity import check_same
 from deployments.weights.store.manifest import StoredTensor, VersionManifest
 from deployments.weights.store.safetensors_file import write_safetensors
 from deployments.weights.store.versions import Store
@@ -94,20 +95,25 @@ class VersionWriter:
             self.newest = version.version
         except Exception as error:  # a full disk must not end the process: the result reports it
             result = _result(version, problem=f"{type(error).__name__}: {error}")
-            logger.exception("version %d could not be stored", version.version)
+            expected = isinstance(error, OSError | ValueError)
+            logger.error(
+                "version %d could not be stored: %s", version.version, result.problem, exc_info=not expected
+            )
         self.result = result
 
 
 def write_version(version: CommittedVersion, store: Store, write_files: Callable[[Path], None]) -> Path:
     """Write a checkpoint directory with its manifest, and return it.
 
-    A version that is in the store already stays as it is: its writer was lost before it could report it.
+    A version that is in the store already, with these weights, stays as it is: its writer was lost before it
+    could report it.
 
     Args:
         write_files: writes the config and tokenizer files beside the weights.
 
     Raises:
-        ValueError: a tensor is not what arrived (`expected_digests`), or has a dtype that safetensors lacks.
+        ValueError: a tensor is not what arrived (`expected_digests`), or has a dtype that safetensors lacks;
+            or the store has this version with other weights.
         OSError: the directory cannot be written.
     """
     manifest = _manifest(version)
@@ -116,6 +122,7 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
             write_files(directory)
             write_safetensors(version.tensors, directory / "model.safetensors")
     except FileExistsError:
+        check_same(store.manifest_of(version.version), manifest)
         logger.warning("version %d is in the store already", version.version)
     return store.path_of(version.version)
 

@@ -89,6 +89,15 @@ def missing(expected: Schema, offered: Container[str]) -> list[str]:
     return [f"{name!r} is missing" for name in expected if name not in offered]
 
 
+def repeated(received: Mapping[str, object], offered: Mapping[str, object]) -> list[str]:
+    """One sentence for each tensor of `offered` that has been received before in the same round."""
+    # Views: this runs for each of 20 thousand tensors in the hot path.
+    return [
+        f"{name!r} came twice in this round; is another publisher sending too?"
+        for name in sorted(offered.keys() & received.keys())
+    ]
+
+
 def join_reasons(reasons: Sequence[str]) -> str:
     """All reasons in one line: the first few, and the rest as a count."""
     rest = len(reasons) - MAX_NAMED

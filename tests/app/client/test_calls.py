@@ -63,7 +63,7 @@ async def test_the_trainers_calls_are_typed() -> None:
         assert (await made.send(calls.save())).path == "/tmp/checkpoint"
         assert (await made.send(calls.save("/data/x"))).path == "/data/x"
         assert await made.send(calls.train_status()) == STATUS
-    (sent,) = trainer.received[0]["trajectories"]
+    (sent,) = trainer.received[0]
     assert Trajectory.from_json(sent) == TRAJECTORY
 
 

@@ -12,12 +12,14 @@ COMPLETION: dict[str, Any] = {
     "token_ids": [5, 2],
     "logprobs": {"token_logprobs": [-0.5, 0]},
     "weight_versions": SPANS,
+    "finish_reason": "length",
 }
 CHAT: dict[str, Any] = {
     "message": {"content": "8"},
     "token_ids": [5, 2],
     "logprobs": {"content": [{"logprob": -0.5}, {"logprob": 0}]},
     "weight_versions": SPANS,
+    "finish_reason": "length",
 }
 
 
@@ -37,7 +39,10 @@ def test_an_answer_is_read_with_its_spans(choice: dict[str, Any]) -> None:
         weight_versions=[VersionSpan(version=3, start=0, end=2)],
         version=3,
         replica="replica-1",
+        finish_reason="length",
     )
+    assert not completion.answer.aborted
+    assert read({"choices": [choice | {"finish_reason": "abort"}]}).answer.aborted
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """The trainer deployment's port: does everything at once, and refuses what the real one refuses."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
+
+from pydantic import JsonValue
 
 from deployments.errors import InvalidRequest, RoundAborted
 from deployments.protocol import RoundReport
@@ -30,9 +32,9 @@ class FakeTrainer:
     def __init__(self) -> None:
         self.received: list[Any] = []
 
-    async def step(self, batch: Mapping[str, Any]) -> dict[str, float]:
+    async def step(self, batch: Sequence[JsonValue]) -> dict[str, float]:
         self.received.append(batch)
-        if not batch["trajectories"]:
+        if not batch:
             raise InvalidRequest("trajectories must be a non-empty list, got an empty list")
         return {"loss": 0.5}
 

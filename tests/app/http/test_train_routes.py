@@ -30,7 +30,7 @@ async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
         {"path": "/tmp/checkpoint", "step": 3, "save_s": 0.25},
         asdict(STATUS),
     ]
-    assert trainer.received == [{"trajectories": [TRAJECTORY]}, "step 1", None, "/data/x", None]
+    assert trainer.received == [[TRAJECTORY], "step 1", None, "/data/x", None]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ async def test_trajectories_are_checked_by_the_trainer_which_names_them_by_numbe
     trainer = FakeTrainer()
     async with client(FakeController(), trainer=trainer) as fleet:
         assert (await fleet.post("/train/step", content=b'{"trajectories": [{"x": NaN}]}')).status_code == 200
-    assert str(trainer.received) == "[{'trajectories': [{'x': nan}]}]"
+    assert str(trainer.received) == "[[{'x': nan}]]"
 
 
 async def test_without_a_trainer_every_route_says_so() -> None:

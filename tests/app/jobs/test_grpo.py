@@ -40,6 +40,8 @@ class FakeFleet:
         self.labels: list[str] = []
         self.abort_next = False
         self.same = False
+        self.deadly: set[str] = set()  # prompts that it refuses to answer
+        self.cut_off_next: dict[str, Any] | None = None  # what is left of the next answer to be cut off
 
     def client(self) -> AsyncFleetClient:
         http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://fleet")
@@ -56,7 +58,11 @@ class FakeFleet:
             case "/train/status":
                 return httpx.Response(200, json=asdict(STATUS))
             case "/v1/chat/completions":
-                return httpx.Response(200, json=self.completion(json.loads(request.content)))
+                asked = json.loads(request.content)
+                if asked["messages"][0]["content"] in self.deadly:
+                    error = {"type": "deadly_request", "message": "2 replicas were lost under this request"}
+                    return httpx.Response(422, json={"error": error})
+                return httpx.Response(200, json=self.completion(asked))
             case "/train/step":
                 self.batches.append(json.loads(request.content))
                 return httpx.Response(200, json={"loss": 0.5})
@@ -77,9 +83,13 @@ class FakeFleet:
                 "token_ids": [7] * length,
                 "logprobs": {"content": [{"logprob": -1.0}] * length},
                 "weight_versions": [{"version": self.version, "start": 0, "end": length}],
+                "finish_reason": "stop",
             }
             for length in lengths
         ]
+        if self.cut_off_next is not None:
+            choices[-1] |= {"finish_reason": "abort"} | self.cut_off_next
+            self.cut_off_next = None
         return {"prompt_token_ids": [1, 2], "choices": choices}
 
 
@@ -132,6 +142,32 @@ async def test_groups_without_a_difference_are_counted_but_not_trained_on(tmp_pa
     (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
     assert fleet.batches == [] and fleet.labels == []
     assert record.groups_with_signal == 0 and record.version == 4
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"message": {"content": "a part with a reward of 30 "}},
+        {"message": {"content": ""}, "token_ids": [], "logprobs": None, "weight_versions": []},
+    ],
+)
+async def test_an_answer_that_was_cut_off_is_not_scored_and_does_not_end_the_run(
+    left: dict[str, Any], tmp_path: Path
+) -> None:
+    fleet = FakeFleet()
+    fleet.cut_off_next = left
+    (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
+    assert record.reward == 2.0 and record.groups_with_signal == 2
+
+
+async def test_a_problem_that_the_fleet_refuses_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    fleet.deadly = {"0"}
+    (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
+    assert record.groups == 2 and record.next_problem == 3
+    assert "problem 0 is left out: 2 replicas were lost under this request" in capsys.readouterr().out
 
 
 async def test_a_producer_that_fails_ends_the_run(tmp_path: Path) -> None:

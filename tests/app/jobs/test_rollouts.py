@@ -1,18 +1,61 @@
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import httpx
 import pytest
 
 from app.client.completions import Answer, Completion
-from app.client.connection import FleetError
-from app.jobs.rollouts import Sampling, require_complete
+from app.client.connection import AsyncFleetClient, FleetError
+from app.jobs.rollouts import ATTEMPTS, Sampling, Unanswered, require_complete, sample
 from trainers.trajectory import VersionSpan
 
 SPAN = VersionSpan(version=3, start=0, end=2)
-ANSWER = Answer(text="8", token_ids=[5, 2], logprobs=[-0.5, 0.0], weight_versions=[SPAN])
+ANSWER = Answer(
+    text="8", token_ids=[5, 2], logprobs=[-0.5, 0.0], weight_versions=[SPAN], finish_reason="stop"
+)
+CALL = Sampling(answers=1, max_tokens=9).call("m", [])
+CHOICE: dict[str, Any] = {
+    "message": {"content": "8"},
+    "token_ids": [5],
+    "logprobs": {"content": [{"logprob": -0.5}]},
+    "weight_versions": [{"version": 3, "start": 0, "end": 1}],
+    "finish_reason": "length",
+}
+CUT_OFF = CHOICE | {"finish_reason": "abort"}
+EMPTY: dict[str, Any] = {
+    "message": {"content": ""},
+    "token_ids": [],
+    "logprobs": None,
+    "finish_reason": "abort",
+}
 
 
 def completion(answer: Answer) -> Completion:
     return Completion(answers=[ANSWER, answer], prompt_token_ids=[1])
+
+
+Reply = Sequence[dict[str, Any]] | httpx.Response
+
+
+def fleet(*answers: Reply) -> tuple[AsyncFleetClient, list[httpx.Request]]:
+    """A client of a fleet that gives these choices, or these answers, in turn."""
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        given = answers[len(asked) - 1]
+        if isinstance(given, httpx.Response):
+            return given
+        return httpx.Response(200, json={"prompt_token_ids": [1], "choices": given})
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://fleet")
+    return AsyncFleetClient(http), asked
+
+
+def refusal(status: int, kind: str) -> httpx.Response:
+    error = {"type": kind, "message": "2 replicas were lost", "detail": {}}
+    return httpx.Response(status, json={"error": error})
 
 
 def test_everything_that_changes_the_distribution_is_given() -> None:
@@ -26,13 +69,14 @@ def test_everything_that_changes_the_distribution_is_given() -> None:
 
 
 def test_answers_that_have_everything_are_passed_on() -> None:
-    assert require_complete(completion(ANSWER)) == [ANSWER, ANSWER]
+    require_complete(completion(ANSWER))
 
 
-@pytest.mark.parametrize("name", ["token_ids", "logprobs", "weight_versions"])
+@pytest.mark.parametrize("name", ["token_ids", "logprobs", "weight_versions", "finish_reason"])
 def test_what_is_missing_in_an_answer_is_named(name: str) -> None:
+    empty: dict[str, Any] = {name: []}
     with pytest.raises(FleetError, match=f"has no {name}$"):
-        require_complete(completion(replace(ANSWER, **{name: []})))
+        require_complete(completion(replace(ANSWER, **empty)))
 
 
 def test_lengths_that_differ_are_refused() -> None:
@@ -43,3 +87,34 @@ def test_lengths_that_differ_are_refused() -> None:
 def test_a_completion_without_its_prompt_is_refused() -> None:
     with pytest.raises(FleetError, match="no prompt_token_ids"):
         require_complete(Completion(answers=[ANSWER]))
+
+
+@pytest.mark.parametrize("cut_off", [CUT_OFF, EMPTY])
+async def test_a_prompt_is_asked_again_when_one_of_its_answers_was_cut_off(cut_off: dict[str, Any]) -> None:
+    client, asked = fleet([CHOICE, cut_off], [CHOICE, CHOICE])
+    sampled = await sample(client, CALL)
+    assert [answer.finish_reason for answer in sampled.answers] == ["length", "length"]
+    assert asked[0].content == asked[1].content and len(asked) == 2
+
+
+async def test_a_prompt_whose_answers_are_cut_off_again_and_again_is_given_up() -> None:
+    client, asked = fleet(*[[CUT_OFF]] * ATTEMPTS)
+    with pytest.raises(Unanswered, match="aborted its answers 3 times"):
+        await sample(client, CALL)
+    assert len(asked) == ATTEMPTS
+
+
+async def test_a_prompt_that_the_fleet_refuses_for_the_replicas_it_cost_is_given_up_at_once() -> None:
+    client, asked = fleet(refusal(422, "deadly_request"))
+    with pytest.raises(Unanswered, match=r"^2 replicas were lost$"):
+        await sample(client, CALL)
+    assert len(asked) == 1
+    client, _ = fleet(refusal(400, "BadRequestError"))
+    with pytest.raises(FleetError, match="400"):
+        await sample(client, CALL)
+
+
+async def test_an_empty_answer_that_was_not_cut_off_is_an_error() -> None:
+    client, _ = fleet([EMPTY | {"finish_reason": "stop"}])
+    with pytest.raises(FleetError, match="has no token_ids"):
+        await sample(client, CALL)

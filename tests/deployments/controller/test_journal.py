@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.controller.journal import NAME, Journal, JournalError
+from deployments.controller.journal import NAME, RESERVE_BYTES, Journal, JournalError
 from deployments.ledger.decisions import (
     KEPT_ROUNDS,
     Admitted,
@@ -12,6 +12,7 @@ from deployments.ledger.decisions import (
     EpochChanged,
     Fenced,
     Finished,
+    Labelled,
     LeaseIssued,
     Opened,
     Participant,
@@ -20,6 +21,7 @@ from deployments.ledger.decisions import (
     compact,
 )
 from deployments.protocol import CommitMode, InFlight, KvCache, RoundReport
+from tests.deployments.controller.full_disk import full_disk
 
 MEMBER = Participant(replica_id="r", incarnation="i", world_size=2)
 COMMITTED = Committed(
@@ -52,12 +54,13 @@ def test_what_was_appended_is_recovered_in_order(tmp_path: Path) -> None:
         assert journal.recovered == DECISIONS
 
 
+@pytest.mark.parametrize("after", [b"", bytes(1000), bytes(1000) + b"a later block that was written\n"])
 @pytest.mark.parametrize("cut", range(1, 30))
-def test_a_truncated_last_line_is_dropped(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_last_line_is_dropped(tmp_path: Path, cut: int, after: bytes) -> None:
     with Journal(tmp_path) as journal:
         journal.append(DECISIONS)
-    content = (tmp_path / NAME).read_bytes()
-    (tmp_path / NAME).write_bytes(content[:-cut])
+    content = (tmp_path / NAME).read_bytes().rstrip(b"\0")
+    (tmp_path / NAME).write_bytes(content[:-cut] + after)
     whole = DECISIONS if cut == 1 else DECISIONS[:-1]  # without its newline alone a line is whole
     with Journal(tmp_path) as journal:
         assert journal.recovered == whole
@@ -88,6 +91,48 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(JournalError, match="expected a directory that can be written"):
         Journal(tmp_path / "file" / "state")
+
+
+def test_a_full_disk_leaves_the_reserved_space(tmp_path: Path) -> None:
+    line = Labelled(version=1, label="x" * 100_000)
+    with Journal(tmp_path) as journal, full_disk(tmp_path):
+        count = 0
+        while (problem := journal.reserve()) is None:
+            journal.append([line])
+            count += 1
+        assert "too large" in problem and count * 100_000 < RESERVE_BYTES
+        journal.append([line] * 3)
+        with pytest.raises(OSError, match="too large"):
+            journal.append([line] * 10)
+    with Journal(tmp_path) as journal:
+        assert journal.recovered == [line]
+        assert journal.reserve() is None
+
+
+def test_space_is_reserved_again_as_soon_as_there_is_some(tmp_path: Path) -> None:
+    line = Labelled(version=1, label="x" * 600_000)
+    with Journal(tmp_path) as journal:
+        with full_disk(tmp_path):
+            journal.append([line])
+            assert journal.reserve() is not None
+        assert journal.reserve() is None
+        with full_disk(tmp_path):
+            journal.append([line])
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 20])
+def test_on_a_full_disk_a_journal_is_continued_where_it_ended(tmp_path: Path, cut: int) -> None:
+    with Journal(tmp_path) as journal:
+        journal.append(DECISIONS)
+    text = (tmp_path / NAME).read_bytes().rstrip(b"\0")
+    (tmp_path / NAME).write_bytes(text[: len(text) - cut] + bytes(5000))  # too small for a new file
+    whole = DECISIONS if cut < 2 else DECISIONS[:-1]
+    with full_disk(tmp_path), Journal(tmp_path) as journal:
+        assert journal.recovered == whole
+        journal.append([Opened(round_id=2)])
+    assert sorted(each.name for each in tmp_path.iterdir()) == [NAME, "lock"]
+    with Journal(tmp_path) as journal:
+        assert journal.recovered[-1] == Opened(round_id=2) and COMMITTED in journal.recovered
 
 
 def test_compaction_keeps_the_last_rounds_of_the_history() -> None:

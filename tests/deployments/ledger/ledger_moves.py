@@ -242,6 +242,13 @@ class LedgerMoves(RuleBasedStateMachine):
         self.ledger.tick(self.now)
         self.persist()
 
+    @rule(stalled_s=st.sampled_from([3.0, 60.0]))
+    def stand_still(self, stalled_s: float) -> None:
+        """Nothing ran in the controller meanwhile; replicas out of contact stop by themselves."""
+        self.now += stalled_s
+        self.ledger.credit(stalled_s, self.now)
+        self.persist()
+
     @rule(compacted=st.booleans())
     def restart(self, compacted: bool) -> None:
         self.restarted = True

@@ -48,6 +48,27 @@ def test_a_silent_member_is_lost_and_fenced_if_it_comes_back() -> None:
     assert silent.fenced is not None and "silent" in silent.fenced and not silent.admitted
 
 
+def test_time_in_which_the_controller_stood_still_is_nobodys_delay() -> None:
+    scene = Scene(replicas=2, heartbeat_timeout_s=10, stage_timeout_s=20, grace_s=0, lease_s=30)
+    scene.connect()
+    scene.replicas[0].hangs_in.add(Receive)
+    call = scene.send(scene.open())
+    scene.wait(8)
+    for _ in range(2):
+        scene.now += 1000
+        scene.ledger.credit(1000, scene.now)
+        scene.ledger.tick(scene.now)
+    assert [scene.state_of(each) for each in scene.replicas] == ["serving", "serving"]
+    assert scene.ledger.renew(scene.token, scene.now) and not call.done
+    scene.wait(11)
+    assert scene.replicas[0].fenced is None, "of its 20 s it has used 19"
+    scene.wait(2)
+    scene.poll(1)
+    assert scene.replicas[0].fenced == "missed the deadline of receive (20 s)"
+    scene.wait(11, poll=False)
+    assert scene.status().members == ()
+
+
 def test_an_expired_lease_aborts_its_open_round_and_frees_the_fleet() -> None:
     scene = Scene(replicas=1, lease_s=30)
     scene.connect()

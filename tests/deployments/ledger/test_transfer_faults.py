@@ -219,3 +219,45 @@ def test_a_publisher_whose_rendezvous_failed_is_asked_to_connect_again(
         replica.outcomes.clear()
     scene.poll()
     assert report_of(scene.publish()).version == 1
+
+
+def attempt(scene: Scene, body: type[Body]) -> PendingCall:
+    """One round that fails at this instruction."""
+    call = scene.connect(SEPARATE)
+    if body is Connect:
+        return call
+    call = scene.send(scene.open()) if body is Receive else scene.close(scene.receive())
+    scene.poll(4)
+    return call
+
+
+@pytest.mark.parametrize("body", [Connect, Receive, Verify])
+def test_a_replica_that_alone_fails_to_receive_again_and_again_is_fenced(body: type[Body]) -> None:
+    scene = scene_with(body, (TRANSFER_FAILED, DONE, DONE))
+    for _ in range(2):
+        assert attempt(scene, body).error is not None and fenced(scene) == ()
+    assert attempt(scene, body).error is not None
+    scene.poll()
+    times = "failed 3 times in a row while others received"
+    assert scene.replicas[0].fenced == f"{body.name}: {times}: transfer_failed here"
+    assert fenced(scene) == (0,)
+    assert report_of(scene.publish()).version == 1, "the others go on without it"
+
+
+def test_a_version_that_arrived_ends_the_row() -> None:
+    scene = Scene(replicas=2)
+    for _ in range(3):
+        scene.replicas[0].outcomes[Receive] = TRANSFER_FAILED
+        for _ in range(2):
+            attempt(scene, Receive)
+        scene.replicas[0].outcomes.clear()
+        assert report_of(scene.publish()).phase == "committed"
+    assert fenced(scene) == ()
+
+
+@pytest.mark.parametrize("body", [Connect, Receive, Verify])
+def test_a_transfer_that_fails_everywhere_says_nothing_of_any_replica(body: type[Body]) -> None:
+    scene = scene_with(body, (TRANSFER_FAILED, TRANSFER_FAILED))
+    for _ in range(6):
+        assert attempt(scene, body).error is not None
+    assert fenced(scene) == ()

@@ -36,6 +36,9 @@ class Core:
     async def pause_scheduler_async(self, **options: Any) -> None:
         self.running = False
 
+    async def set_weight_version_async(self, version: str) -> None:
+        pass
+
     async def resume_scheduler_async(self) -> None:
         assert not self.asleep, "a step without its memory ends the engine"
         self.running = True
@@ -89,9 +92,9 @@ def core_of(engine: Engine) -> Core:
     return core
 
 
-async def commit(engine: Engine) -> None:
+async def commit(engine: Engine, *, hold: bool = False, in_flight: InFlight = InFlight.KEEP) -> None:
     await engine.commit(
-        Commit(round_id=1, version=4, hold=False, kv_cache=KvCache.RECOMPUTE, in_flight=InFlight.KEEP)
+        Commit(round_id=1, version=4, hold=hold, kv_cache=KvCache.RECOMPUTE, in_flight=in_flight)
     )
 
 
@@ -140,3 +143,50 @@ async def test_waking_up_ends_a_users_pause_as_it_does_in_vllm(engine: Engine) -
     await call(engine, WakeUp(tags=(SleepTag.SCHEDULING,)))
     await commit(engine)
     assert core_of(engine).running, "an update must not leave it paused for good"
+
+
+@pytest.mark.parametrize("in_flight", list(InFlight))
+@pytest.mark.parametrize(
+    "operations",
+    [
+        [Resume()],
+        [Pause(mode=InFlight.KEEP), Resume()],
+        [WakeUp()],
+        [Sleep(level=0), WakeUp(tags=(SleepTag.SCHEDULING,))],
+    ],
+)
+async def test_nothing_that_a_user_asks_for_ends_a_hold(
+    engine: Engine, operations: list[Operation], in_flight: InFlight
+) -> None:
+    """With `commit: together` another replica may still serve the old version."""
+    await commit(engine, hold=True, in_flight=in_flight)
+    for each in operations:
+        await call(engine, each)
+    assert not core_of(engine).running and not engine.busy
+    await engine.release()
+    assert core_of(engine).running
+
+
+async def test_memory_that_wakes_during_a_hold_does_not_end_it(engine: Engine) -> None:
+    await call(engine, Sleep(level=1))
+    await call(engine, WakeUp(tags=(WEIGHTS,)))
+    await commit(engine, hold=True)
+    await call(engine, WakeUp(tags=(KV_CACHE,)))
+    assert not core_of(engine).asleep and not core_of(engine).running
+    await engine.release()
+    assert core_of(engine).running
+
+
+async def test_a_pause_during_a_hold_outlasts_the_release(engine: Engine) -> None:
+    await commit(engine, hold=True)
+    await call(engine, Pause(mode=InFlight.KEEP))
+    await engine.release()
+    assert not core_of(engine).running
+    await call(engine, Resume())
+    assert core_of(engine).running
+
+
+async def test_a_commit_that_does_not_hold_ends_the_hold_before(engine: Engine) -> None:
+    await commit(engine, hold=True)
+    await commit(engine)
+    assert core_of(engine).running

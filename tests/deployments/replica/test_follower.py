@@ -52,9 +52,13 @@ class Member:
             case "hang":
                 await self.interrupted.wait()
                 raise PayloadRejected("interrupted")
+            case "engine hangs":
+                await asyncio.Event().wait()
         return None
 
     async def interrupt(self) -> None:
+        if self.act == "engine hangs":  # then a call to it has no answer
+            await asyncio.Event().wait()
         self.interrupted.set()
 
     def on_directive(self, directive: Directive) -> None:
@@ -98,11 +102,19 @@ def tell(seq: int, body: Body, deadline_s: float = 5.0) -> Instruction:
     return Instruction(seq=seq, body=body, deadline_s=deadline_s)
 
 
-async def run(script: Script, act: str = "", *, partially_updated: bool = False) -> Member:
+async def run(
+    script: Script, act: str = "", *, partially_updated: bool = False, interrupt_s: float = 60.0
+) -> Member:
     member = Member(act)
     member.partially_updated = partially_updated
     follower = Follower(
-        replica_id="r", incarnation="i", member=member, poll=script, heartbeat_s=0.02, retry_s=0.01
+        replica_id="r",
+        incarnation="i",
+        member=member,
+        poll=script,
+        heartbeat_s=0.02,
+        retry_s=0.01,
+        interrupt_s=interrupt_s,
     )
     await asyncio.wait_for(follower.run(), 10)
     assert member.fenced == "the end"
@@ -160,3 +172,22 @@ async def test_a_drop_overtakes_an_instruction_that_waits_for_a_peer(act: str) -
 async def test_a_controller_that_is_away_is_asked_again() -> None:
     member = await run(Script(ConnectionError("away"), [tell(1, RECEIVE)]))
     assert member.ran == ["receive"]
+
+
+@pytest.mark.parametrize("body", [RECEIVE, VERIFY, COMMIT])
+async def test_a_fence_takes_effect_although_the_engine_hangs(body: Body) -> None:
+    member = await run(Script([tell(1, body, 60.0)]), "engine hangs")
+    assert member.ran == [body.name]
+
+
+async def test_an_engine_that_does_not_answer_an_interrupt_has_failed() -> None:
+    script = Script([tell(1, RECEIVE, 0.01)], *[[] for _ in range(20)])
+    await run(script, "engine hangs", interrupt_s=0.01)
+    message = "receive took longer than 0.01 s, and its engine does not answer"
+    assert script.outcomes == {1: (Outcome.REPLICA_FAILED, message)}
+
+
+async def test_a_drop_overtakes_an_instruction_that_cannot_be_interrupted() -> None:
+    hang, drop = tell(1, Connect(init_info={}), 60.0), tell(2, DROP)
+    member = await run(Script([hang], [hang, drop], [hang, drop]), "engine hangs", interrupt_s=0.01)
+    assert member.ran == ["connect", "drop"]

@@ -92,3 +92,15 @@ async def test_a_fence_ends_the_wait_so_that_another_replica_can_answer(replica:
     await replica.change(fenced="commit: failed", admitted=False)
     with pytest.raises(ReplicaUnavailable, match="fenced: commit: failed"):
         await asyncio.wait_for(waiting, 5)
+
+
+@pytest.mark.parametrize("reason", ["no contact to the controller for 21 s", "the engine is dead"])
+async def test_what_nobody_notifies_of_ends_the_wait_too(replica: Replica, reason: str) -> None:
+    waiting = asyncio.create_task(replica.gate.wait(Demand(min_version=4, timeout_s=600)))
+    await asyncio.sleep(0)
+    if "contact" in reason:
+        replica.now = 121.0
+    else:
+        replica.dead = True
+    with pytest.raises(ReplicaUnavailable, match=reason):
+        await asyncio.wait_for(waiting, 5)

@@ -19,6 +19,7 @@ class RecordingEngine:
     def __init__(self) -> None:
         self.did: list[str] = []
         self.version, self.world_size, self.asleep = 4, 1, frozenset[str]()
+        self.held = False
         core = SimpleNamespace(
             pause_scheduler_async=self._core("pause"), set_weight_version_async=self._core("version")
         )
@@ -38,6 +39,7 @@ class RecordingEngine:
         return ["aa"] if method == "native_digest" else [None]
 
     async def release(self) -> None:
+        self.held = False
         self.did.append("release")
 
 
@@ -75,12 +77,14 @@ async def test_a_round_pauses_with_the_first_byte_and_resumes_with_the_commit(
     member, engine = member_of(model)
     await member.execute(receive(payload()))
     assert member.partially_updated and member.staged_round == 9
+    assert engine.held, "a resume now would let it generate with a mixture of two versions"
     staged = await member.execute(VERIFY)
     assert isinstance(staged, Staged) and not staged.compared, "vLLM's publishers state no digests"
     size = sum(p.numel() * p.itemsize for p in tiny_llama(1).parameters())
     assert (staged.digest, staged.size_bytes) == ("aa", size)
     await member.execute(commit(hold=hold))
     assert not member.partially_updated and member.version == 5 and member.staged_round is None
+    assert engine.held is hold
     assert engine.did == [
         *("pause keep True", "start_weight_update", "native_update"),
         *("finish_weight_update", "native_digest", "version 5", *last),
@@ -119,6 +123,15 @@ async def test_a_tensor_that_never_came_is_found_at_the_end_and_breaks_the_repli
     with pytest.raises(RuntimeError, match=r"'model\.norm\.weight' is missing"):
         await member.execute(VERIFY)
     assert member.partially_updated
+
+
+async def test_a_tensor_that_comes_twice_is_never_committed(model: Path) -> None:
+    """Of two publishers: what is loaded then is a mixture of both."""
+    member, engine = member_of(model, one_payload=False)
+    await member.execute(receive(payload()))
+    with pytest.raises(RuntimeError, match=r"'lm_head\.weight' came twice in this round"):
+        await member.execute(receive(payload()))
+    assert member.partially_updated and engine.did.count("native_update") == 1
 
 
 async def test_an_empty_round_is_rejected_and_changes_nothing(model: Path) -> None:

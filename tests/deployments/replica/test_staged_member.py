@@ -1,12 +1,16 @@
 """What a staged member asks of its workers, and what it makes of their reports."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from deployments.errors import PayloadRejected, TransferFailed
 from deployments.protocol import (
+    CatchUp,
     Commit,
     Connect,
     Drop,
@@ -24,6 +28,8 @@ from deployments.protocol import (
 )
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.reports import ConnectState, StagingState, to_wire
+from deployments.weights.store.version_writer import CommittedVersion, write_version
+from deployments.weights.store.versions import Store
 
 DONE = StagingState(
     payloads_done=0, size_bytes=100, stage_s=0.5, verify_s=0.1, outcome=Outcome.DONE, digest="aa"
@@ -72,6 +78,10 @@ class Workers:
             raise RuntimeError("finish_weight_update called without start_weight_update")
         self.active, self.version = False, body.version
         return Swapped(swap_s=0.01, gap_s=0.02)
+
+    async def load(self, path: str, version: int) -> None:
+        self.calls.append(("load", {"path": path}))
+        self.version = version
 
     def named(self, method: str) -> list[dict[str, Any]]:
         return [arguments for name, arguments in self.calls if name == method]
@@ -188,3 +198,20 @@ async def test_what_the_store_has_is_not_retained(member: StagedMember, engine: 
     assert member.retained_version == 4, "an older one is not what it retains"
     await member.execute(Forget(version=4))
     assert member.retained_version is None
+
+
+@pytest.mark.parametrize("intact", [True, False])
+async def test_a_stored_version_is_loaded_only_if_it_is_intact(
+    member: StagedMember, engine: Workers, tmp_path: Path, intact: bool
+) -> None:
+    committed = CommittedVersion(version=4, label=None, tensors={"w": torch.zeros(3)})
+    path = write_version(committed, Store(tmp_path), lambda directory: None)
+    catch_up = CatchUp(version=4, path=str(path))
+    if intact:
+        await member.execute(catch_up)
+        assert engine.version == 4
+        return
+    save_file({"w": torch.ones(3)}, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"version 4 in .* is damaged: 'w' was written with digest"):
+        await member.execute(catch_up)
+    assert engine.version == 3 and not engine.named("load")

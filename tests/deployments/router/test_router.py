@@ -5,7 +5,8 @@ Replicas are sockets that send canned bytes. The router in front of real replica
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ import httpx
 import pytest
 from ray.serve.exceptions import BackPressureError
 
-from deployments.errors import FleetUnavailable
+from deployments.errors import DeadlyRequest, FleetUnavailable
+from deployments.logs import serve_logger
 from deployments.request_headers import Demand
 from deployments.router.router import MAX_REFUSALS, Router, RouterLimits
 
@@ -29,9 +31,10 @@ LIMITS = RouterLimits(
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 REASON = b'{"error": {"message": "it sleeps"}}'
 REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nx-slipstream-refused: 1\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(REASON), REASON)
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
+    b"x-slipstream-refused: not-begun\r\ncontent-length: %d\r\n\r\n%b" % (len(REASON), REASON)
 )
+ENGINE_LOST = REFUSAL.replace(b"not-begun", b"lost")
 TRUNCATED = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this"
 NOTHING = b""
 
@@ -48,6 +51,7 @@ class StubReplica:
 
     def __init__(self, response: bytes) -> None:
         self.response = response
+        self.works_s = 0.0  # before it answers
         self.received: list[Received] = []
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -55,6 +59,7 @@ class StubReplica:
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         self.received.append(Received(first_line=first_line, headers=headers, body=body))
+        await asyncio.sleep(self.works_s)
         writer.write(self.response)
         await writer.drain()
         writer.close()
@@ -67,6 +72,8 @@ class FakeHandle:
         self.metadata: dict[str, dict[str, str]] = {}
         self.demands: list[Demand] = []
         self.error: Exception | None = None
+        self.ready = asyncio.Event()
+        self.ready.set()
 
     @asynccontextmanager
     async def choose_replica(self, demand: Demand, *, _reserve: bool) -> AsyncIterator[Any]:
@@ -74,6 +81,7 @@ class FakeHandle:
         if self.error is not None:
             raise self.error
         chosen = list(self.metadata)[(len(self.demands) - 1) % len(self.metadata)]
+        await self.ready.wait()
         yield SimpleNamespace(replica_id=chosen, replica_metadata=self.metadata[chosen])
 
 
@@ -133,7 +141,7 @@ async def test_a_response_keeps_its_own_headers_and_loses_those_of_its_connectio
         ]
 
 
-@pytest.mark.parametrize("failure", [REFUSAL, TRUNCATED, NOTHING])
+@pytest.mark.parametrize("failure", [REFUSAL, ENGINE_LOST, TRUNCATED, NOTHING])
 async def test_a_replica_that_fails_before_the_first_byte_is_sent_on_is_replaced(failure: bytes) -> None:
     async with scene(failure, OK) as fleet:
         answer = await fleet.client.post("/x", content=b"again")
@@ -174,3 +182,88 @@ async def test_back_pressure_of_serve_is_a_reason_to_try_again() -> None:
             await fleet.client.get("/")
         fleet.handle.error = None
         assert (await fleet.client.get("/")).text == "ok"
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """What the router logs."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Handler()
+    serve_logger().addHandler(handler)
+    yield lines
+    serve_logger().removeHandler(handler)
+
+
+@pytest.mark.parametrize("loss", [ENGINE_LOST, TRUNCATED, NOTHING])
+async def test_a_request_under_which_two_replicas_were_lost_reaches_no_third_one(
+    loss: bytes, log: list[str]
+) -> None:
+    async with scene(loss, loss, OK) as fleet:
+        with pytest.raises(DeadlyRequest, match=r"2 replicas were lost under this request \(r0, r1\)"):
+            await fleet.client.post("/v1/completions", content=b"deadly")
+        with pytest.raises(DeadlyRequest, match="refused for 600 s"):  # a client that repeats it
+            await fleet.client.post("/v1/completions?again=1", content=b"deadly")
+        assert [len(replica.received) for replica in fleet.replicas] == [1, 1, 0]
+        assert (await fleet.client.post("/v1/completions", content=b"harmless")).text == "ok"
+        assert fleet.router.in_flight == 0
+    (line,) = log
+    assert line.startswith(
+        "POST /v1/completions is refused: 2 replicas were lost under this request (r0, r1)"
+    )
+
+
+async def test_when_a_replica_is_killed_under_many_requests_all_are_answered_by_another() -> None:
+    async with scene(NOTHING, OK) as fleet:
+        killed, intact = fleet.replicas
+        killed.works_s = 0.1
+        count = LIMITS.max_in_flight
+        posts = asyncio.gather(*[fleet.client.post("/x", content=b"the same") for _ in range(count)])
+        async with asyncio.timeout(5):
+            while len(killed.received) < count // 2:
+                await asyncio.sleep(0.01)
+        del fleet.handle.metadata["r0"]  # Serve has noticed
+        assert [answer.text for answer in await posts] == ["ok"] * count
+        assert len(intact.received) == count
+
+
+async def test_attempts_that_reached_no_engine_are_not_counted() -> None:
+    async with scene(*[REFUSAL] * 3, NOTHING, *[REFUSAL] * 3, OK) as fleet:
+        fleet.handle.metadata["r1"]["address"] = "127.0.0.1:9"  # nobody listens there
+        assert (await fleet.client.post("/x", content=b"again")).text == "ok"
+
+
+async def test_a_request_that_waits_for_a_replica_is_refused_once_its_twin_was() -> None:
+    async with scene(NOTHING, NOTHING, OK) as fleet:
+        fleet.replicas[1].works_s = 0.1
+        first = asyncio.ensure_future(fleet.client.post("/x", content=b"deadly"))
+        async with asyncio.timeout(5):
+            while not fleet.replicas[1].received:
+                await asyncio.sleep(0.01)
+        fleet.handle.ready.clear()
+        twin = asyncio.ensure_future(fleet.client.post("/x", content=b"deadly"))
+        with pytest.raises(DeadlyRequest, match="2 replicas"):
+            await first
+        assert len(fleet.handle.demands) == 3 and not twin.done(), "it waits for a replica"
+        fleet.handle.ready.set()
+        with pytest.raises(DeadlyRequest, match="refused for 600 s"):
+            await twin
+        assert fleet.replicas[2].received == []
+
+
+async def test_the_time_that_a_lost_answer_took_is_not_a_search_for_a_replica() -> None:
+    async with scene(NOTHING, OK, timeout_s=0.3) as fleet:
+        fleet.replicas[0].works_s = 0.6
+        assert (await fleet.client.post("/x", content=b"long")).text == "ok"
+
+
+async def test_the_time_after_a_loss_is_a_search_again() -> None:
+    async with scene(NOTHING, *[REFUSAL] * 20, timeout_s=0.3) as fleet:
+        fleet.replicas[0].works_s = 0.6
+        with pytest.raises(FleetUnavailable, match=r"it sleeps$"):
+            await fleet.client.post("/x", content=b"long")
+        assert 2 < len(fleet.handle.demands) < 10

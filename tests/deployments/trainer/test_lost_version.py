@@ -8,7 +8,7 @@ import pytest
 
 from deployments.errors import FleetUnavailable
 from deployments.protocol import FleetStatus, RoundStatus
-from deployments.trainer.lost_version import CONFIRMATIONS, is_lost, watch
+from deployments.trainer.lost_version import CONFIRMATIONS, is_lost, is_starved, watch
 from tests.deployments.fake_controller import FakeController, member_status
 
 ROUND = RoundStatus(round_id=5, version=5, label=None, phase="open", age_s=1.0, participants=("r0",))
@@ -53,6 +53,25 @@ def test_a_version_is_lost_when_joiners_wait_for_what_nobody_has(status: FleetSt
     assert is_lost(status) is lost
 
 
+STARVED = replace(fleet(("joining", 3), ("serving", 4)), store_problem="version 4 is not in the store")
+
+
+@pytest.mark.parametrize(
+    ("status", "published", "starved"),
+    [
+        (STARVED, 4, True),
+        (STARVED, 3, False),  # another publisher's: the trainer's weights would take its place
+        (replace(STARVED, store_problem=None), 4, False),  # not for long yet
+        (replace(STARVED, round=ROUND), 4, False),
+        (replace(SERVED, store_problem="version 4 is not in the store"), 4, False),  # nobody waits for it
+    ],
+)
+def test_joiners_starve_when_only_replicas_hold_what_the_trainer_published(
+    status: FleetStatus, published: int, starved: bool
+) -> None:
+    assert is_starved(status, published) is starved and not is_lost(status)
+
+
 async def labels_published(statuses: Sequence[FleetStatus | Exception], publish_fails: int = 0) -> list[str]:
     """What `watch` publishes while the controller gives these answers, one per check."""
     answers: Iterator[FleetStatus | Exception] = iter(statuses)
@@ -74,7 +93,7 @@ async def labels_published(statuses: Sequence[FleetStatus | Exception], publish_
         if len(published) <= publish_fails:
             raise FleetUnavailable("no replica is registered")
 
-    watching = asyncio.create_task(watch(status, publish, period_s=0.0))
+    watching = asyncio.create_task(watch(status, publish, lambda: 4, period_s=0.0))
     await exhausted.wait()
     watching.cancel()
     return published
@@ -83,6 +102,11 @@ async def labels_published(statuses: Sequence[FleetStatus | Exception], publish_
 async def test_a_version_that_is_lost_in_several_checks_in_a_row_is_published_anew() -> None:
     assert await labels_published([LOST] * CONFIRMATIONS) == ["version 4 was lost"]
     assert await labels_published([LOST] * (CONFIRMATIONS - 1)) == []
+
+
+async def test_a_version_that_never_reached_the_store_is_published_anew_for_those_who_wait() -> None:
+    assert await labels_published([STARVED] * CONFIRMATIONS) == ["version 4 was not stored"]
+    assert await labels_published([STARVED] * (CONFIRMATIONS - 1)) == []
 
 
 async def test_a_store_that_is_written_in_time_needs_no_new_version() -> None:

@@ -22,11 +22,9 @@ from trainers.settings import Strategy
 
 pytestmark = [pytest.mark.serve, pytest.mark.asyncio]
 
-BATCH: dict[str, Any] = {
-    "trajectories": [
-        {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-1.0, -1.0], "advantage": 1.0},
-    ]
-}
+BATCH: list[Any] = [
+    {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-1.0, -1.0], "advantage": 1.0},
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,7 +92,7 @@ async def test_calls_take_turns_and_status_is_answered_meanwhile(spec: TrainerSp
         assert (after.last_step, after.last_round) == (steps[-1], report)
         assert os.getpid() not in await trainer.process_ids()
         with pytest.raises(InvalidRequest, match="non-empty list"):
-            await trainer.step({"trajectories": []})
+            await trainer.step([])
         await trainer.check_health()
 
 

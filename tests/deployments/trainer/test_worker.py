@@ -1,7 +1,6 @@
-"""One rank without Ray and without a fleet: what is published, what is stored, and what a restart finds."""
+"""One rank without Ray and without a fleet: what is published and what is stored."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,50 +9,18 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.errors import InvalidRequest, RoundAborted
-from deployments.protocol import RoundReport
-from deployments.trainer.messages import LoadedTrainer, StoreStatus
+from deployments.trainer.messages import StoreStatus
 from deployments.trainer.spec import TrainerSpec
-from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
 from tests.deployments.fake_controller import FakeController
-from tests.deployments.trainer.trainer_specs import trainer_spec, with_config
-from tests.tiny_models import save_tiny_llama, tiny_llama
-from trainers.settings import OptimizerConfig, TrainerConfig
-
-BATCH: dict[str, Any] = {
-    "trajectories": [
-        {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-1.0, -1.0], "advantage": 1.0},
-        {"prompt_token_ids": [5, 6], "token_ids": [9], "logprobs": [-2.0], "advantage": -1.0},
-    ]
-}
+from tests.deployments.trainer.one_worker import BATCH, equal, published, small_spec, started
+from tests.deployments.trainer.trainer_specs import with_config
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> TrainerSpec:
-    return trainer_spec(
-        save_tiny_llama(tmp_path / "model", seed=0, tied=True),
-        tmp_path / "state" / "store",
-        chunk_bytes=1 << 18,
-        config=TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4)),
-        optimizer_state_every=1,
-    )
-
-
-def started(spec: TrainerSpec, controller: FakeController) -> TrainerWorker:
-    worker = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
-    worker.load(("127.0.0.1", 0))
-    return worker
-
-
-def published(worker: TrainerWorker, label: str | None = None) -> RoundReport:
-    report = worker.publish(label)
-    assert report is not None, "rank 0 has the report"
-    return report
-
-
-def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return small_spec(tmp_path)
 
 
 def test_what_is_published_is_what_save_writes_and_what_the_store_has(
@@ -109,31 +76,6 @@ def test_the_store_has_what_was_published_though_a_step_follows_at_once(spec: Tr
     assert equal(load_file(Path(controller.stored_versions[1]) / "model.safetensors"), sent)
 
 
-def test_a_restarted_trainer_resumes_from_the_newest_version(spec: TrainerSpec) -> None:
-    controller = FakeController()
-    straight = started(spec, controller)
-    for _ in range(2):
-        straight.step(BATCH)
-        straight.publish(None)
-        straight.save_optimizer_state()
-        assert straight.flush(30.0)
-    resumed = TrainerWorker(spec, 0, FakeController())  # type: ignore[arg-type]
-    parameters = sum(parameter.numel() for parameter in tiny_llama(0, tied=True).parameters())
-    assert resumed.load(("", 0)) == LoadedTrainer(version=2, step=2, parameters=parameters)
-    assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
-    assert controller.version == 2
-
-
-def test_a_restart_without_optimizer_state_resumes_the_schedule(spec: TrainerSpec) -> None:
-    worker = started(replace(spec, optimizer_state_every=0), FakeController())
-    worker.step(BATCH)
-    worker.publish(None)
-    worker.save_optimizer_state()
-    assert worker.flush(30.0)
-    metrics = started(spec, FakeController()).step(BATCH)
-    assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(1e-3 * 2 / 5)
-
-
 def test_rolling_back_publishes_the_old_weights_as_a_newer_version(spec: TrainerSpec) -> None:
     controller = FakeController()
     worker = started(spec, controller)
@@ -186,20 +128,19 @@ def test_weights_are_cast_for_the_wire_and_the_store(spec: TrainerSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("batch", "message"),
     [
-        ({}, "non-empty list"),
-        ({"trajectories": [{"token_ids": [1]}]}, "needs the field"),
-        (BATCH | {"lr": 1}, r"nothing else, got \['lr'\]"),
-        ({"trajectories": [BATCH["trajectories"][0] | {"token_ids": [7, 999]}]}, r"\[0, 258\), got 999"),
+        ([], "non-empty list"),
+        ([{"token_ids": [1]}], "needs the field"),
+        ([BATCH[0] | {"token_ids": [7, 999]}], r"\[0, 258\), got 999"),
     ],
 )
 def test_a_bad_batch_is_refused_and_changes_nothing(
-    spec: TrainerSpec, body: dict[str, Any], message: str
+    spec: TrainerSpec, batch: list[Any], message: str
 ) -> None:
     worker = started(spec, FakeController())
     with pytest.raises(InvalidRequest, match=message):
-        worker.step(body)
+        worker.step(batch)
     assert worker.step(BATCH)["step"] == 1
 
 

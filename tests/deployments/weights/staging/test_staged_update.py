@@ -105,3 +105,14 @@ def test_a_report_does_not_change_with_the_update() -> None:
     report = update.report()
     update.payloads_done = 1
     assert report.payloads_done == 0
+
+
+def test_a_tensor_arrives_once() -> None:
+    update = StagedUpdate()
+    update.offer({"a": (torch.float32, (6,)), "b": (torch.bfloat16, (3,))})
+    update.offer({"c": (torch.float32, (0, 4))})
+    with pytest.raises(
+        ValueError, match=r"^'a' came twice in this round; is another publisher sending too\?$"
+    ):
+        update.offer({"a": (torch.float32, (6,))})
+    assert update.offered.keys() == {"a", "b", "c"}

@@ -88,6 +88,19 @@ def test_a_version_without_one_of_its_tensors_is_rejected(worker: MemoryWorker) 
     assert (state.outcome, state.message) == (Outcome.REJECTED, "'b' is missing")
 
 
+def test_a_payload_of_another_publisher_is_rejected(worker: MemoryWorker) -> None:
+    """A publisher that stood still posts its next payload into the round of its successor."""
+    (name, ours), second = weights(2.0)
+    receive(worker, [(name, ours)])
+    receive(worker, weights(-1.0)[:1], "stale", begins=False)
+    receive(worker, [second], begins=False)
+    state = verify(worker)
+    message = "'w' came twice in this round; is another publisher sending too?"
+    assert (state.outcome, state.message, state.digest) == (Outcome.REJECTED, message, "")
+    worker.staging_drop()
+    assert receive(worker, weights(3.0)).digest == digest_of(weights(3.0)), "the next round is not affected"
+
+
 def test_a_payload_before_the_first_one_is_refused(worker: MemoryWorker) -> None:
     with pytest.raises(RuntimeError, match="start_weight_update must be called before update_weights"):
         receive(worker, weights(2.0), begins=False)

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 import threading
 import weakref
 from functools import partial
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.protocol import StoreResult
-from deployments.weights.store.manifest import StoredTensor
+from deployments.weights.store.manifest import StoredTensor, VersionManifest
 from deployments.weights.store.model_files import copy_model_files
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter, write_version
 from deployments.weights.store.versions import Store
@@ -91,9 +92,46 @@ def test_tensors_that_changed_after_they_arrived_are_not_stored(store: Store) ->
 
 
 def test_a_version_that_another_writer_stored_stays_as_it_is(store: Store) -> None:
+    """Its writer was lost before it could report it."""
     first = write_version(version_of(3), store, no_files)
-    assert write_version(version_of(3, {"other": torch.zeros(1)}), store, no_files) == first
-    assert load_file(first / "model.safetensors").keys() == {"w"}
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    assert write_version(version_of(3), store, no_files) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"w": torch.full((2, 3), 4.0)}, r"'w' is float32 \[2, 3\] with digest \w{16} there and float32"),
+        ({"w": torch.full((6,), 3.0)}, r"'w' is float32 \[2, 3\] .* there and float32 \[6\] .* here"),
+        ({"other": torch.zeros(1)}, "'other' is absent there and .*; 'w' is .* there and absent here"),
+    ],
+)
+def test_other_weights_of_the_same_number_do_not_count_as_this_version(
+    store: Store, caplog: pytest.LogCaptureFixture, tensors: dict[str, torch.Tensor], words: str
+) -> None:
+    """The store of an older run whose journal is gone, or one that two fleets share."""
+    results = list[StoreResult]()
+    path = write_version(version_of(3), store, no_files)
+    writer = VersionWriter(write_files=no_files, on_stored=results.append)
+    with caplog.at_level(logging.ERROR, "ray.serve"):
+        writer.put(version_of(3, tensors), store)
+        assert writer.wait(TIMEOUT_S)
+    assert writer.result is not None and (writer.newest, results) == (None, [])
+    pattern = "ValueError: version 3 is in the store already with other weights.*: " + words
+    assert re.match(pattern, writer.result.problem), writer.result.problem
+    (record,) = caplog.records
+    assert record.getMessage() == f"version 3 could not be stored: {writer.result.problem}"
+    assert not record.exc_info, "an expected fault has no stack trace"
+    assert torch.equal(load_file(path / "model.safetensors")["w"], torch.full((2, 3), 3.0))
+
+
+def test_a_stored_version_without_digests_does_not_count_as_any_other(store: Store) -> None:
+    manifest = VersionManifest(version=3, tensors={"w": StoredTensor(dtype="float32", shape=(2, 3))})
+    with store.writing(manifest):
+        pass
+    with pytest.raises(ValueError, match=r"'w' is .* with digest None there"):
+        write_version(version_of(3), store, no_files)
 
 
 def test_put_returns_at_once_and_the_result_says_where_the_version_is(store: Store) -> None:
@@ -133,7 +171,8 @@ def test_a_version_that_cannot_be_written_is_a_problem_and_the_next_one_is_writt
     result = writer.result
     assert result is not None and (result.version, result.path, writer.newest) == (3, "", None)
     assert result.problem.startswith("NotADirectoryError: ")
-    assert [record.getMessage() for record in caplog.records] == ["version 3 could not be stored"]
+    message = f"version 3 could not be stored: {result.problem}"
+    assert [record.getMessage() for record in caplog.records] == [message]
     writer.put(version_of(4), store)
     assert writer.wait(TIMEOUT_S)
     assert writer.newest == 4 and writer.result is not None and writer.result.problem == ""

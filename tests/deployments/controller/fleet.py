@@ -1,0 +1,101 @@
+"""A controller with replicas that are coroutines polling it in this process."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from deployments.controller.controller import Controller
+from deployments.ledger.limits import LedgerConfig
+from deployments.protocol import RoundReport
+from tests.deployments.ledger.fake_replica import FakeReplica
+
+CONFIG = LedgerConfig(heartbeat_timeout_s=5, stage_timeout_s=5, commit_timeout_s=5, call_timeout_s=5)
+LONGER_THAN_ANY_DEADLINE_S = 60.0
+
+
+class Fleet:
+    """A controller with fake replicas that follow it, and a clock that only the test moves."""
+
+    def __init__(self, directory: Path, config: LedgerConfig = CONFIG) -> None:
+        self.now = 1000.0
+        self.dead: set[str] = set()
+        self.polls: Counter[str] = Counter()
+        self.replicas: dict[str, FakeReplica] = {}
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        self.controller = Controller(
+            config=config,
+            state_dir=str(directory / "state"),
+            store_dir=str(directory / "store"),
+            is_alive=lambda replica_id: replica_id not in self.dead,
+            poll_s=0.05,
+            silent_s=2.0,
+            tick_s=0.02,
+            clock=lambda: self.now,
+        )
+
+    def start(self, *replica_ids: str) -> None:
+        for replica_id in replica_ids:
+            replica = FakeReplica(replica_id=replica_id, incarnation=f"{replica_id}-1")
+            self.replicas[replica_id] = replica
+            self._followers[replica_id] = asyncio.create_task(self._follow(replica))
+
+    def kill(self, replica_id: str) -> None:
+        self._followers.pop(replica_id).cancel()
+        self.dead.add(replica_id)
+
+    async def _follow(self, replica: FakeReplica) -> None:
+        while replica.fenced is None:
+            replica.take(await self.controller.poll(replica.report()))
+            self.polls[replica.replica_id] += 1
+            await asyncio.sleep(0)
+
+    def hang(self, replica_id: str) -> None:
+        """Its process exists and polls no more."""
+        self._followers.pop(replica_id).cancel()
+
+    async def pending(self, name: str) -> None:
+        """Until an instruction of this name waits for a replica."""
+        async with asyncio.timeout(5):
+            while not any(name in each.pending for each in (await self.controller.fleet()).members):
+                await asyncio.sleep(0.01)
+
+    async def members(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while len((await self.controller.fleet()).members) != count:
+                await asyncio.sleep(0.01)
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not ready():
+                await asyncio.sleep(0.01)
+
+    async def polled(self, *replica_ids: str) -> None:
+        """Until each has polled twice more: what the controller wants of it has arrived, and is done."""
+        before = dict(self.polls)
+        await self.until(lambda: all(self.polls[each] >= before.get(each, 0) + 2 for each in replica_ids))
+
+    async def admitted(self, *replica_ids: str) -> None:
+        await self.until(lambda: all(self.replicas[each].admitted for each in replica_ids))
+
+    async def elapse(self, elapsed_s: float) -> None:
+        """Time passes while the controller runs. Added to `now` at once, it is time that it stood still."""
+        end = self.now + elapsed_s
+        while self.now < end:
+            self.now = min(end, self.now + 1.0)
+            await self.controller.fleet()
+
+    async def aclose(self) -> None:
+        for follower in self._followers.values():
+            follower.cancel()
+        await asyncio.gather(*self._followers.values(), return_exceptions=True)
+        await self.controller.aclose()
+
+
+async def publish(fleet: Fleet, label: str | None = None) -> RoundReport:
+    controller = fleet.controller
+    lease = await controller.acquire("trainer")
+    await controller.connect(lease.token, {})
+    round_id = await controller.open_round(lease.token)
+    await controller.send(lease.token, round_id, {"segment": "a"})
+    return await controller.close_round(lease.token, round_id, label)

@@ -1,0 +1,106 @@
+from collections.abc import Sequence
+
+import pytest
+
+from deployments.errors import DeadlyRequest
+from deployments.router.deadly_requests import (
+    MAX_REMEMBERED,
+    REFUSED_FOR_S,
+    DeadlyRequests,
+    RequestIdentity,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def identity(body: bytes = b"{}", path: str = "/v1/completions", method: str = "POST") -> RequestIdentity:
+    return RequestIdentity(method, path, body)
+
+
+def refuse(deadly: DeadlyRequests, request: RequestIdentity, replicas: Sequence[str] = ("a", "b")) -> None:
+    with pytest.raises(DeadlyRequest):
+        deadly.lost(request, replicas)
+
+
+def test_a_request_is_tried_once_more_after_its_first_loss() -> None:
+    deadly = DeadlyRequests(Clock())
+    deadly.lost(identity(), ["a"])
+    deadly.check(identity())
+    assert len(deadly) == 0
+
+
+def test_many_requests_that_lose_the_same_replica_are_all_tried_once_more() -> None:
+    deadly = DeadlyRequests(Clock())
+    for _ in range(100):  # also where their bodies are equal
+        deadly.lost(identity(), ["a"])
+    for number in range(100):
+        deadly.lost(identity(b"%d" % number), ["a"])
+    deadly.check(identity())
+    assert len(deadly) == 0
+
+
+def test_after_its_second_loss_a_request_is_refused_with_the_replicas_that_it_cost() -> None:
+    with pytest.raises(DeadlyRequest, match=r"2 replicas were lost under this request \(a, b\)") as raised:
+        DeadlyRequests(Clock()).lost(identity(), ["a", "b"])
+    assert raised.value.status == 422
+    assert raised.value.detail == {"replicas": ["a", "b"], "refused_for_s": REFUSED_FOR_S}
+
+
+def test_its_repetition_is_refused_for_ten_minutes() -> None:
+    clock = Clock()
+    deadly = DeadlyRequests(clock)
+    refuse(deadly, identity())
+    clock.now += REFUSED_FOR_S - 1
+    with pytest.raises(DeadlyRequest, match="refused for 1 s") as raised:
+        deadly.check(identity())
+    assert raised.value.detail == {"refused_for_s": 1.0}
+    clock.now += 1
+    deadly.check(identity())
+
+
+@pytest.mark.parametrize("other", [identity(b"[]"), identity(path="/tokenize"), identity(method="PUT")])
+def test_another_request_is_not_refused(other: RequestIdentity) -> None:
+    deadly = DeadlyRequests(Clock())
+    refuse(deadly, identity())
+    deadly.check(other)
+
+
+def test_a_request_without_a_body_is_refused_but_not_remembered() -> None:
+    deadly = DeadlyRequests(Clock())
+    with pytest.raises(DeadlyRequest) as raised:
+        deadly.lost(identity(b"", "/v1/models", "GET"), ["a", "b"])
+    assert raised.value.detail["refused_for_s"] == 0
+    deadly.check(identity(b"", "/v1/models", "GET"))
+
+
+def test_what_is_remembered_is_bounded_and_the_oldest_is_forgotten() -> None:
+    clock = Clock()
+    deadly = DeadlyRequests(clock)
+    for number in range(MAX_REMEMBERED + 1):
+        clock.now += 0.001
+        refuse(deadly, identity(b"%d" % number))
+    assert len(deadly) == MAX_REMEMBERED
+    deadly.check(identity(b"0"))
+    with pytest.raises(DeadlyRequest):
+        deadly.check(identity(b"1"))
+    clock.now += REFUSED_FOR_S
+    refuse(deadly, identity(b"new"))
+    assert len(deadly) == 1
+
+
+def test_one_that_is_refused_again_is_remembered_from_then_on() -> None:
+    clock = Clock()
+    deadly = DeadlyRequests(clock)
+    refuse(deadly, identity())
+    clock.now += 400
+    refuse(deadly, identity(b"other"))
+    refuse(deadly, identity())  # it was under way when its twin was refused
+    clock.now += 400
+    with pytest.raises(DeadlyRequest, match="refused for 200 s"):
+        deadly.check(identity())

@@ -1,0 +1,45 @@
+"""A trainer's only rank, in the test's own process, with a tiny model and a fake controller."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deployments.protocol import RoundReport
+from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.worker import TrainerWorker
+from tests.deployments.fake_controller import FakeController
+from tests.deployments.trainer.trainer_specs import trainer_spec
+from tests.tiny_models import save_tiny_llama
+from trainers.settings import OptimizerConfig, TrainerConfig
+
+BATCH: list[Any] = [
+    {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-1.0, -1.0], "advantage": 1.0},
+    {"prompt_token_ids": [5, 6], "token_ids": [9], "logprobs": [-2.0], "advantage": -1.0},
+]
+
+
+def small_spec(tmp_path: Path) -> TrainerSpec:
+    return trainer_spec(
+        save_tiny_llama(tmp_path / "model", seed=0, tied=True),
+        tmp_path / "state" / "store",
+        chunk_bytes=1 << 18,
+        config=TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4)),
+        optimizer_state_every=1,
+    )
+
+
+def started(spec: TrainerSpec, controller: FakeController) -> TrainerWorker:
+    worker = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
+    worker.load(("127.0.0.1", 0))
+    return worker
+
+
+def published(worker: TrainerWorker, label: str | None = None) -> RoundReport:
+    report = worker.publish(label)
+    assert report is not None, "rank 0 has the report"
+    return report
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

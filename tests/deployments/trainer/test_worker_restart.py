@@ -1,0 +1,136 @@
+"""What a restarted rank finds: weights in the store, and the state file beside it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deployments.trainer.messages import LoadedTrainer
+from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.worker import TrainerWorker
+from tests.deployments.fake_controller import FakeController
+from tests.deployments.trainer.one_worker import BATCH, equal, small_spec, started
+from tests.deployments.trainer.trainer_specs import with_config
+from tests.tiny_models import tiny_llama
+from trainers.settings import OptimizerConfig
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    return small_spec(tmp_path)
+
+
+def trained(spec: TrainerSpec, *, steps: int) -> TrainerWorker:
+    """A worker after this many steps, each published, stored and followed by a save of the state."""
+    worker = started(spec, FakeController())
+    for _ in range(steps):
+        worker.step(BATCH)
+        worker.publish(None)
+        worker.save_optimizer_state()
+        assert worker.flush(30.0)
+    return worker
+
+
+def saved(worker: TrainerWorker, directory: Path) -> dict[str, torch.Tensor]:
+    worker.save(str(directory))
+    return load_file(directory / "model.safetensors")
+
+
+def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+
+
+def state_file(spec: TrainerSpec) -> Path:
+    return Path(spec.store_dir).parent / "trainer" / "trainer_state.rank0.pt"
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
+
+
+def test_a_restarted_trainer_resumes_from_the_newest_version(spec: TrainerSpec) -> None:
+    straight = trained(spec, steps=2)
+    resumed = TrainerWorker(spec, 0, FakeController())  # type: ignore[arg-type]
+    parameters = sum(parameter.numel() for parameter in tiny_llama(0, tied=True).parameters())
+    assert resumed.load(("", 0)) == LoadedTrainer(version=2, step=2, parameters=parameters)
+    assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
+
+
+def test_a_restart_without_optimizer_state_resumes_the_schedule(spec: TrainerSpec) -> None:
+    trained(replace(spec, optimizer_state_every=0), steps=1)
+    metrics = started(spec, FakeController()).step(BATCH)
+    assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(1e-3 * 2 / 5)
+
+
+def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
+    spec: TrainerSpec, tmp_path: Path
+) -> None:
+    small = OptimizerConfig(learning_rate=1e-6)
+    spec = with_config(spec, wire_dtype="bfloat16", optimizer=small)
+    worker = trained(spec, steps=2)
+    before = saved(worker, tmp_path / "trained")
+    assert not equal(before, rounded(before))
+    resumed = started(spec, FakeController())
+    assert equal(saved(resumed, tmp_path / "resumed"), before)
+    resumed.step(BATCH)
+    worker.step(BATCH)
+    assert equal(saved(resumed, tmp_path / "resumed"), saved(worker, tmp_path / "trained"))
+
+
+def test_master_weights_of_another_step_are_not_restored(
+    spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = replace(with_config(spec, wire_dtype="bfloat16"), optimizer_state_every=2)
+    worker = trained(spec, steps=3)
+    with caplog.at_level("INFO", "ray.serve"):
+        resumed = started(spec, FakeController())
+    assert lines(caplog) == [
+        "the trainer resumes from version 3, step 3; weights as stored, moments of step 2"
+    ]
+    assert equal(saved(resumed, tmp_path / "resumed"), rounded(saved(worker, tmp_path / "trained")))
+    assert resumed.step(BATCH)["step"] == 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a state", None])
+def test_a_damaged_state_file_costs_the_moments_and_not_the_trainer(
+    spec: TrainerSpec, tmp_path: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = trained(spec, steps=1)
+    file = state_file(spec)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if damage is None else damage)
+    with caplog.at_level("INFO", "ray.serve"):
+        resumed = started(spec, FakeController())
+    (line,) = lines(caplog)
+    assert line.startswith("the trainer resumes from version 1, step 1; moments start at zero: ")
+    assert str(file) in line and "\n" not in line
+    assert equal(saved(resumed, tmp_path / "resumed"), saved(worker, tmp_path / "trained"))
+    assert resumed.step(BATCH)["step"] == 2
+
+
+def test_a_state_that_cannot_be_saved_does_not_end_training(
+    spec: TrainerSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = started(spec, FakeController())
+    file = state_file(spec)
+    file.parent.mkdir(parents=True)
+    file.with_suffix(".partial").symlink_to("/dev/full")
+    worker.step(BATCH)
+    worker.publish(None)
+    with caplog.at_level("INFO", "ray.serve"):
+        worker.save_optimizer_state()
+    (line,) = lines(caplog)
+    assert line.startswith("trainer rank 0: the optimizer's state of step 1 is not saved")
+    worker.save_optimizer_state()
+    assert file.is_file(), "what filled the disk is gone, and the next attempt succeeds"
+
+
+def test_after_a_rollback_and_a_restart_the_moments_start_at_zero(spec: TrainerSpec, tmp_path: Path) -> None:
+    worker = trained(spec, steps=2)
+    worker.load_version(1)
+    worker.publish("rollback to 1")
+    assert worker.flush(30.0)  # and the trainer is lost before it saves a state
+    resumed = started(spec, FakeController())
+    assert resumed.step(BATCH) | {"step_s": 0} == worker.step(BATCH) | {"step_s": 0}
+    assert equal(saved(resumed, tmp_path / "resumed"), saved(worker, tmp_path / "rolled back"))
