@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from deployments.protocol import KvCache
+from deployments.protocol.instructions import KvCache
 
 LEAD_S = 1.2
 SETTLE_S = 0.5

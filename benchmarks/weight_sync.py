@@ -17,17 +17,9 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from deployments.protocol import (
-    Body,
-    Commit,
-    Connect,
-    InFlight,
-    KvCache,
-    Receive,
-    Staged,
-    StagingOptions,
-    Verify,
-)
+from deployments.protocol.instructions import Body, Commit, Connect, KvCache, Receive, StagingOptions, Verify
+from deployments.protocol.operations import InFlight
+from deployments.protocol.reports import Staged
 
 TIMEOUT_S = 120.0
 

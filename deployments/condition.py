@@ -10,7 +10,7 @@ joins later reaches it by carrying them out in order.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from deployments.protocol import LastingOperation, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.operations import LastingOperation, Pause, Resume, Sleep, SleepTag, WakeUp
 
 Condition = tuple[LastingOperation, ...]
 

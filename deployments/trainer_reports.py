@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deployments.protocol import RoundReport
+from deployments.protocol.publishing import RoundReport
 
 StepMetrics = Mapping[str, float | int | bool]  # of one optimizer step, by name
 

@@ -9,7 +9,8 @@ from pydantic import JsonValue, TypeAdapter
 
 from app.client.connection import Call, Reader
 from app.http.answers import Health, History, Status, WorldSize
-from deployments.protocol import FleetStatus, RoundReport
+from deployments.protocol.publishing import RoundReport
+from deployments.protocol.status import FleetStatus
 from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
 from trainers.trajectory import Trajectory
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.protocol import RoundReport
+from deployments.protocol.publishing import RoundReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from app.http.requests import (
     SleepQuery,
     WakeUpQuery,
 )
-from deployments.protocol import (
+from deployments.protocol.operations import (
     AbortRequests,
     IsPaused,
     IsSleeping,

@@ -14,7 +14,8 @@ from app.http.endpoint import Endpoint
 from app.http.metrics import exposition
 from app.http.requests import EventsQuery, RollbackBody
 from deployments.errors import InvalidRequest
-from deployments.protocol import Event, FleetStatus, RoundReport
+from deployments.protocol.publishing import RoundReport
+from deployments.protocol.status import Event, FleetStatus
 
 EVENTS_WAIT_S = 10.0
 

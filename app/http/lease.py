@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from deployments.protocol import PublisherSession
+from deployments.protocol.publishing import PublisherSession
 
 PUBLISHER = "http"
 RENEW_S = 5.0

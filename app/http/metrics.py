@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from deployments.protocol import FleetStatus, RoundReport
+from deployments.protocol.publishing import RoundReport
+from deployments.protocol.status import FleetStatus
 
 
 def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport]) -> str:

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from deployments.protocol import InFlight, SleepTag
+from deployments.protocol.operations import InFlight, SleepTag
 from trainers.trajectory import Trajectory
 
 

@@ -7,7 +7,7 @@ from ray.serve.handle import DeploymentHandle
 from app.http.endpoint import Endpoint
 from app.http.requests import PublishBody, SaveBody, StepBody
 from deployments.errors import InvalidRequest
-from deployments.protocol import RoundReport
+from deployments.protocol.publishing import RoundReport
 from deployments.trainer_reports import SavedCheckpoint, StepMetrics, TrainerStatus
 
 

@@ -23,7 +23,9 @@ from app.http.requests import (
     WorldSizeQuery,
 )
 from deployments.errors import Conflict
-from deployments.protocol import FleetStatus, RoundOptions, WeightChecksums
+from deployments.protocol.operations import WeightChecksums
+from deployments.protocol.publishing import RoundOptions
+from deployments.protocol.status import FleetStatus
 
 # By replica: the checksums of each of its workers, by tensor name.
 _CHECKSUMS = TypeAdapter(dict[str, list[dict[str, str]]])

@@ -20,19 +20,12 @@ from deployments.errors import FleetUnavailable, InvalidRequest
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.store_assignment import StoreLocation
-from deployments.protocol import (
-    Directive,
-    Event,
-    FleetStatus,
-    JoinAnswer,
-    Lease,
-    Operation,
-    PublisherSession,
-    Report,
-    RoundOptions,
-    RoundReport,
-    json_only,
-)
+from deployments.protocol.instructions import Directive, JoinAnswer
+from deployments.protocol.json_values import json_only
+from deployments.protocol.operations import Operation
+from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions, RoundReport
+from deployments.protocol.reports import Report
+from deployments.protocol.status import Event, FleetStatus
 from deployments.weights.store.versions import DEFAULT_MAX_VERSIONS, Store
 
 BUSY_POLL_S = 0.2  # a replica that carries out an instruction paces itself, and polls again soon

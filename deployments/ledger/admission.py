@@ -16,7 +16,8 @@ from deployments.ledger.staging_phase import StagingPhase
 from deployments.ledger.store_assignment import StoreAssignment
 from deployments.ledger.verdict import classify
 from deployments.ledger.version_state import VersionState
-from deployments.protocol import CatchUp, Directive, JoinAnswer, Report
+from deployments.protocol.instructions import CatchUp, Directive, JoinAnswer
+from deployments.protocol.reports import Report
 
 
 class Admission:

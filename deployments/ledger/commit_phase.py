@@ -15,7 +15,8 @@ from deployments.ledger.membership import Membership
 from deployments.ledger.round import Round, RoundPhase
 from deployments.ledger.verdict import classify
 from deployments.ledger.version_state import VersionState
-from deployments.protocol import Acknowledgement, Commit, CommitMode, Outcome, Release, Report
+from deployments.protocol.instructions import Commit, CommitMode, Release
+from deployments.protocol.reports import Acknowledgement, Outcome, Report
 
 
 class CommitPhase:

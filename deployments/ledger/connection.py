@@ -16,7 +16,8 @@ from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import Member, PendingCall
 from deployments.ledger.membership import Membership
 from deployments.ledger.verdict import classify, join_reasons
-from deployments.protocol import Connect, ConnectionStatus, Drop
+from deployments.protocol.instructions import Connect, Drop
+from deployments.protocol.status import ConnectionStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,18 +12,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, TypeAdapter
 
 from deployments.condition import Condition
-from deployments.protocol import (
-    CommitMode,
-    InFlight,
-    KvCache,
-    LastingOperation,
-    Pause,
-    Resume,
-    RoundReport,
-    Sleep,
-    Verification,
-    WakeUp,
-)
+from deployments.protocol.instructions import CommitMode, KvCache
+from deployments.protocol.operations import InFlight, LastingOperation, Pause, Resume, Sleep, WakeUp
+from deployments.protocol.publishing import RoundReport
+from deployments.protocol.reports import Verification
 
 KEPT_FENCES = 1000
 KEPT_ROUNDS = 200

@@ -19,7 +19,8 @@ from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import Member, PendingCall
 from deployments.ledger.membership import Membership
 from deployments.ledger.verdict import classify, join_reasons
-from deployments.protocol import Call, LastingOperation, Operation, Sleep, SleepTag, WakeUp
+from deployments.protocol.instructions import Call
+from deployments.protocol.operations import LastingOperation, Operation, Sleep, SleepTag, WakeUp
 
 LASTING = get_args(LastingOperation)
 

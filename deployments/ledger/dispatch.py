@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from deployments.ledger.event_log import ID_SPAN
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import Member, OnComplete, PendingCall, QueuedInstruction
-from deployments.protocol import Acknowledgement, Body, Instruction
+from deployments.protocol.instructions import Body, Instruction
+from deployments.protocol.reports import Acknowledgement
 
 
 class Dispatch:

@@ -4,7 +4,7 @@ from collections import deque
 
 from pydantic import JsonValue
 
-from deployments.protocol import Event
+from deployments.protocol.status import Event
 
 ID_SPAN = 10**9  # numbers that one controller process can give out before those of the next begin
 

@@ -7,7 +7,8 @@ from deployments.ledger.decisions import DecisionLog, LeaseIssued
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.staging_phase import StagingPhase
 from deployments.ledger.version_state import VersionState
-from deployments.protocol import Lease, LeaseStatus, PublisherSession
+from deployments.protocol.publishing import Lease, PublisherSession
+from deployments.protocol.status import LeaseStatus
 
 
 class LeaseDesk:

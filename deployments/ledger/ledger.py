@@ -32,20 +32,11 @@ from deployments.ledger.recovery import recover
 from deployments.ledger.staging_phase import StagingPhase
 from deployments.ledger.store_assignment import StoreAssignment, StoreLocation, StoreWait
 from deployments.ledger.version_state import VersionState
-from deployments.protocol import (
-    Directive,
-    Disconnect,
-    Event,
-    FleetStatus,
-    JoinAnswer,
-    Lease,
-    Operation,
-    PublisherSession,
-    Report,
-    RoundOptions,
-    RoundReport,
-    Sleep,
-)
+from deployments.protocol.instructions import Directive, JoinAnswer
+from deployments.protocol.operations import Disconnect, Operation, Sleep
+from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions, RoundReport
+from deployments.protocol.reports import Report
+from deployments.protocol.status import Event, FleetStatus
 
 
 class Ledger:

@@ -2,17 +2,17 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.protocol import (
+from deployments.protocol.instructions import (
     Body,
     Call,
     Commit,
     CommitMode,
     Forget,
-    InFlight,
     KvCache,
     Release,
     WriteVersion,
 )
+from deployments.protocol.operations import InFlight
 
 
 class LedgerConfig(BaseModel):

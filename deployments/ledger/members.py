@@ -7,7 +7,9 @@ from typing import Any
 
 from deployments.condition import Condition
 from deployments.errors import SlipstreamError
-from deployments.protocol import Acknowledgement, Body, Instruction, MemberStatus
+from deployments.protocol.instructions import Body, Instruction
+from deployments.protocol.reports import Acknowledgement
+from deployments.protocol.status import MemberStatus
 
 
 class MemberState(StrEnum):

@@ -9,7 +9,7 @@ from deployments.ledger.event_log import EventLog
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import Member, MemberState
 from deployments.ledger.verdict import Verdict
-from deployments.protocol import Report
+from deployments.protocol.reports import Report
 
 MAX_FAILED_TRANSFERS = 3
 

@@ -5,18 +5,11 @@ from enum import StrEnum
 
 from deployments.ledger.connection import Connection
 from deployments.ledger.members import Member, PendingCall
-from deployments.protocol import (
-    CommitMode,
-    InFlight,
-    KvCache,
-    ReplicaTimings,
-    RoundReport,
-    RoundStatus,
-    Staged,
-    StagingOptions,
-    Swapped,
-    Verification,
-)
+from deployments.protocol.instructions import CommitMode, KvCache, StagingOptions
+from deployments.protocol.operations import InFlight
+from deployments.protocol.publishing import ReplicaTimings, RoundReport
+from deployments.protocol.reports import Staged, Swapped, Verification
+from deployments.protocol.status import RoundStatus
 
 
 class RoundPhase(StrEnum):

@@ -24,16 +24,9 @@ from deployments.ledger.membership import Membership
 from deployments.ledger.round import Round, RoundPhase
 from deployments.ledger.verdict import classify, digest_minority, join_reasons
 from deployments.ledger.version_state import VersionState
-from deployments.protocol import (
-    Body,
-    CatchUp,
-    CommitMode,
-    Drop,
-    Receive,
-    RoundOptions,
-    Verification,
-    Verify,
-)
+from deployments.protocol.instructions import Body, CatchUp, CommitMode, Drop, Receive, Verify
+from deployments.protocol.publishing import RoundOptions
+from deployments.protocol.reports import Verification
 
 
 class StagingPhase:

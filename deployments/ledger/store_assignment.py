@@ -18,7 +18,9 @@ from deployments.ledger.members import Member, MemberState, PendingCall
 from deployments.ledger.membership import Membership
 from deployments.ledger.verdict import classify, join_reasons
 from deployments.ledger.version_state import VersionState
-from deployments.protocol import Forget, Report, RoundOptions, StoreResult, WriteVersion
+from deployments.protocol.instructions import Forget, WriteVersion
+from deployments.protocol.publishing import RoundOptions
+from deployments.protocol.reports import Report, StoreResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deployments.ledger.members import PendingCall
-from deployments.protocol import Outcome
+from deployments.protocol.reports import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from deployments.ledger.decisions import (
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.round import Round, RoundPhase
-from deployments.protocol import RoundReport
+from deployments.protocol.publishing import RoundReport
 
 
 class VersionState:

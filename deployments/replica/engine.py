@@ -27,7 +27,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.condition import MEMORY_TAGS, Condition, apply, asleep, is_paused
 from deployments.logs import serve_logger
-from deployments.protocol import Commit, InFlight, KvCache, Pause, Resume, Sleep, SleepTag, Swapped, WakeUp
+from deployments.protocol.instructions import Commit, KvCache
+from deployments.protocol.operations import InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.reports import Swapped
 from deployments.replica.engine_core import COMMIT
 from deployments.replica.spans import RECORDER, SpanRecorder
 

@@ -17,20 +17,8 @@ from typing import Protocol
 
 from deployments.errors import PayloadRejected, TransferFailed
 from deployments.logs import serve_logger
-from deployments.protocol import (
-    Acknowledgement,
-    Body,
-    Connect,
-    Directive,
-    Drop,
-    Instruction,
-    Outcome,
-    Receive,
-    Report,
-    StoreResult,
-    Value,
-    Verify,
-)
+from deployments.protocol.instructions import Body, Connect, Directive, Drop, Instruction, Receive, Verify
+from deployments.protocol.reports import Acknowledgement, Outcome, Report, StoreResult, Value
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deployments.errors import PayloadRejected
 from deployments.logs import serve_logger
-from deployments.protocol import (
+from deployments.protocol.instructions import (
     Body,
     Call,
     CatchUp,
@@ -17,14 +17,11 @@ from deployments.protocol import (
     Forget,
     Receive,
     Release,
-    SleepTag,
-    Staged,
-    StoreResult,
-    Swapped,
-    Value,
     Verify,
     WriteVersion,
 )
+from deployments.protocol.operations import SleepTag
+from deployments.protocol.reports import Staged, StoreResult, Swapped, Value
 from deployments.replica.engine import Engine
 from deployments.replica.operations import carry_out
 from deployments.weights.store.integrity import check_files

@@ -19,19 +19,18 @@ import torch
 from pydantic import JsonValue
 
 from deployments.errors import PayloadRejected
-from deployments.protocol import (
+from deployments.protocol.instructions import (
     Commit,
     Connect,
     Drop,
     Forget,
     KvCache,
     Receive,
-    Staged,
     StagingOptions,
-    Swapped,
     Verify,
     WriteVersion,
 )
+from deployments.protocol.reports import Staged, Swapped
 from deployments.replica.engine import Engine, EngineSpec
 from deployments.replica.member import EngineMember
 from deployments.replica.staged_member import StagedMember

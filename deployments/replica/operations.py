@@ -2,7 +2,7 @@
 
 from pydantic import JsonValue
 
-from deployments.protocol import (
+from deployments.protocol.operations import (
     AbortRequests,
     Disconnect,
     IsPaused,

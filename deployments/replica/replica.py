@@ -20,7 +20,8 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.logs import serve_logger
 from deployments.placement import take_slot, use_gpus
-from deployments.protocol import Directive, JoinAnswer, KvCache, Report
+from deployments.protocol.instructions import Directive, JoinAnswer, KvCache
+from deployments.protocol.reports import Report
 from deployments.replica.engine import Engine, EngineSpec
 from deployments.replica.follower import Follower
 from deployments.replica.gate import Gate

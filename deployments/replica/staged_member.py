@@ -5,19 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from deployments.errors import PayloadRejected, TransferFailed
-from deployments.protocol import (
-    Commit,
-    Connect,
-    Drop,
-    Forget,
-    Outcome,
-    Receive,
-    Staged,
-    StoreResult,
-    Swapped,
-    Verify,
-    WriteVersion,
-)
+from deployments.protocol.instructions import Commit, Connect, Drop, Forget, Receive, Verify, WriteVersion
+from deployments.protocol.reports import Outcome, Staged, StoreResult, Swapped
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
 from deployments.replica.progress import StagingProgress

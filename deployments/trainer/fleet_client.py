@@ -10,7 +10,8 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from deployments.protocol import FleetStatus, Lease, RoundOptions, RoundReport
+from deployments.protocol.publishing import Lease, RoundOptions, RoundReport
+from deployments.protocol.status import FleetStatus
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
 
 CALL_TIMEOUT_S = 600.0  # the controller has deadlines of its own; this one ends a call to a dead controller

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from deployments.logs import serve_logger
-from deployments.protocol import FleetStatus
+from deployments.protocol.status import FleetStatus
 
 CHECK_PERIOD_S = 5.0
 CONFIRMATIONS = 3  # checks in a row: a write to the store that is under way may still complete

@@ -12,7 +12,7 @@ from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
 
 from deployments.errors import FleetUnavailable
-from deployments.protocol import RoundOptions, RoundReport
+from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.trainer.snapshots import Snapshot, Snapshots

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import SlipstreamError
 from deployments.logs import serve_logger
-from deployments.protocol import RoundReport
+from deployments.protocol.publishing import RoundReport
 from deployments.trainer.lost_version import watch
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.worker import TrainerWorker

@@ -14,7 +14,8 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
-from deployments.protocol import RoundReport, StoreResult
+from deployments.protocol.publishing import RoundReport
+from deployments.protocol.reports import StoreResult
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.publisher import Publisher

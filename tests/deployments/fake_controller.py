@@ -10,14 +10,8 @@ from typing import Any
 import torch
 
 from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError, StalePublisher
-from deployments.protocol import (
-    ConnectionStatus,
-    FleetStatus,
-    Lease,
-    MemberStatus,
-    RoundOptions,
-    RoundReport,
-)
+from deployments.protocol.publishing import Lease, RoundOptions, RoundReport
+from deployments.protocol.status import ConnectionStatus, FleetStatus, MemberStatus
 from deployments.weights.transports.shm import open_segment
 from deployments.weights.wire.chunk_layout import parse, plan_chunks
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError, StalePublisher
-from deployments.protocol import FleetStatus, RoundOptions
+from deployments.protocol.publishing import RoundOptions
+from deployments.protocol.status import FleetStatus
 from tests.deployments.fake_controller import LEASE_S, FakeController
 from tests.deployments.ledger.ledger_scene import Scene
 

@@ -7,7 +7,8 @@ import pytest
 from ray import serve
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
-from deployments.protocol import InFlight, RoundOptions, RoundReport
+from deployments.protocol.operations import InFlight
+from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo

@@ -30,7 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.errors import TransferFailed
-from deployments.protocol import Outcome
+from deployments.protocol.reports import Outcome
 from deployments.weights.staging.base import Staging
 from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import ConnectState, StagingState

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from deployments.protocol import Outcome
+from deployments.protocol.reports import Outcome
 from deployments.weights.staging.reports import StagingState
 from deployments.weights.wire.checkpoint_schema import join_reasons, repeated
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest

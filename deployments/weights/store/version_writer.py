@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from deployments.logs import serve_logger
-from deployments.protocol import StoreResult
+from deployments.protocol.reports import StoreResult
 from deployments.weights.store.integrity import check_same
 from deployments.weights.store.manifest import StoredTensor, VersionManifest
 from deployments.weights.store.safetensors_file import write_safetensors

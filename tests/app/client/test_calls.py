@@ -9,7 +9,8 @@ import pytest
 
 from app.client import calls
 from app.client.connection import AsyncFleetClient, Call, FleetError
-from deployments.protocol import FleetStatus, InFlight, Pause
+from deployments.protocol.operations import InFlight, Pause
+from deployments.protocol.status import FleetStatus
 from tests.app.http.fake_controller import FakeController, report
 from tests.app.http.fake_trainer import STATUS, FakeTrainer
 from tests.app.http.serving import FakeRouter, client

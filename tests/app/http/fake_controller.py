@@ -7,24 +7,17 @@ from typing import Any
 from pydantic import JsonValue
 
 from deployments.errors import Conflict, RoundAborted, SlipstreamError, StalePublisher
-from deployments.protocol import (
+from deployments.protocol.json_values import json_only
+from deployments.protocol.operations import (
     AbortRequests,
-    Event,
-    FleetStatus,
     IsPaused,
     IsSleeping,
-    Lease,
-    MemberStatus,
     Operation,
-    PublisherSession,
-    ReplicaTimings,
-    RoundOptions,
-    RoundReport,
-    RoundStatus,
     Sleep,
     WeightChecksums,
-    json_only,
 )
+from deployments.protocol.publishing import Lease, PublisherSession, ReplicaTimings, RoundOptions, RoundReport
+from deployments.protocol.status import Event, FleetStatus, MemberStatus, RoundStatus
 
 REPLICAS = ("replica-0", "replica-1")
 

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from deployments.errors import InvalidRequest, RoundAborted
-from deployments.protocol import RoundReport
+from deployments.protocol.publishing import RoundReport
 from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
 from tests.app.http.fake_controller import report
 

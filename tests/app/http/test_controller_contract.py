@@ -9,7 +9,7 @@ import pytest
 from deployments.controller.controller import Controller
 from deployments.errors import Conflict, StalePublisher
 from deployments.ledger.limits import LedgerConfig
-from deployments.protocol import Lease, PublisherSession
+from deployments.protocol.publishing import Lease, PublisherSession
 from tests.app.http.fake_controller import FakeController
 
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from deployments.errors import Conflict
-from deployments.protocol import (
+from deployments.protocol.operations import (
     AbortRequests,
     InFlight,
     Operation,

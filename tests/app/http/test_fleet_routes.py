@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from app.http.fleet_routes import FleetRoutes
 from app.http.requests import EventsQuery
-from deployments.protocol import Event
+from deployments.protocol.status import Event
 from tests.app.http.fake_controller import FakeController, Handle, report, status
 from tests.app.http.fake_trainer import FakeTrainer
 from tests.app.http.serving import client

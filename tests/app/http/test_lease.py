@@ -10,7 +10,7 @@ from app.http.lease import PUBLISHER
 from app.http.requests import UpdateWeightsBody
 from app.http.weight_routes import WeightRoutes
 from deployments.errors import InvalidRequest, RoundAborted, StalePublisher, TransferAborted
-from deployments.protocol import RoundOptions
+from deployments.protocol.publishing import RoundOptions
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.app.http.serving import client
 

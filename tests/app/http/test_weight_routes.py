@@ -7,7 +7,7 @@ import pytest
 
 from app.http.weight_routes import agreed
 from deployments.errors import Conflict
-from deployments.protocol import WeightChecksums
+from deployments.protocol.operations import WeightChecksums
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deployments.controller.controller import Controller
 from deployments.ledger.limits import LedgerConfig
-from deployments.protocol import RoundReport
+from deployments.protocol.publishing import RoundReport
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 CONFIG = LedgerConfig(heartbeat_timeout_s=5, stage_timeout_s=5, commit_timeout_s=5, call_timeout_s=5)

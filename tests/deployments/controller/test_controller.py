@@ -16,16 +16,9 @@ from deployments.errors import (
     RoundAborted,
     StalePublisher,
 )
-from deployments.protocol import (
-    Call,
-    InFlight,
-    IsPaused,
-    Outcome,
-    Pause,
-    Sleep,
-    Verification,
-    Verify,
-)
+from deployments.protocol.instructions import Call, Verify
+from deployments.protocol.operations import InFlight, IsPaused, Pause, Sleep
+from deployments.protocol.reports import Outcome, Verification
 from tests.deployments.controller.fleet import LONGER_THAN_ANY_DEADLINE_S, Fleet, publish
 from tests.deployments.ledger.fake_replica import FakeReplica
 

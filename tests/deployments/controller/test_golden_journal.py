@@ -8,7 +8,8 @@ from pathlib import Path
 
 from deployments.controller.journal import NAME, Journal
 from deployments.ledger.ledger import Ledger
-from deployments.protocol import InFlight, Pause, Sleep, SleepTag, Verification, WakeUp
+from deployments.protocol.operations import InFlight, Pause, Sleep, SleepTag, WakeUp
+from deployments.protocol.reports import Verification
 
 GOLDEN = Path(__file__).with_name("golden") / "decisions-0.1.jsonl"
 KINDS = {

@@ -20,7 +20,9 @@ from deployments.ledger.decisions import (
     Stored,
     compact,
 )
-from deployments.protocol import CommitMode, InFlight, KvCache, RoundReport
+from deployments.protocol.instructions import CommitMode, KvCache
+from deployments.protocol.operations import InFlight
+from deployments.protocol.publishing import RoundReport
 from tests.deployments.controller.full_disk import full_disk
 
 MEMBER = Participant(replica_id="r", incarnation="i", world_size=2)

@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 
 from deployments.condition import MEMORY_TAGS, Condition, apply
-from deployments.protocol import (
-    AbortRequests,
-    Acknowledgement,
+from deployments.protocol.instructions import (
     Body,
     Call,
     CatchUp,
@@ -15,21 +13,13 @@ from deployments.protocol import (
     Drop,
     Forget,
     Instruction,
-    Outcome,
-    Pause,
     Receive,
     Release,
-    Report,
-    Resume,
-    Sleep,
-    SleepTag,
-    Staged,
-    StoreResult,
-    Swapped,
     Verify,
-    WakeUp,
     WriteVersion,
 )
+from deployments.protocol.operations import AbortRequests, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.reports import Acknowledgement, Outcome, Report, Staged, StoreResult, Swapped
 
 Value = Staged | Swapped | str | None
 

@@ -13,22 +13,10 @@ from deployments.errors import Conflict, SlipstreamError
 from deployments.ledger.decisions import Committed, Decision, compact, decode, encode
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
-from deployments.protocol import (
-    Body,
-    Call,
-    Commit,
-    CommitMode,
-    Drop,
-    IsPaused,
-    Operation,
-    Outcome,
-    Pause,
-    Resume,
-    RoundOptions,
-    Sleep,
-    SleepTag,
-    WakeUp,
-)
+from deployments.protocol.instructions import Body, Call, Commit, CommitMode, Drop
+from deployments.protocol.operations import IsPaused, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.publishing import RoundOptions
+from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import STORE
 

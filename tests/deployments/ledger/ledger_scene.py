@@ -8,21 +8,20 @@ from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import PendingCall
 from deployments.ledger.store_assignment import StoreLocation
-from deployments.protocol import (
-    Call,
-    FleetStatus,
+from deployments.protocol.instructions import Call
+from deployments.protocol.operations import (
     InFlight,
     IsPaused,
     Operation,
     Pause,
     ResetPrefixCache,
     Resume,
-    RoundOptions,
-    RoundReport,
     Sleep,
     SleepTag,
     WakeUp,
 )
+from deployments.protocol.publishing import RoundOptions, RoundReport
+from deployments.protocol.status import FleetStatus
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 STORE = StoreLocation(directory="/store", max_versions=3)

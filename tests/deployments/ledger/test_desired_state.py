@@ -5,7 +5,9 @@ import pytest
 from deployments.condition import Condition, apply, asleep, discarded, intact, path_to
 from deployments.errors import Conflict
 from deployments.ledger.decisions import compact
-from deployments.protocol import Call, InFlight, Outcome, Pause
+from deployments.protocol.instructions import Call
+from deployments.protocol.operations import InFlight, Pause
+from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, condition, operations
 

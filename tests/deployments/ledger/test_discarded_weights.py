@@ -4,7 +4,9 @@ import pytest
 
 from deployments.errors import Conflict
 from deployments.ledger.decisions import compact
-from deployments.protocol import Call, Commit, CommitMode, Outcome, Verify, WakeUp
+from deployments.protocol.instructions import Call, Commit, CommitMode, Verify
+from deployments.protocol.operations import WakeUp
+from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.ledger_scene import Scene, operation, operations, report_of
 
 

@@ -6,7 +6,8 @@ from deployments.errors import (
     Conflict,
     InvalidRequest,
 )
-from deployments.protocol import Connect, Outcome, Receive
+from deployments.protocol.instructions import Connect, Receive
+from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 

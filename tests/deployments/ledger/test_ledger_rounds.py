@@ -7,7 +7,8 @@ from deployments.errors import (
     RoundAborted,
     SlipstreamError,
 )
-from deployments.protocol import Body, Commit, CommitMode, Drop, Outcome, Receive, Verify
+from deployments.protocol.instructions import Body, Commit, CommitMode, Drop, Receive, Verify
+from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 REJECTED, FAILED, DONE = Outcome.REJECTED, Outcome.REPLICA_FAILED, Outcome.DONE

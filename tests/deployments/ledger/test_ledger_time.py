@@ -9,7 +9,9 @@ from deployments.errors import (
     RoundAborted,
     StalePublisher,
 )
-from deployments.protocol import Body, Call, Commit, Outcome, Receive, Release, Sleep, Verify
+from deployments.protocol.instructions import Body, Call, Commit, Receive, Release, Verify
+from deployments.protocol.operations import Sleep
+from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 

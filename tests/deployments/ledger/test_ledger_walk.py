@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
 from deployments.ledger.decisions import Committed, Finished
-from deployments.protocol import CommitMode
+from deployments.protocol.instructions import CommitMode
 from tests.deployments.ledger.ledger_moves import LedgerMoves
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError, TransferAborted
 from deployments.ledger.members import PendingCall
-from deployments.protocol import Body, Connect, Outcome, Receive, Verify
+from deployments.protocol.instructions import Body, Connect, Receive, Verify
+from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 TRANSFER_FAILED, REPLICA_FAILED = Outcome.TRANSFER_FAILED, Outcome.REPLICA_FAILED

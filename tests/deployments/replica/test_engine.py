@@ -7,20 +7,8 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.errors import PayloadRejected
-from deployments.protocol import (
-    Call,
-    Commit,
-    InFlight,
-    KvCache,
-    Operation,
-    Pause,
-    Receive,
-    Resume,
-    Sleep,
-    SleepTag,
-    StagingOptions,
-    WakeUp,
-)
+from deployments.protocol.instructions import Call, Commit, KvCache, Receive, StagingOptions
+from deployments.protocol.operations import InFlight, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.replica.engine import Engine
 from deployments.replica.engine_core import COMMIT
 from deployments.replica.staged_member import StagedMember

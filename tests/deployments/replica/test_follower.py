@@ -5,22 +5,20 @@ import asyncio
 import pytest
 
 from deployments.errors import PayloadRejected, TransferFailed
-from deployments.protocol import (
+from deployments.protocol.instructions import (
     Body,
     Commit,
     Connect,
     Directive,
     Drop,
-    InFlight,
     Instruction,
     KvCache,
-    Outcome,
     Receive,
-    Report,
     StagingOptions,
-    Value,
     Verify,
 )
+from deployments.protocol.operations import InFlight
+from deployments.protocol.reports import Outcome, Report, Value
 from deployments.replica.follower import Follower
 
 

@@ -14,7 +14,9 @@ import pytest
 from fastapi import FastAPI
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from deployments.protocol import Commit, Directive, InFlight, Instruction, KvCache, Report
+from deployments.protocol.instructions import Commit, Directive, Instruction, KvCache
+from deployments.protocol.operations import InFlight
+from deployments.protocol.reports import Report
 from deployments.replica.engine import Engine
 from deployments.replica.follower import Follower
 from deployments.replica.staged_member import StagedMember

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from deployments.errors import PayloadRejected
-from deployments.protocol import Commit, Drop, InFlight, KvCache, Receive, Staged, StagingOptions, Verify
+from deployments.protocol.instructions import Commit, Drop, KvCache, Receive, StagingOptions, Verify
+from deployments.protocol.operations import InFlight
+from deployments.protocol.reports import Staged
 from deployments.replica.native_member import NativeMember
 from deployments.weights.wire.chunk_layout import describe
 from tests.tiny_models import tiny_llama

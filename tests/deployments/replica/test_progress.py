@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from deployments.protocol import Outcome
+from deployments.protocol.reports import Outcome
 from deployments.replica.progress import StagingProgress
 from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import StagingState

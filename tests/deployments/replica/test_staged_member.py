@@ -9,23 +9,20 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.errors import PayloadRejected, TransferFailed
-from deployments.protocol import (
+from deployments.protocol.instructions import (
     CatchUp,
     Commit,
     Connect,
     Drop,
     Forget,
-    InFlight,
     KvCache,
-    Outcome,
     Receive,
-    Staged,
     StagingOptions,
-    StoreResult,
-    Swapped,
     Verify,
     WriteVersion,
 )
+from deployments.protocol.operations import InFlight
+from deployments.protocol.reports import Outcome, Staged, StoreResult, Swapped
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.reports import ConnectState, StagingState, to_wire
 from deployments.weights.store.version_writer import CommittedVersion, write_version

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from deployments.protocol import RoundReport
+from deployments.protocol.publishing import RoundReport
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 from tests.deployments.fake_controller import FakeController

@@ -3,7 +3,8 @@
 import pytest
 
 from deployments.errors import Conflict, RoundAborted, StalePublisher
-from deployments.protocol import CommitMode, RoundOptions
+from deployments.protocol.instructions import CommitMode
+from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.fleet_client import CALL_TIMEOUT_S, FleetWeightSyncClient
 from tests.deployments.fake_controller import LEASE_S, FakeController
 

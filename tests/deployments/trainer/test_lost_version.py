@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from deployments.errors import FleetUnavailable
-from deployments.protocol import FleetStatus, RoundStatus
+from deployments.protocol.status import FleetStatus, RoundStatus
 from deployments.trainer.lost_version import CONFIRMATIONS, is_lost, is_starved, watch
 from tests.deployments.fake_controller import FakeController, member_status
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deployments.errors import FleetUnavailable, RoundAborted
-from deployments.protocol import FleetStatus, RoundReport
+from deployments.protocol.publishing import RoundReport
+from deployments.protocol.status import FleetStatus
 from deployments.trainer.publisher import Publisher, PublishSource
 from tests.deployments.fake_controller import FakeController
 from tests.deployments.trainer.trainer_specs import trainer_spec

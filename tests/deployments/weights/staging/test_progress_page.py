@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.protocol import Outcome
+from deployments.protocol.reports import Outcome
 from deployments.weights.staging.progress_page import SLOT_BYTES, ProgressPage
 from deployments.weights.staging.reports import StagingState
 from deployments.weights.wire.shared_memory import DIRECTORY, open_mapping, remove_segment

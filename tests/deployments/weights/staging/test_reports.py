@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deployments.protocol import Outcome, StoreResult
+from deployments.protocol.reports import Outcome, StoreResult
 from deployments.weights.staging.reports import (
     ConnectState,
     LoadPlanSummary,

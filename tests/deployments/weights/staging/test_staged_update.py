@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.protocol import Outcome
+from deployments.protocol.reports import Outcome
 from deployments.weights.staging.reports import StagingState
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate, compare
 from deployments.weights.wire.digest import digest, digest_tensor, digests, inspect

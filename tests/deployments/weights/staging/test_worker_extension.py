@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.errors import TransferFailed
-from deployments.protocol import Outcome, StoreResult
+from deployments.protocol.reports import Outcome, StoreResult
 from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import ConnectState, LoadPlanSummary, StagingState, from_wire
 from deployments.weights.wire.digest import digests

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deployments.protocol import StoreResult
+from deployments.protocol.reports import StoreResult
 from deployments.weights.store.manifest import StoredTensor, VersionManifest
 from deployments.weights.store.model_files import copy_model_files
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter, write_version

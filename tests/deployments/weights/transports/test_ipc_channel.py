@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deployments.errors import TransferFailed
-from deployments.protocol import json_only
+from deployments.protocol.json_values import json_only
 from deployments.weights.transports.ipc import IpcWeightTransferEngine
 from deployments.weights.transports.ipc_channel import (
     ABANDONED,

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from deployments.errors import TransferFailed
-from deployments.protocol import Outcome
+from deployments.protocol.reports import Outcome
 from tests.deployments.weights.transports.transport_contract import (
     PATIENCE_S,
     connect,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deployments.errors import TransferFailed
-from deployments.protocol import Outcome
+from deployments.protocol.reports import Outcome
 from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest

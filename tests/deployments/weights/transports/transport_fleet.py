@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-from deployments.protocol import Outcome
+from deployments.protocol.reports import Outcome
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.reports import ConnectState, StagingState
 from deployments.weights.transports.registry import TRANSPORTS

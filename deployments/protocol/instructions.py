@@ -1,0 +1,151 @@
+"""What the controller wants a replica to do: instructions, in the directive that answers its poll."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from pydantic import JsonValue
+
+from deployments.protocol.operations import InFlight, Operation
+
+
+class KvCache(StrEnum):
+    """What happens to the KV cache of running requests at a commit."""
+
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+
+
+class CommitMode(StrEnum):
+    TOGETHER = "together"
+    ROLLING = "rolling"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Join the transfer group. `init_info` is the publisher's, with this replica's rank offset."""
+
+    name: ClassVar[str] = "connect"
+    init_info: Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingOptions:
+    """How a round is staged and will commit; the same for every payload of the round."""
+
+    retain_version: int | None = None  # retain the received tensors as this version, for the store
+    kv_cache: KvCache = KvCache.RECOMPUTE
+    in_flight: InFlight = InFlight.KEEP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive:
+    """Stage one payload: one for all workers, or a list with one for each. The first of a round begins it."""
+
+    name: ClassVar[str] = "receive"
+    round_id: int
+    payload: JsonValue
+    options: StagingOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """No payload follows: check that the staged version is complete. Acknowledged with `Staged`."""
+
+    name: ClassVar[str] = "verify"
+    round_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Swap between two decoding steps. Acknowledged with `Swapped`."""
+
+    name: ClassVar[str] = "commit"
+    round_id: int
+    version: int
+    hold: bool  # stay paused after the swap until RELEASE (`commit: together`)
+    kv_cache: KvCache
+    in_flight: InFlight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Resume after a commit that held."""
+
+    name: ClassVar[str] = "release"
+    round_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """Discard the staging of a round; without a round, leave a rendezvous."""
+
+    name: ClassVar[str] = "drop"
+    round_id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatchUp:
+    """Load a stored version."""
+
+    name: ClassVar[str] = "catch_up"
+    version: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Carry out an operation. Acknowledged with its answer."""
+
+    name: ClassVar[str] = "call"
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteVersion:
+    """Begin to write a retained version to the store; reports say how it ended."""
+
+    name: ClassVar[str] = "store"
+    version: int
+    label: str | None
+    directory: str
+    max_versions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """A retained version is in the store: free its memory."""
+
+    name: ClassVar[str] = "forget"
+    version: int
+
+
+Body = Connect | Receive | Verify | Commit | Release | Drop | CatchUp | Call | WriteVersion | Forget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    seq: int
+    body: Body
+    deadline_s: float  # how long the replica may take; the ledger fences it a little later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """What the controller wants of one replica."""
+
+    admitted: bool  # may take requests
+    committed_version: int
+    epoch: int
+    instructions: Sequence[Instruction] = ()  # in order; those already seen are to be ignored
+    acknowledged: Sequence[int] = ()  # acknowledgements that arrived: not to be sent again
+    fenced: str | None = None  # the reason; stop for good
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinAnswer:
+    """Where a starting replica gets its first weights: a directory that vLLM can load."""
+
+    version: int
+    path: str | None  # None: the checkpoint that the fleet was configured with

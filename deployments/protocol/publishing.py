@@ -1,0 +1,61 @@
+"""A publisher's lease and options, and the report of its round."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deployments.protocol.instructions import CommitMode, KvCache
+from deployments.protocol.operations import InFlight
+from deployments.protocol.reports import Verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    publisher: str
+    token: int  # fencing token: a call with an older one is refused
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherSession:
+    """The state of a publisher whose calls carry no token."""
+
+    token: int
+    round_id: int | None  # the open round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOptions:
+    """None means what the fleet was configured with.
+
+    `persist`: a replica writes the version to the store after the commit, because its publisher will not.
+    """
+
+    commit: CommitMode | None = None
+    kv_cache: KvCache | None = None
+    in_flight: InFlight | None = None
+    persist: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaTimings:
+    bytes: int = 0
+    stage_s: float = 0.0
+    verify_s: float = 0.0
+    swap_s: float = 0.0  # as in `Swapped`
+    gap_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundReport:
+    """What `publish()` returns, and one entry of the history."""
+
+    round_id: int
+    version: int
+    label: str | None
+    epoch: int
+    phase: str  # committed | aborted
+    reason: str  # why it aborted, else empty
+    duration_s: float
+    verification: Verification = Verification.NONE
+    replicas: Mapping[str, ReplicaTimings] = field(default_factory=dict)
+    fenced: Mapping[str, str] = field(default_factory=dict)  # replica -> why it was left behind

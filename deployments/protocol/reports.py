@@ -1,0 +1,74 @@
+"""What a replica says of itself in every poll."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pydantic import JsonValue
+
+
+class Outcome(StrEnum):
+    DONE = "done"
+    REJECTED = "rejected"  # nothing is staged, the replica is intact: wrong payload, or nothing came in time
+    TRANSFER_FAILED = "transfer_failed"  # a peer or the publisher is gone: the replica is intact, send again
+    REPLICA_FAILED = "replica_failed"  # its weights may be uncertain: it is always fenced
+
+
+class Verification(StrEnum):
+    """What the digests of a round were compared with."""
+
+    PUBLISHER = "publisher"  # each tensor's digest with the one that the publisher stated for it
+    REPLICAS = "replicas"  # the replicas' digests with each other; the publisher stated none
+    NONE = "none"  # nothing: one replica, and a publisher that states none (or not recorded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A version is complete on a replica."""
+
+    digest: str  # of all its tensors
+    compared: bool  # each tensor's digest equals the one that the publisher stated
+    size_bytes: int
+    stage_s: float
+    verify_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swapped:
+    swap_s: float  # of the workers; on a GPU the time to queue the copies
+    gap_s: float  # from the call to commit until requests go on
+
+
+Value = Staged | Swapped | JsonValue  # JSON: the answer to an operation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledgement:
+    seq: int
+    outcome: Outcome
+    message: str = ""  # what was expected and what came, when not DONE
+    value: Value = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreResult:
+    """How a replica's last write to the store ended."""
+
+    version: int
+    label: str | None
+    path: str
+    problem: str  # why it is not in the store; empty if it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a replica says of itself in every poll."""
+
+    replica_id: str
+    incarnation: str
+    version: int  # the weights that its engine holds
+    world_size: int  # TP x PP x DP workers
+    staged_round: int | None  # a round whose staging is complete and verified here, or whose bytes are live
+    retained_version: int | None = None  # committed; its tensors are retained for the store
+    store_result: StoreResult | None = None
+    acknowledgements: Sequence[Acknowledgement] = ()

@@ -1,0 +1,77 @@
+"""What the controller tells about the fleet: `/fleet` and `/fleet/events`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    replica_id: str
+    incarnation: str
+    state: str  # returning | joining | serving | fenced
+    admitted: bool
+    version: int
+    world_size: int
+    silent_s: float  # since its last poll
+    pending: Sequence[str]  # instructions that it has not acknowledged
+    reason: str  # why it is fenced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundStatus:
+    round_id: int
+    version: int
+    label: str | None
+    phase: str
+    age_s: float
+    participants: Sequence[str]  # replica ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseStatus:
+    """Without the token: that is for its holder alone."""
+
+    publisher: str
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionStatus:
+    connection_id: int
+    publisher: str
+    collective: bool
+    epoch: int
+    replicas: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    """The body of `/fleet`."""
+
+    committed_version: int
+    label: str | None
+    stored_version: int | None
+    epoch: int
+    ready: bool  # at least `min_replicas` serve
+    min_replicas: int
+    workers: int  # TP x PP x DP workers of all live replicas
+    members: Sequence[MemberStatus]
+    round: RoundStatus | None
+    lease: LeaseStatus | None
+    connection: ConnectionStatus | None
+    store_problem: str | None  # why the committed version will not get into the store
+    condition: Sequence[str]  # names of the operations that lead a fresh engine to the fleet's condition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    event_id: int
+    name: str
+    at: float  # seconds; of the controller's clock inside it, since the epoch outside
+    fields: Mapping[str, JsonValue]
+
+    def body(self) -> dict[str, JsonValue]:
+        """The event as `/fleet/events` sends it."""
+        return {"id": self.event_id, "event": self.name, "at": self.at, **self.fields}
