@@ -1,0 +1,156 @@
+"""The router in front of replica fronts on their own servers; only Serve's choice of a replica is a fake."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from deployments.errors import Conflict, ReplicaUnavailable, SlipstreamError
+from deployments.replica.http_front import ReplicaFront, ReplicaServer
+from deployments.replica.spans import RECORDER
+from deployments.request_headers import Demand
+from deployments.router.policy import Candidate, order_candidates
+from deployments.router.router import Router, RouterLimits
+
+SPANS = [{"version": 7, "start": 0, "end": 3}]
+
+
+class Engine:
+    """What stands behind a front: an application with the kinds of answers that vLLM gives."""
+
+    def __init__(self) -> None:
+        self.refusal: str | None = None
+        self.left = 0  # streams that were not read to their end
+        self.asked: list[str] = []  # paths of the requests that passed the front
+        self.lives = asyncio.Event()  # answers of /late wait for it
+        self.app = Starlette(
+            routes=[
+                Route("/whole", self.whole, methods=["POST"]),
+                Route("/stream", self.stream),
+                Route("/die", self.die, methods=["GET", "POST"]),
+                Route("/die-in-stream", self.die_in_stream, methods=["POST"]),
+                Route("/late", self.late, methods=["POST"]),
+                Route("/text", self.text),
+            ]
+        )
+
+    async def whole(self, request: Request) -> Response:
+        self._spans()
+        body = (await request.body()).decode()
+        seen = {"body": body, "query": request.url.query, "path": request.scope["path"]}
+        return JSONResponse({"choices": [{"index": 0, "finish_reason": "length"}], "seen": seen})
+
+    async def stream(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[str]:
+            finished = False
+            try:
+                for number in range(int(request.query_params["events"])):
+                    yield f'data: {{"n": {number}, "choices": []}}\n\n'
+                    await asyncio.sleep(0.01)
+                self._spans()
+                yield 'data: {"choices": [{"index": 0, "finish_reason": "stop"}]}\n\n'
+                finished = True
+                if "break" in request.query_params:
+                    raise RuntimeError("broken in the middle")
+            finally:
+                self.left += not finished
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def die(self, request: Request) -> Response:
+        self.asked.append(request.url.path)
+        self.refusal = "the engine is dead"
+        return JSONResponse({"error": {"message": "EngineDeadError"}}, status_code=500)
+
+    async def die_in_stream(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[str]:
+            self.asked.append(request.url.path)
+            self.refusal = "the engine is dead"
+            yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def late(self, request: Request) -> Response:
+        self.asked.append(request.url.path)
+        await self.lives.wait()
+        return PlainTextResponse("late")
+
+    async def text(self, request: Request) -> Response:
+        return PlainTextResponse("plain", headers={"x-own": "kept"})
+
+    def _spans(self) -> None:
+        recorder = RECORDER.get()
+        assert recorder is not None
+        recorder.record(0, SPANS)
+
+
+class Fleet:
+    """Stands for Serve's handle: real fronts, chosen by the real policy."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.fronts: dict[str, ReplicaFront] = {}
+        self.metadata: dict[str, dict[str, Any]] = {}
+
+    async def add(self, name: str) -> ReplicaServer:
+        engine = self.engines[name] = Engine()
+
+        async def gate(demand: Demand) -> None:
+            if engine.refusal is not None:
+                raise ReplicaUnavailable(engine.refusal)
+            if demand.min_version > 7:
+                raise Conflict("x-min-weight-version asks for more", {"waited_s": demand.timeout_s})
+
+        front = ReplicaFront(
+            engine.app, replica_id=name, gate=gate, refusal=lambda: engine.refusal, version=lambda: 6
+        )
+        self.fronts[name] = front
+        server = ReplicaServer(front, "127.0.0.1")
+        self.metadata[name] = {"address": server.address, "key": front.key}
+        return server
+
+    @asynccontextmanager
+    async def choose_replica(self, demand: Demand, *, _reserve: bool) -> AsyncIterator[Any]:
+        known = [Candidate(replica_id=name, version=6, admitted=True) for name in self.metadata]
+        ranks = order_candidates(known, demand)
+        if not ranks:
+            await asyncio.sleep(3600)
+        yield SimpleNamespace(replica_id=ranks[0][0], replica_metadata=self.metadata[ranks[0][0]])
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SlipstreamError)
+    headers = {"retry-after": f"{error.detail.get('retry_after_s', 1):g}"} if error.status == 503 else {}
+    return JSONResponse(error.body(), error.status, headers=headers)
+
+
+@asynccontextmanager
+async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Router, httpx.AsyncClient]]:
+    defaults = {
+        "max_in_flight": 8,
+        "max_body_bytes": 100,
+        "retry_after_s": 2.0,
+        "find_replica_timeout_s": 1.0,
+        "weight_timeout_s": 3.5,
+    }
+    fleet = Fleet()
+    router = Router(fleet, RouterLimits(**(defaults | limits)))
+    app = Starlette(
+        routes=[Route("/{path:path}", router)], exception_handlers={SlipstreamError: answer_error}
+    )
+    async with AsyncExitStack() as stack:
+        for name in names:
+            stack.push_async_callback((await fleet.add(name)).close)
+        front = ReplicaServer(app, "127.0.0.1")
+        stack.push_async_callback(front.close)
+        stack.push_async_callback(router.close)
+        client = httpx.AsyncClient(base_url=f"http://{front.address}", timeout=10)
+        yield fleet, router, await stack.enter_async_context(client)
