@@ -37,6 +37,9 @@ MARK = "SLIPSTREAM_CLUSTER"
 _NODE_ADDRESS = "127.0.0.2"
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 15.0
+_START_SLOW = (
+    "timed out during startup"  # in Ray's log: it gives a node 30 s, which a busy machine may exceed
+)
 
 
 class ClusterError(RuntimeError):
@@ -71,6 +74,21 @@ class LocalCluster:
             ClusterError: a port is taken, or Ray did not come up.
         """
         require_free_port(self._dashboard_port, "Ray's dashboard")
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        self._start_head()
+        while not self._answers():
+            if _START_SLOW in self._end_of_log() and self._head_has_ended():
+                print("Ray took more than its own 30 s to start: starting it again", flush=True)
+                self._end_processes()
+                self._start_head()
+            self.require_alive()
+            if time.monotonic() > deadline_s:
+                raise ClusterError(
+                    f"Ray did not come up within {_START_TIMEOUT_S:.0f} s: see {self.directory}"
+                )
+            time.sleep(0.25)
+
+    def _start_head(self) -> None:
         with (self.directory / "ray-start.log").open("wb") as log:
             self._head = subprocess.Popen(
                 self._command(),
@@ -80,14 +98,6 @@ class LocalCluster:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # no Ctrl-C from the terminal: Serve has to stop before Ray
             )
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while not self._answers():
-            self.require_alive()
-            if time.monotonic() > deadline_s:
-                raise ClusterError(
-                    f"Ray did not come up within {_START_TIMEOUT_S:.0f} s: see {self.directory}"
-                )
-            time.sleep(0.25)
 
     def require_alive(self) -> None:
         """Return if the head node runs.
@@ -95,9 +105,15 @@ class LocalCluster:
         Raises:
             ClusterError: it does not; with the end of its log.
         """
-        if self._head is None or self._head.poll() is not None:
-            log = (self.directory / "ray-start.log").read_text(encoding="utf-8", errors="replace")
-            raise ClusterError(f"Ray has stopped (logs: {self.directory}):\n{log[-2000:].strip()}")
+        if self._head_has_ended():
+            raise ClusterError(f"Ray has stopped (logs: {self.directory}):\n{self._end_of_log()}")
+
+    def _head_has_ended(self) -> bool:
+        return self._head is None or self._head.poll() is not None
+
+    def _end_of_log(self) -> str:
+        log = (self.directory / "ray-start.log").read_text(encoding="utf-8", errors="replace")
+        return log[-2000:].strip()
 
     def deploy(self, document: Mapping[str, Any]) -> None:
         """Have Serve start the applications of a config.
@@ -133,16 +149,20 @@ class LocalCluster:
         if self._head is not None and self._head.poll() is None:
             self._head.terminate()  # `ray start --block` ends its children
             _wait(self._head, _STOP_TIMEOUT_S)
+        self._end_processes()
+        if self._head is not None:
+            _wait(self._head, 1)
+        if not keep_logs:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _end_processes(self) -> None:
+        """End every process that carries the mark; return when they are gone, or do not go."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline_s = time.monotonic() + _STOP_TIMEOUT_S
             while (left := list(marked_processes(self.mark))) and time.monotonic() < deadline_s:
                 for pid in left:
                     _send(pid, number)
                 time.sleep(0.2)
-        if self._head is not None:
-            _wait(self._head, 1)
-        if not keep_logs:
-            shutil.rmtree(self.directory, ignore_errors=True)
 
     def _answers(self) -> bool:
         try:

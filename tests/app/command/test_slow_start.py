@@ -1,0 +1,52 @@
+"""Ray gives a node 30 s to start, which a busy machine may exceed: the launcher starts it once more."""
+
+import os
+import sys
+
+import pytest
+
+from app.command.cluster import ClusterError, LocalCluster, free_ports
+
+GIVES_UP = "print('The current node timed out during startup.'); raise SystemExit(1)"
+FAILS = "print('no such option'); raise SystemExit(2)"
+SERVES = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Dashboard(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Dashboard).serve_forever()
+"""
+
+
+class Head(LocalCluster):
+    """A cluster whose head node is a script, another one for each start."""
+
+    def __init__(self, *scripts: str) -> None:
+        (self.port,) = free_ports(1)
+        super().__init__(dashboard_port=self.port, environment=dict(os.environ))
+        self._scripts = list(scripts)
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-c", self._scripts.pop(0), str(self.port)]
+
+
+def test_a_node_that_ray_gave_up_is_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Head(GIVES_UP, SERVES)
+    try:
+        cluster.start()
+    finally:
+        cluster.stop(keep_logs=False)
+    assert capsys.readouterr().out == "Ray took more than its own 30 s to start: starting it again\n"
+
+
+def test_any_other_end_is_an_error_at_once() -> None:
+    cluster = Head(FAILS, SERVES)
+    try:
+        with pytest.raises(ClusterError, match=r"Ray has stopped .*\nno such option"):
+            cluster.start()
+    finally:
+        cluster.stop(keep_logs=False)
