@@ -42,7 +42,7 @@ class Journal:
             self._lock = StateLock(directory, wait_s=lock_wait_s)
             try:
                 self._open()
-            except BaseException:
+            except BaseException:  # whatever it was, the next process may use the directory
                 self._lock.close()
                 raise
         except JournalError:
