@@ -172,15 +172,3 @@ def trainer_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
     if backend in _NATIVE:
         return import_module(f"{_PACKAGE}.native").trainer_init_info(backend, facts)
     raise ValueError(f"backend must be one of {sorted(BACKENDS)}, got {backend!r}")
-
-
-def by_backend(backend: str) -> Transport:
-    """The transport of a name in vLLM's registry.
-
-    Raises:
-        ValueError: none of ours.
-    """
-    transport = _BY_BACKEND.get(backend)
-    if transport is None:
-        raise ValueError(f"backend must be one of {sorted(_BY_BACKEND)}, got {backend!r}")
-    return transport

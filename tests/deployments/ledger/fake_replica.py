@@ -18,7 +18,7 @@ from deployments.protocol.instructions import (
     Verify,
     WriteVersion,
 )
-from deployments.protocol.operations import AbortRequests, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.operations import Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.reports import Acknowledgement, Outcome, Report, Staged, StoreResult, Swapped
 
 Value = Staged | Swapped | str | None
@@ -192,9 +192,7 @@ class FakeReplica:
                     self.staging_intact = False
             case WakeUp():
                 self.memory.wake_up(operation.tags)
-            case AbortRequests():
-                pass
-            case _:
+            case _:  # none of the others touches memory
                 pass
         if isinstance(operation, Pause | Resume | Sleep | WakeUp):
             self.condition = apply(self.condition, operation)
