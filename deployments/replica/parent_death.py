@@ -1,21 +1,47 @@
-"""An engine's processes end with the replica that started them, however it ended.
+"""An engine's processes end with the replica that started them, however it ended, and leave no names behind.
 
 vLLM's engine core does not notice that its front end was killed: it would hold its memory, and the GPU,
-forever.
+forever. Its processes would leave what they have named outside of themselves: segments and semaphores in
+/dev/shm, sockets in /tmp. Names of the replica's own (`deployments.weights.wire.ownership`) let its successor
+tell them from those of others.
 """
 
 import ctypes
 import multiprocessing
 import os
 import signal
+from multiprocessing import shared_memory
+from typing import Any
 
-OWNER = "SLIPSTREAM_ENGINE_OWNER"  # set by a replica before it starts its engine: its process id
+from deployments.weights.wire.ownership import DIRECTORY, PREFIX, disown, owner, remove_orphans
+
+OWNER = "SLIPSTREAM_ENGINE_OWNER"  # set by a replica before it starts its engine: its name in /dev/shm
+_SOCKETS = "VLLM_RPC_BASE_PATH"
 _PR_SET_PDEATHSIG = 1
+_RANDOM_DIGITS = 16
 
 
 def own_engine() -> None:
-    """Called by a replica: the processes that vLLM spawns from here on are its own."""
-    os.environ[OWNER] = str(os.getpid())
+    """Called by a replica: the processes that vLLM spawns from here on are its own, and what they name.
+
+    Removes what was left by replicas that are gone.
+    """
+    remove_orphans()
+    os.environ[OWNER] = owner().id
+    if _SOCKETS not in os.environ:
+        sockets = DIRECTORY / owner().name("ipc")
+        sockets.mkdir(mode=0o700, exist_ok=True)
+        os.environ[_SOCKETS] = str(sockets)
+    _use_names_of(owner().id)
+
+
+def disown_engine() -> None:
+    """Called by a replica whose engine has ended: removes what was named."""
+    sockets = os.environ.get(_SOCKETS, "")
+    if OWNER in os.environ and sockets.startswith(f"{DIRECTORY}/{PREFIX}-{os.environ[OWNER]}"):
+        del os.environ[_SOCKETS]
+    os.environ.pop(OWNER, None)
+    disown()
 
 
 def follow_owner() -> None:
@@ -30,3 +56,13 @@ def follow_owner() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it died before the signal was requested
         os._exit(1)
+    _use_names_of(os.environ[OWNER])
+
+
+def _use_names_of(owner_id: str) -> None:
+    """Python's own names of segments (`psm_...`) and semaphores (`mp-...`) say nothing of who made them."""
+    process: Any = multiprocessing.current_process()
+    process._config["semprefix"] = f"/{PREFIX}-{owner_id}-mp"  # spawned processes inherit it
+    names: Any = shared_memory
+    names._SHM_NAME_PREFIX = f"/{PREFIX}-{owner_id}-psm-"
+    names._SHM_SAFE_NAME_LENGTH = len(names._SHM_NAME_PREFIX) + _RANDOM_DIGITS

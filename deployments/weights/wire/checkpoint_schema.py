@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +95,17 @@ def repeated(received: Mapping[str, object], offered: Mapping[str, object]) -> l
     return [
         f"{name!r} came twice in this round; is another publisher sending too?"
         for name in sorted(offered.keys() & received.keys())
+    ]
+
+
+def torn(lacking: Collection[str], offered: Iterable[str]) -> list[str]:
+    """One sentence for each tensor of `offered` whose module would be of two versions: another tensor of it
+    is lacking, and stays as it was loaded."""
+    modules = {name.rpartition(".")[0]: name for name in lacking}
+    return [
+        f"{name!r} came without {modules[module]!r} of the same module"
+        for name in offered
+        if (module := name.rpartition(".")[0]) in modules
     ]
 
 

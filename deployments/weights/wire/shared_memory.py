@@ -4,21 +4,20 @@ import mmap
 import os
 import re
 import uuid
-from pathlib import Path
 from typing import Self
 
-DIRECTORY = Path("/dev/shm")
-PREFIX = "slipstream"
-_NAME = re.compile(rf"{PREFIX}-(\d+)-[0-9a-f]{{32}}")
+from deployments.weights.wire.ownership import DIRECTORY, PREFIX, owner
+
+_NAME = re.compile(rf"{PREFIX}-[0-9a-f]{{32}}-[0-9a-f]{{32}}")
 
 
 def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
-    """A new segment, mapped for writing, and its name.
+    """A new segment of this process, mapped for writing, and its name.
 
     Raises:
         OSError: not enough shared memory; the message has the sizes.
     """
-    name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex}"
+    name = owner().name(uuid.uuid4().hex)
     descriptor = os.open(DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         try:
@@ -85,11 +84,3 @@ class SharedWords:
 def remove_segment(name: str) -> None:
     """Remove a segment's name, if it exists; mappings stay valid."""
     (DIRECTORY / name).unlink(missing_ok=True)
-
-
-def remove_orphans() -> None:
-    """Remove the segments of processes of this host that are gone."""
-    for path in DIRECTORY.glob(f"{PREFIX}-*"):
-        match = _NAME.fullmatch(path.name)
-        if match is not None and not Path(f"/proc/{match.group(1)}").exists():
-            path.unlink(missing_ok=True)

@@ -38,13 +38,37 @@ def test_a_payload_without_handles_is_unchanged(payload: dict[str, Any]) -> None
 
 
 def test_what_is_no_handle_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^expected the 15 parts of a CUDA IPC handle, got \(1, 2\): "):
+    with pytest.raises(ValueError, match=r"^expected the 15 parts of a CUDA IPC handle, got a tuple of 2: "):
         encode_handle((1, 2))
     with pytest.raises(ValueError, match=r"^expected a CUDA IPC handle by GPU UUID, got str$"):
         encode_handles("GPU-1")
 
 
-@pytest.mark.parametrize("handles", [{"GPU-1": {"size": [2]}}, {"GPU-1": 5}, ["GPU-1"]])
+def changed(**parts: Any) -> dict[str, Any]:
+    return {"GPU-1": encode_handle(handle()) | parts}
+
+
+@pytest.mark.parametrize(
+    "handles",
+    [
+        {"GPU-1": {"size": [2]}},
+        {"GPU-1": 5},
+        ["GPU-1"],
+        changed(dtype="load"),
+        changed(dtype="__dict__"),
+        changed(dtype=["bfloat16"]),
+        changed(size=[-2, 3]),
+        changed(size=[2]),
+        changed(size="23"),
+        changed(stride=[True, 1]),
+        changed(offset=-1),
+        changed(size_bytes=1 << 63),
+        changed(device="0"),
+        changed(memory="!"),
+        changed(memory="A" * 4000),
+        changed(counter=None),
+    ],
+)
 def test_what_cannot_be_decoded_is_refused(handles: Any) -> None:
     with pytest.raises(ValueError, match=r"^expected encoded CUDA IPC handles by GPU UUID: "):
         decode_payload({"ipc_handles": handles})

@@ -1,0 +1,112 @@
+"""Names in shared memory whose owner is gone are removed, and no others. The owners are real processes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deployments.weights.wire.ownership import DIRECTORY, disown, owner, remove_orphans
+
+HOLDS = """
+import multiprocessing.synchronize, sys, time
+from deployments.weights.wire.ownership import DIRECTORY, owner
+from deployments.weights.wire.shared_memory import create_mapping
+create_mapping(8)
+(DIRECTORY / owner().name("ipc")).mkdir()
+(DIRECTORY / owner().name("ipc") / "socket").touch()
+(DIRECTORY / ("sem." + owner().name("mp-1"))).touch()
+print(owner().id, flush=True)
+sys.stdin.read()
+"""
+
+
+class Holder:
+    """A process with a segment, a directory and a semaphore."""
+
+    def __init__(self, *prefix: str) -> None:
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.owner_id = self._process.stdout.readline().strip()
+
+    def names(self) -> list[str]:
+        return [path.name for path in DIRECTORY.iterdir() if f"slipstream-{self.owner_id}-" in path.name]
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture
+def holder() -> Iterator[Callable[..., Holder]]:
+    started: list[Holder] = []
+
+    def start(*prefix: str) -> Holder:
+        started.append(Holder(*prefix))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+    remove_orphans()
+
+
+def test_names_of_a_killed_process_are_removed_and_those_of_a_living_one_are_not(
+    holder: Callable[..., Holder],
+) -> None:
+    killed, living = holder(), holder()
+    assert len(killed.names()) == len(living.names()) == 4
+    killed.kill()
+    remove_orphans()
+    assert killed.names() == []
+    assert len(living.names()) == 4
+
+
+def in_a_namespace() -> tuple[str, ...]:
+    command = ("unshare", "--pid", "--fork", "--kill-child")
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], check=False).returncode:
+        pytest.skip("this user may not make a process namespace")
+    return command
+
+
+def test_process_ids_do_not_count_because_containers_have_their_own(holder: Callable[..., Holder]) -> None:
+    # Inside, the process has number 1: outside, that is another process, and it never ends.
+    inside = holder(*in_a_namespace())
+    remove_orphans()
+    assert len(inside.names()) == 4
+    inside.kill()
+    deadline = time.monotonic() + 20
+    while inside.names():  # the namespace ends a moment after the process that made it
+        assert time.monotonic() < deadline, inside.names()
+        remove_orphans()
+        time.sleep(0.05)
+
+
+def test_names_of_other_programs_are_left_alone() -> None:
+    others = [DIRECTORY / f"psm_{os.getpid()}", DIRECTORY / f"slipstream-{os.getpid()}-notes"]
+    for path in others:
+        path.touch()
+    try:
+        remove_orphans()
+        assert all(path.exists() for path in others)
+    finally:
+        for path in others:
+            path.unlink()
+
+
+def test_a_process_can_remove_what_it_owns() -> None:
+    names = Path(DIRECTORY / owner().name("x"))
+    names.touch()
+    own = owner().id
+    remove_orphans()
+    assert names.exists()
+    disown()
+    assert not [path for path in DIRECTORY.iterdir() if own in path.name]
+    assert owner().id != own
