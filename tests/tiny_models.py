@@ -3,11 +3,16 @@
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -106,5 +111,93 @@ def save_tiny_experts(directory: Path, seed: int, *, dtype: torch.dtype = torch.
         dtype=dtype,
     )
     Qwen3MoeForCausalLM(config).to(dtype).eval().save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def save_tiny_tied_twice(directory: Path, seed: int) -> Path:
+    """Tied embeddings whose checkpoint stores `lm_head` beside them, and a rotary table, as old ones do."""
+    save_tiny_llama(directory, seed, tied=True)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    frequencies = 1.0 / 10000.0 ** (torch.arange(0, 32, 2) / 32)
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = frequencies.clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def save_tiny_mtp(directory: Path, seed: int) -> Path:
+    """A mixture of experts with a layer of multi-token prediction, which transformers leaves out."""
+    torch.manual_seed(seed)
+    config = Glm4MoeConfig(
+        vocab_size=258,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=1,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    Glm4MoeForCausalLM(config).eval().save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    last = {name: tensor for name, tensor in tensors.items() if ".layers.1." in name}
+    tensors |= {name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in last.items()}
+    tensors["model.layers.2.eh_proj.weight"] = torch.randn(128, 256)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"model.layers.2.{norm}.weight"] = torch.ones(128)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_tokenizer(directory)
+    return directory
+
+
+def save_tiny_vision_language(directory: Path, seed: int) -> Path:
+    """A language model that also sees: transformers' causal model of it is the language part alone."""
+    torch.manual_seed(seed)
+    text = {
+        "vocab_size": 258,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "max_position_embeddings": 1024,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "initializer_range": 0.1,
+        "dtype": "float32",
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "patch_size": 4,
+        "num_position_embeddings": 16,
+    }
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    Qwen3_5ForConditionalGeneration(config).eval().save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["mtp.fc.weight"] = torch.randn(128, 256)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(directory)
     return directory

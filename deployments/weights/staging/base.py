@@ -1,8 +1,10 @@
-"""What the transfer engine requires of a staging: where a version waits until the fleet has decided."""
+"""What the transfer engine requires of a staging, where a version waits until the fleet has decided, and of
+the engine whatever its staging."""
 
 from typing import Protocol
 
 import torch
+from vllm.config import VllmConfig
 
 from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.wire.chunk_layout import Chunk
@@ -10,6 +12,9 @@ from deployments.weights.wire.digest_definition import Findings
 from deployments.weights.wire.received_chunk import ReceivedChunk
 
 Tensors = list[tuple[str, torch.Tensor]]  # by Hugging Face name
+
+# Methods of speculative decoding.
+_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 
 
 class Staging(Protocol):
@@ -34,12 +39,13 @@ class Staging(Protocol):
     def plans(self) -> LoadPlanSummary:
         """How many chunks `replay` stages, and why it does not stage others."""
 
-    def finalize(self, *, complete: bool) -> list[str]:
+    def finalize(self, *, complete: bool, partial: bool) -> list[str]:
         """Finish what loading left open: nothing more arrives. Called on the staging thread.
 
         Args:
             complete: every tensor of the model's checkpoint arrived, so that what was never written is
                 padding and not a missing tensor.
+            partial: of which a part is left as it was loaded, so that layers may have received nothing.
 
         Returns:
             The names of the model's parameters that were not filled.
@@ -57,3 +63,24 @@ class Staging(Protocol):
 
     def release(self) -> None:
         """Hold no memory in which chunks arrive: its connection ends."""
+
+
+def check_draft(vllm_config: VllmConfig) -> None:
+    """Check that no draft model was loaded from the checkpoint whose later versions arrive here.
+
+    A draft with a checkpoint of its own is no part of a version, and the served model checks what it
+    proposes. Layers that the two share follow the update.
+
+    Raises:
+        ValueError: one was: an update would leave it at the first version.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_WEIGHTS:
+        return
+    draft = speculative.draft_model_config
+    if draft is not None and draft.model == vllm_config.model_config.model:
+        raise ValueError(
+            f"speculative decoding with method {speculative.method!r} loads a draft model from the served "
+            f"model's own checkpoint, {draft.model!r}, and updates would not reach it; use a draft model "
+            "with a checkpoint of its own, or no speculative decoding"
+        )

@@ -11,10 +11,10 @@ There are two ways to fill it, chosen at construction by what the model does aft
     layerwise   weights are repacked or quantized (online fp8, MLA, some MoE kernels): vLLM's layerwise
                 reload collects a layer's tensors, processes them and copies the result over the shadow
 
-What cannot be staged: what a layer derives from its weights and stores outside its parameters and
-buffers (`_k_scale_float` of a calibrated fp8 cache), a draft model, LoRA (it wraps the live modules),
-expert load balancing (it moves experts between ranks), and weights that are offloaded to the host.
-The last three are refused at construction.
+Whatever a layer derives from its weights and keeps beside its parameters and buffers is swapped too, or the
+engine refuses to start (`derived`). LoRA (it wraps the live modules), expert load balancing (it moves experts
+between ranks), weights that are offloaded to the host and a draft model from the same checkpoint are refused
+as well.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -27,15 +27,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from deployments.weights.staging.base import Tensors
+from deployments.weights.staging.derived import Derived
 from deployments.weights.staging.load_plan import LoadPlans
 from deployments.weights.staging.nan_poison import NanPoison
+from deployments.weights.staging.pairs import pair
 from deployments.weights.staging.reports import LoadPlanSummary
-from deployments.weights.staging.shadow_model import (
-    build_shadow,
-    check_memory,
-    check_support,
-    pair,
-)
+from deployments.weights.staging.shadow_model import build_shadow, check_memory, check_support
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest_definition import Findings
 from deployments.weights.wire.received_chunk import ReceivedChunk
@@ -55,8 +52,11 @@ class DeviceStaging:
         check_support(vllm_config, device, model)
         check_memory(vllm_config, device, model)
         self._vllm_config = vllm_config
-        self._shadow, self._layerwise = build_shadow(vllm_config, device)
+        shadow = build_shadow(vllm_config, device, model)
+        self._shadow, self._layerwise = shadow.model, shadow.layerwise
         self._pairs = pair(model, self._shadow)
+        baked = not vllm_config.model_config.enforce_eager
+        self._derived = Derived(model, self._shadow, shadow.moving, baked=baked)
         self._poison = NanPoison(self._shadow, model)
         with torch.no_grad():
             self._pairs.copy_to_shadow()
@@ -92,13 +92,16 @@ class DeviceStaging:
         reasons = tuple(sorted(set(self._plans.refused.values())))
         return LoadPlanSummary(chunks=len(self._plans), refused=reasons)
 
-    def finalize(self, *, complete: bool) -> list[str]:
+    def finalize(self, *, complete: bool, partial: bool) -> list[str]:
         if not self._open:
             return self._poison.names
-        unfilled = self._finalize_layers(complete) if self._layerwise else self._unwritten(complete)
+        layerwise = self._layerwise
+        unfilled = self._finalize_layers(complete, partial) if layerwise else self._unwritten(complete)
         if unfilled:
             self._plans.refuse(self._received)
         else:
+            self._pairs.check_tied()
+            self._derived.collect()
             self._plans.confirm()
             self._plans.retain_only(self._received)
             self._open = False
@@ -109,6 +112,7 @@ class DeviceStaging:
         # Nothing waits for the copy: the next step is queued behind it, on the stream of the model, and
         # is prepared meanwhile. If the device fails, the next step fails too.
         self._pairs.copy_to_live()
+        self._derived.swap()
         self._swapped.record()
 
     def drop(self) -> None:
@@ -141,12 +145,13 @@ class DeviceStaging:
         self._poison.restore_live(unfilled)  # padding: it stays as it is
         return []
 
-    def _finalize_layers(self, complete: bool) -> list[str]:
+    def _finalize_layers(self, complete: bool, partial: bool) -> list[str]:
         unfilled = []
         for name, layer in self._shadow.named_modules():
             info = get_layerwise_info(layer)
             wanted = info.load_numel_total
-            if wanted and info.restore_metadata[0] and not (info.load_numel > 0 and complete):
+            filled = complete and (info.load_numel > 0 or partial)  # else the layer keeps its own tensors
+            if wanted and info.restore_metadata[0] and not filled:
                 unfilled += [f"{name}.{parameter}" for parameter in info.restore_metadata[0]]
         unfilled = [name for name in unfilled if not _is_optional(name)]
         if unfilled:

@@ -13,7 +13,7 @@ chunks (`receive`). Everything that may wait for a peer runs on the staging thre
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,21 +30,22 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.errors import TransferFailed
+from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome
-from deployments.weights.staging.base import Staging
+from deployments.weights.staging.base import Staging, check_draft
 from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import ConnectState, StagingState
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate
+from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, wait_for
 from deployments.weights.staging.throttle import Throttle
 from deployments.weights.store.model_files import copy_model_files
 from deployments.weights.store.retained import RetainedVersions
 from deployments.weights.store.version_writer import VersionWriter
-from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, missing, read_schema
+from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, missing, read_schema, torn
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest import inspect
 from deployments.weights.wire.received_chunk import ReceivedChunk
 
-_POLL_S = 0.0001
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
@@ -72,15 +73,18 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.staging = self._make_staging(vllm_config, model)
         self.retained = RetainedVersions()
         self.version_writer = VersionWriter(write_files=partial(copy_model_files, checkpoint))
-        self._schema = read_schema(Path(checkpoint))
+        self.schema = read_schema(Path(checkpoint))
+        self._lacking: frozenset[str] = frozenset()  # what this connection's publisher does not have
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
         self._update: StagedUpdate | None = None
         self._page: ProgressPage | None = None
         self._connecting: Future[None] = Future()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._thread = StagingThread(self.device)
+        self._stream = self._thread.stream
+        self._throttle = Throttle()
 
     def _make_staging(self, vllm_config: VllmConfig, model: torch.nn.Module) -> Staging:
+        check_draft(vllm_config)
         mode = vllm_config.additional_config.get("staging", "host")
         if mode == "device":
             from deployments.weights.staging.device import DeviceStaging
@@ -107,6 +111,15 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             ValueError: the payload is wrong: what was expected and what was received.
         """
 
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Init:
+        """As vLLM's, without what all transports have in common (`LACKING`). Raises ValueError."""
+        lacking = init_dict.get(LACKING, [])
+        if not isinstance(lacking, list) or not all(isinstance(name, str) for name in lacking):
+            raise ValueError(f"{LACKING}: expected a list of tensor names, got {lacking!r:.80}")
+        parsed = super().parse_init_info({key: each for key, each in init_dict.items() if key != LACKING})
+        self._lacking, self._matching = frozenset(lacking), WeakSet()
+        return parsed
+
     def init_transfer_engine(self, init_info: Init) -> None:
         # A rendezvous waits for the other members: on the engine's own thread it would stop decoding.
         self._connecting = self._thread.submit(self._connect, init_info)
@@ -120,9 +133,13 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         """Whether the last `init_transfer_engine` has ended, and how."""
         error = self._connecting.exception() if self._connecting.done() else None
         outcome = Outcome.DONE if error is None else Outcome.REPLICA_FAILED
+        missing: tuple[int, ...] = ()
         if isinstance(error, TransferFailed):
-            outcome = Outcome.TRANSFER_FAILED
-        return ConnectState(done=self._connecting.done(), outcome=outcome, message=str(error or ""))
+            outcome, missing = Outcome.TRANSFER_FAILED, error.missing_ranks
+        message = str(error or "")
+        return ConnectState(
+            done=self._connecting.done(), outcome=outcome, message=message, missing_ranks=missing
+        )
 
     def receive_weights(self, update_info: Update) -> None:
         raise AssertionError("payloads are staged by update_weights, never loaded directly")
@@ -172,7 +189,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update = self._update
         assert update is not None
         if update.outcome is Outcome.DONE and not update.is_complete:
-            self._thread.submit(self._guarded, update, self._finalize).result()
+            self._thread.run(self._guarded, update, self._finalize, limit_s=VERIFY_S)
         return update.report()
 
     def drop(self) -> None:
@@ -180,7 +197,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._update = None
         self.retained.begin()
         self.abort()
-        self._thread.submit(self._drop_staging).result()
+        self._thread.run(self._drop_staging, limit_s=DROP_S)
 
     def _drop_staging(self) -> None:
         with self._beside_the_engine():
@@ -190,10 +207,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         """End a transfer that waits for a peer. Called on any thread."""
 
     def shutdown(self) -> None:
+        self._update = None
         self.abort()
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        self.staging.release()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        try:
+            self._thread.run(self.staging.release, limit_s=DROP_S)
+        finally:
+            self._thread.renew()
 
     def _beside_the_engine(self) -> AbstractContextManager[Any]:
         """The staging thread's device and stream: what it queues runs while the engine decodes."""
@@ -219,30 +238,33 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             with self._beside_the_engine():
                 work(update)
         except TransferFailed as error:
-            update.fail(Outcome.TRANSFER_FAILED, str(error))
+            update.fail(Outcome.TRANSFER_FAILED, str(error), error.missing_ranks)
         except ValueError as error:  # what a transport or the schema says of a wrong payload
             update.fail(Outcome.REJECTED, str(error))
         except Exception as error:  # nothing reads a thread's exception: the outcome reports it
             update.fail(Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}")
 
     def _stage_payload(self, update: StagedUpdate, update_info: dict[str, Any]) -> None:
-        throttle = Throttle(self.share)
+        self._throttle.begin(self.share)
         for received in self.receive(self.parse_update_info(update_info)):
             self._stage_chunk(update, received)
             if self._stream is not None and self.share < 1.0:
                 wait_for(self._stream.record_event())
-                time.sleep(throttle.delay_s(received.chunk.size_bytes))
-                throttle.resume()
+                time.sleep(self._throttle.delay_s(received.chunk.size_bytes))
+                self._throttle.resume()
         update.compare_digests()
-        schema = self._schema
-        if self.one_payload if schema is None else schema.keys() <= update.offered.keys():
+        schema = self.schema
+        if self.one_payload if schema is None else not missing(schema, update.offered.keys() | self._lacking):
             # Here and not in `verify`, for which the engine waits.
             self._finalize(update)
 
     def _stage_chunk(self, update: StagedUpdate, received: ReceivedChunk) -> None:
         chunk = received.chunk
-        if self._schema is not None and chunk not in self._matching:
-            problems = mismatches(self._schema, chunk.offered, complete=False)
+        if self.schema is not None and chunk not in self._matching:
+            problems = mismatches(self.schema, chunk.offered, complete=False)
+            came = sorted(self._lacking & chunk.offered.keys())
+            problems += [f"{name!r} was said to be lacking, and came" for name in came]
+            problems += torn(self._lacking, chunk.offered.keys() - self._lacking)
             if problems:
                 raise ValueError(join_reasons(problems))
             self._matching.add(chunk)
@@ -260,11 +282,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update.size_bytes += chunk.size_bytes
 
     def _finalize(self, update: StagedUpdate) -> None:
-        if self._schema is not None:
-            absent = missing(self._schema, update.offered)
+        if self.schema is not None:
+            absent = missing(self.schema, update.offered.keys() | self._lacking)
             if absent:
                 raise ValueError(join_reasons(absent))
-        unfilled = self.staging.finalize(complete=self._schema is not None)
+        complete = self.schema is not None
+        unfilled = self.staging.finalize(complete=complete, partial=complete and bool(self._lacking))
         if unfilled:
             raise ValueError(
                 join_reasons([f"parameter {name!r} received no or not all weights" for name in unfilled])
@@ -272,10 +295,3 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update.complete()
         if self.retained.expecting:
             self.retained.set_digests(update.digests())
-
-
-def wait_for(event: torch.Event) -> None:
-    """Wait for an event of a stream, without occupying a core."""
-    # Not event.synchronize(): it spins, on a core and in the driver, beside the thread that decodes.
-    while not event.query():
-        time.sleep(_POLL_S)

@@ -1,8 +1,17 @@
 """Staging in host memory: the tensors wait there and are loaded inside the pause."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 from deployments.weights.staging.base import Tensors
 from deployments.weights.staging.reports import LoadPlanSummary
@@ -10,11 +19,24 @@ from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest_definition import Findings
 from deployments.weights.wire.received_chunk import ReceivedChunk
 
+# Models of vLLM whose `load_weights` copies into parameters itself. The layerwise reload does not see these
+# copies, and keeps what was loaded before.
+_COPYING = (
+    "GptOssForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiMoV2ForCausalLM",
+    "Step3TextForCausalLM",
+    "Step3p5ForCausalLM",
+)
+
 
 class HostStaging:
     """The staged tensors by name, and the live model into which a swap loads them."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Raises ValueError if vLLM cannot replace this model's weights."""
+        if (refusal := reload_refusal(model)) is not None:
+            raise ValueError(f"staging 'host' is not possible: {refusal}")
         self._model = model
         self._model_config = model_config
         self._tensors: dict[str, torch.Tensor] = {}
@@ -31,8 +53,31 @@ class HostStaging:
     def plans(self) -> LoadPlanSummary:
         return LoadPlanSummary()
 
-    def finalize(self, *, complete: bool) -> list[str]:
+    def finalize(self, *, complete: bool, partial: bool) -> list[str]:
+        self._check_tied()
         return []
+
+    def _check_tied(self) -> None:
+        """Check that the output embeddings arrived equal to the input embeddings where vLLM made them one.
+
+        It does so if the configuration ties them, and the checkpoint that it loaded has both and equal. What
+        is loaded last would be both.
+
+        Raises:
+            ValueError: they differ.
+        """
+        if not (_tied_heads(self._model) and self._model_config.word_embeddings_untied_by_checkpoint):
+            return
+        for name, head in self._tensors.items():
+            if not name.endswith("lm_head.weight"):
+                continue
+            alike = (each for other, each in self._tensors.items() if other != name)
+            if not any(each.shape == head.shape and torch.equal(each, head) for each in alike):
+                raise ValueError(
+                    f"{name!r} must be equal to the input embeddings: config.json has tie_word_embeddings, "
+                    "and in the checkpoint that this engine loaded they are; start the engine from one where "
+                    "they differ, or with tie_word_embeddings: false"
+                )
 
     def swap(self) -> None:
         # On a CPU, linear weights are repacked after loading: only the layerwise reload, which runs
@@ -42,9 +87,10 @@ class HostStaging:
             initialize_layerwise_reload,
         )
 
-        initialize_layerwise_reload(self._model)
-        self._model.load_weights(self._tensors.items())
-        finalize_layerwise_reload(self._model, self._model_config)
+        with replacing_all(self._model):
+            initialize_layerwise_reload(self._model)
+            self._model.load_weights(self._tensors.items())
+            finalize_layerwise_reload(self._model, self._model_config)
         self.drop()
 
     def drop(self) -> None:
@@ -52,3 +98,48 @@ class HostStaging:
 
     def release(self) -> None:
         pass
+
+
+def reload_refusal(model: torch.nn.Module) -> str | None:
+    """Why vLLM's reload of this model would not replace all weights; None: it would."""
+    copying = [name for name in (type(each).__name__ for each in model.modules()) if name in _COPYING]
+    if not copying:
+        return None
+    return (
+        f"vLLM's {copying[0]} copies weights past its loaders, and its reload would keep the former ones "
+        "without a word; use staging 'device' on a GPU"
+    )
+
+
+@contextmanager
+def replacing_all(model: torch.nn.Module) -> Iterator[None]:
+    """Around vLLM's layerwise reload of a model: what a CPU packed of the former weights is packed again.
+
+    vLLM packs experts only where it makes their kernel, which a reload keeps: it would read raw weights as
+    packed ones. It does not process output embeddings that are tied, as nothing is loaded into them.
+    """
+    found = (getattr(module, "quant_method", None) for module in model.modules())
+    methods = [each for each in found if isinstance(each, UnquantizedFusedMoEMethod)]
+    kernels = [
+        (each, each.moe_kernel) for each in methods if each.unquantized_backend is UnquantizedMoeBackend.CPU
+    ]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    yield
+    for method, kernel in kernels:
+        if method.moe_kernel is None:  # nothing was loaded into this layer, and its weights are still packed
+            method.moe_kernel = kernel
+    for head in _tied_heads(model):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _tied_heads(model: torch.nn.Module) -> list[ParallelLMHead]:
+    """The output embeddings whose weight is that of the input embeddings."""
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding)
+        and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
+    ]
+    weights = {id(each.weight) for each in found if not isinstance(each, ParallelLMHead)}
+    return [each for each in found if isinstance(each, ParallelLMHead) and id(each.weight) in weights]

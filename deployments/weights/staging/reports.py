@@ -22,6 +22,7 @@ class ConnectState:
     done: bool
     outcome: Outcome
     message: str = ""
+    missing_ranks: tuple[int, ...] = ()  # of the transfer group, where a transfer failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class StagingState:
     outcome: Outcome
     message: str = ""  # what was expected and what was received, when not DONE
     digest: str = ""  # of the whole version, once it is complete
+    missing_ranks: tuple[int, ...] = ()  # of the transfer group, where a transfer failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

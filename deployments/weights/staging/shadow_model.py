@@ -1,12 +1,13 @@
-"""The shadow model of `device`: whether it is possible, how it is built, and what a swap copies.
+"""The shadow model of `device`: whether it is possible, and how it is built.
 
 It is a second instance of vLLM's own model, with its weights in the format of its kernels.
 """
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,42 +19,16 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_processin
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from deployments.weights.staging.derived import Moving, classify
+from deployments.weights.staging.observation import changed_tensors, differing, observe
+from deployments.weights.staging.pairs import named_tensors
+from deployments.weights.staging.reachable import name_of, reachable
+from deployments.weights.staging.rehearsal import load_by_layers, load_in_place
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest import digest_tensor
 
 GIB = 1 << 30
-_LARGE_BYTES = 1 << 20
 _RESERVE_BYTES = 1 << 30  # what loading needs beside the shadow itself
-
-
-@dataclass
-class Pairs:
-    """Live tensors and their shadows, of equal dtype, shape and strides."""
-
-    large: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    small: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
-
-    def add(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        # The driver's copy of one large tensor reaches the bandwidth of the memory; the fused copy of many,
-        # which saves launches, reaches two thirds of it.
-        if live.numel() * live.itemsize >= _LARGE_BYTES and live.is_contiguous():
-            self.large.append((live, shadow))
-        else:
-            to, source = self.small.setdefault(live.dtype, ([], []))
-            to.append(live)
-            source.append(shadow)
-
-    def copy_to_live(self) -> None:
-        for live, shadow in self.large:
-            live.copy_(shadow)
-        for live_ones, shadows in self.small.values():
-            torch._foreach_copy_(live_ones, shadows)
-
-    def copy_to_shadow(self) -> None:
-        for live, shadow in self.large:
-            shadow.copy_(live)
-        for live_ones, shadows in self.small.values():
-            torch._foreach_copy_(shadows, live_ones)
 
 
 def check_support(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
@@ -96,14 +71,35 @@ def check_memory(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
     )
 
 
-def build_shadow(vllm_config: VllmConfig, device: torch.device) -> tuple[torch.nn.Module, bool]:
-    """The shadow, in the format of its kernels, and whether vLLM processes weights after loading them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shadow:
+    """A second instance, in the format of its kernels.
+
+    Attributes:
+        layerwise: vLLM processes weights after loading them.
+        moving: what comes from the weights beside the parameters.
+    """
+
+    model: torch.nn.Module
+    layerwise: bool
+    moving: Moving
+
+
+def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.Module) -> Shadow:
+    """The shadow of the model that was loaded.
+
+    Raises:
+        ValueError: the live model keeps something of its weights that a round could not replace; names it.
+    """
     config = copy.copy(vllm_config)
+    config.model_config = model_config = copy.copy(vllm_config.model_config)
+    # vLLM ties embeddings again where a checkpoint's two are equal. Those of a later version may differ.
+    model_config.word_embeddings_untied_by_checkpoint = False
     # Layers register themselves here by name, and the runner finds the live ones by it.
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    model_config = vllm_config.model_config
+    before = observe(live)
     # The first digest on a device builds tables that all later ones read: not in the memory that sleeps.
     digest_tensor([torch.zeros(1, device=device)])
     with (
@@ -112,26 +108,60 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device) -> tuple[torch.n
         set_current_vllm_config(config),
         set_default_torch_dtype(model_config.dtype),
     ):
-        with device:
-            shadow = initialize_model(config)
+        with device, _marked_memory():
+            shadow = initialize_model(config).eval()  # as the live one is
         DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(shadow, model_config)
         layerwise = config.quant_config is not None
         if _has_online_quant(shadow):
             finalize_layerwise_processing(shadow, model_config)
-        before = {} if layerwise else _fingerprints(shadow)
+        parameters = {} if layerwise else _fingerprints(shadow)
         process_weights_after_loading(shadow, model_config, device)
-        layerwise = layerwise or before != _fingerprints(shadow)
+        layerwise = layerwise or parameters != _fingerprints(shadow)
+        first = second = observe(shadow)
+        if not layerwise:
+            load_in_place(shadow, model_config, device)
+            second = observe(shadow)
+            layerwise = bool(differing(before, first) or differing(first, second))
+        if layerwise:
+            load_by_layers(shadow, model_config)
+            second = observe(shadow)
+    moving = classify(before, first, second, layerwise=layerwise)
+    disturbed = changed_tensors(before, observe(live))
+    if disturbed:
+        raise ValueError(
+            "staging 'device' is not possible: building a second instance of this model changed the one that "
+            f"serves: {join_reasons([name_of(way) for way in disturbed])}; use 'host' or 'none'"
+        )
     if model_config.enable_sleep_mode:
         _move_buffers(shadow)
-    return shadow.eval(), layerwise
+    return Shadow(model=shadow, layerwise=layerwise, moving=moving)
+
+
+@contextmanager
+def _marked_memory() -> Iterator[None]:
+    """New memory is NaN, or the largest number: what a layer allocates and never writes before it is used can
+    be told from what comes from weights."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _move_buffers(shadow: torch.nn.Module) -> None:
-    """Move the buffers out of the memory that sleeps, whose content is lost at level 2. A round fills
-    parameters; no round sends buffers (rotary tables, attention scales, maps of experts), and vLLM saves only
-    those of the live model."""
-    for buffer in shadow.buffers():
-        buffer.data = buffer.clone()  # the same object: vLLM refers to it from elsewhere too
+    """Move all but the parameters out of the memory that sleeps, whose content is lost at level 2. A round
+    fills parameters; no round sends buffers (rotary tables, attention scales, maps of experts) and tensors
+    that kernels keep, and vLLM saves only the buffers of the live model."""
+    parameters = {id(parameter) for parameter in shadow.parameters()}
+    for tensor in reachable(shadow).tensors.values():
+        if id(tensor) not in parameters:
+            tensor.data = tensor.clone()  # the same object: vLLM refers to it from elsewhere too
 
 
 def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -148,46 +178,8 @@ def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
     } | {name: () for name, _ in model.named_buffers()}
 
 
-def pair(model: torch.nn.Module, shadow: torch.nn.Module) -> Pairs:
-    """Everything that a swap copies: every tensor once, however many names it has (tied weights).
-
-    Raises:
-        ValueError: a tensor of the live model has no counterpart of the same dtype, shape and strides.
-    """
-    shadows = dict(_tensors(shadow))
-    pairs, seen, problems = Pairs(), set(), []
-    for name, live in _tensors(model):
-        if live.data_ptr() in seen:
-            continue
-        seen.add(live.data_ptr())
-        twin = shadows.get(name)
-        if twin is None:
-            problems.append(f"{name!r} has no counterpart")
-        elif (live.shape, live.stride(), live.dtype) != (twin.shape, twin.stride(), twin.dtype):
-            problems.append(
-                f"{name!r} is {live.dtype} {list(live.shape)} {live.stride()} and its counterpart is "
-                f"{twin.dtype} {list(twin.shape)} {twin.stride()}"
-            )
-        elif live.data_ptr() != twin.data_ptr():
-            pairs.add(live, twin)
-    if problems:
-        raise ValueError(
-            "staging 'device' is not possible: a second instance of this model differs from the one that "
-            f"serves: {join_reasons(problems)}; use 'host' or 'none'"
-        )
-    return pairs
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, under every name that they have."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None and tensor.numel() and not tensor.is_meta:
-                yield f"{path}.{name}", tensor.data
-
-
 def _size_bytes(model: torch.nn.Module) -> int:
-    sizes = {tensor.data_ptr(): tensor.numel() * tensor.itemsize for _, tensor in _tensors(model)}
+    sizes = {tensor.data_ptr(): tensor.numel() * tensor.itemsize for _, tensor in named_tensors(model)}
     return sum(sizes.values())
 
 

@@ -39,6 +39,7 @@ class StagedUpdate:
     verify_s: float = 0.0  # on a GPU the time to launch the digests
     outcome: Outcome = Outcome.DONE
     message: str = ""  # what was expected and what was received, when not DONE
+    missing_ranks: tuple[int, ...] = ()
 
     def report(self) -> StagingState:
         """How far the update is."""
@@ -50,6 +51,7 @@ class StagedUpdate:
             outcome=self.outcome,
             message=self.message,
             digest=self.digest,
+            missing_ranks=self.missing_ranks,
         )
 
     @property
@@ -68,8 +70,9 @@ class StagedUpdate:
             raise ValueError(join_reasons(problems))
         self.offered |= tensors
 
-    def fail(self, outcome: Outcome, message: str) -> None:
+    def fail(self, outcome: Outcome, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
         """End the update: nothing more of it is staged."""
+        self.missing_ranks = missing_ranks
         self.message = message  # first: a report that has the outcome has its message
         self.outcome = outcome
 

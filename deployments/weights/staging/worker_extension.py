@@ -7,11 +7,16 @@ receives one answer per worker, encoded as JSON types (`reports`).
     native_*    vLLM's own engines (`staging: none`). They load into the live model, inside a pause
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm.config import set_current_vllm_config
+
 from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.staging.host import reload_refusal, replacing_all
 from deployments.weights.staging.reports import to_wire
+from deployments.weights.store.safetensors_file import read_tensors
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
 from deployments.weights.wire.digest import digests
@@ -23,6 +28,7 @@ class StagingWorkerExtension:
 
     weight_transfer_engine: Any
     model_runner: Any
+    vllm_config: Any
     start_weight_update: Any
     update_weights: Any
     _weight_update_active: bool
@@ -77,16 +83,21 @@ class StagingWorkerExtension:
         self._staging_engine.drop()
         self._weight_update_active = False  # vLLM has no way to end an update without loading it
 
-    def staging_store(self, version: int, label: str | None, directory: str, max_versions: int) -> None:
+    def staging_store(
+        self, version: int, label: str | None, directory: str, fleet_id: str, digest: str | None
+    ) -> None:
         """Begin to write the retained version to the store; `staging_store_state` says how it ended.
 
         Raises:
-            ValueError: the version is not retained here.
+            ValueError: the version is not retained here, or tensors that its publisher lacks are nowhere.
         """
         engine = self._staging_engine
         if engine.worker_index == 0:
-            store = Store(Path(directory), max_versions=max_versions)
-            engine.version_writer.put(engine.retained.committed(version, label), store)
+            retained = engine.retained.committed(version, label, fleet_id, digest)
+            # What its publisher lacks: a version in the store is a complete checkpoint.
+            names = (engine.schema or {}).keys() - retained.tensors.keys()
+            added = read_tensors(Path(self.vllm_config.model_config.model), names)
+            engine.version_writer.put(replace(retained, added=added), Store(Path(directory)))
 
     def staging_store_state(self) -> dict[str, Any] | None:
         """How the last write to the store ended, a `StoreResult`; None if none has ended on this worker."""
@@ -97,16 +108,24 @@ class StagingWorkerExtension:
         """Free the retained version, if it is this one or older."""
         self._staging_engine.retained.forget(version)
 
+    def reload_refusal(self) -> str | None:
+        """Why a reload of this model would not replace all its weights; None if it would."""
+        return reload_refusal(self.model_runner.get_model())
+
     def load_checkpoint(self, path: str) -> None:
         """Load a checkpoint directory into the live model; the scheduler must be paused."""
-        self.model_runner.reload_weights(weights_path=path)
+        with set_current_vllm_config(self.vllm_config), replacing_all(self.model_runner.get_model()):
+            self.model_runner.reload_weights(weights_path=path)
 
     def native_check_connected(self) -> None:
-        """Check that vLLM's NCCL communicator works.
+        """Check that an update over vLLM's own engine replaces the weights.
 
         Raises:
-            RuntimeError: vLLM has disabled it, and then reports success for broadcasts that never happened.
+            RuntimeError: its reload does not reach all of this model's, or vLLM has disabled its NCCL
+                communicator and then reports success for broadcasts that never happened.
         """
+        if (refusal := self.reload_refusal()) is not None:
+            raise RuntimeError(f"staging 'none' is not possible: {refusal}")
         group = getattr(self.weight_transfer_engine, "model_update_group", None)
         if group is not None and (group.disabled or not group.available):
             raise RuntimeError(

@@ -11,19 +11,37 @@ from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest import digest
 
 
-def check_files(directory: Path, version: int) -> None:
+def check_files(
+    directory: Path, version: int, fleet_id: str | None = None, expected_digest: str | None = None
+) -> None:
     """Compare every tensor in a version's directory with its manifest. Reads each file once.
 
     A manifest of release 0.1 may have no digests: then only its version is compared.
 
+    Args:
+        fleet_id: whose version it must be; None: anybody's.
+        expected_digest: with which the fleet committed it; None: not known.
+
     Raises:
         ValueError: the directory holds another version, or a tensor is not the one that was written; the
             message names the first few.
-        OSError: a file cannot be read.
+        OSError: the version is not there, or a file cannot be read.
     """
+    if not (directory / MANIFEST).is_file():
+        raise FileNotFoundError(f"version {version} must be in {directory}, and there is none")
     manifest = VersionManifest.decode((directory / MANIFEST).read_bytes())
     if manifest.version != version:
         raise ValueError(f"{directory} must hold version {version}, and its manifest says {manifest.version}")
+    if fleet_id is not None and manifest.fleet_id != fleet_id:
+        raise ValueError(
+            f"{directory} must hold version {version} of fleet {fleet_id}, and its manifest names "
+            f"{_fleet(manifest.fleet_id)}"
+        )
+    if expected_digest is not None and manifest.digest != expected_digest:
+        raise ValueError(
+            f"{directory} must hold version {version} as it was committed, with digest {expected_digest}, "
+            f"and its manifest states {manifest.digest}"
+        )
     stated = {name: tensor.digest for name, tensor in manifest.tensors.items()}
     if not any(stated.values()):
         return
@@ -44,6 +62,11 @@ def check_same(stored: VersionManifest, written: VersionManifest) -> None:
     Raises:
         ValueError: it has others, or its manifest cannot tell; the message names the first few tensors.
     """
+    if stored.fleet_id not in (None, written.fleet_id):
+        raise ValueError(
+            f"version {written.version} is in the store already: of fleet {stored.fleet_id}, and this is "
+            f"{_fleet(written.fleet_id)}"
+        )
     problems = [
         f"{name!r} is {_described(stored.tensors, name)} there and {_described(written.tensors, name)} here"
         for name in sorted(stored.tensors.keys() | written.tensors.keys())
@@ -54,6 +77,10 @@ def check_same(stored: VersionManifest, written: VersionManifest) -> None:
             f"version {written.version} is in the store already with other weights (of another fleet?): "
             + join_reasons(problems)
         )
+
+
+def _fleet(fleet_id: str | None) -> str:
+    return "no fleet" if fleet_id is None else f"fleet {fleet_id}"
 
 
 def _described(tensors: Mapping[str, StoredTensor], name: str) -> str:

@@ -27,6 +27,8 @@ class VersionManifest:
 
     version: int
     label: str | None = None
+    fleet_id: str | None = None  # whose version it is; None: written by release 0.1
+    digest: str | None = None  # of all tensors (`version_digest`), with which the fleet committed it
     trainer_step: int | None = None  # optimizer steps that made it; None if its publisher did not state them
     tensors: Mapping[str, StoredTensor]  # by checkpoint name
 

@@ -70,7 +70,9 @@ class RetainedVersions:
         if self._committed is not None and self._committed.version <= version:
             self._committed = None
 
-    def committed(self, version: int, label: str | None) -> CommittedVersion:
+    def committed(
+        self, version: int, label: str | None, fleet_id: str | None = None, digest: str | None = None
+    ) -> CommittedVersion:
         """The retained version, for the store.
 
         Raises:
@@ -81,5 +83,10 @@ class RetainedVersions:
             actual = None if retained is None else retained.version
             raise ValueError(f"version {version} must be retained to be stored, the retained one is {actual}")
         return CommittedVersion(
-            version=version, label=label, tensors=retained.tensors, expected_digests=retained.digests
+            version=version,
+            label=label,
+            fleet_id=fleet_id,
+            digest=digest,
+            tensors=retained.tensors,
+            expected_digests=retained.digests,
         )

@@ -1,5 +1,6 @@
-"""Writes a safetensors file tensor by tensor: without a second copy of the weights, and with the interpreter
-lock released while the bytes are written (an engine decodes, or a trainer steps, in the same process).
+"""Reads tensors of a checkpoint, and writes a safetensors file tensor by tensor: without a second copy of the
+weights, and with the interpreter lock released while the bytes are written (an engine decodes, or a trainer
+steps, in the same process).
 
 Format: https://github.com/huggingface/safetensors#format. The length of the header (8 bytes, little
 endian), the header (JSON), then the tensors' bytes.
@@ -7,11 +8,12 @@ endian), the header (JSON), then the tensors' bytes.
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import _TYPES
 
 ALIGNMENT = 8
@@ -50,3 +52,21 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
             data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
             for start in range(0, len(data), WRITE_BYTES):
                 file.write(data[start : start + WRITE_BYTES])
+
+
+def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint directory, by name; memory-mapped, so that they take no memory of their own and
+    outlive the files.
+
+    Raises:
+        ValueError: a tensor is not there; names the first few.
+        OSError: a file cannot be read.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")) if names else ():
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.offset_keys() if name in names}
+    absent = sorted(set(names) - found.keys())
+    if absent:
+        raise ValueError(f"{directory} must hold {len(absent)} more tensors, first {absent[:5]}")
+    return found

@@ -7,7 +7,7 @@ it retained for a publisher that writes no checkpoints.
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from deployments.weights.store.manifest import StoredTensor, VersionManifest
 from deployments.weights.store.safetensors_file import write_safetensors
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
+from deployments.weights.wire.digest_definition import version_digest
 
 logger = serve_logger()
 
@@ -30,6 +31,9 @@ class CommittedVersion:
     version: int
     label: str | None
     tensors: Mapping[str, torch.Tensor]  # by checkpoint name, on the CPU
+    fleet_id: str | None = None
+    digest: str | None = None  # of `tensors`, with which the fleet committed it; None: unknown
+    added: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what no round sends; makes it complete
     trainer_step: int | None = None  # optimizer steps that made it
     expected_digests: Mapping[str, int] | None = (
         None  # as computed on arrival (unsigned 64-bit); None: unknown
@@ -43,6 +47,7 @@ class VersionWriter:
         write_files: writes the config and tokenizer files beside the weights.
         on_stored: called on the thread for every version that is complete on the disk. What it raises becomes
             the problem of that version.
+        on_failed: called on the thread for every version that could not be written.
     """
 
     def __init__(
@@ -50,9 +55,11 @@ class VersionWriter:
         *,
         write_files: Callable[[Path], None],
         on_stored: Callable[[StoreResult], None] | None = None,
+        on_failed: Callable[[StoreResult], None] | None = None,
     ) -> None:
         self._write_files = write_files
         self._on_stored = on_stored
+        self._on_failed = on_failed
         self._changed = threading.Condition()
         self._waiting: tuple[CommittedVersion, Store] | None = None
         self._writing = False
@@ -61,8 +68,10 @@ class VersionWriter:
         self.newest: int | None = None  # the newest version that was written
 
     def put(self, version: CommittedVersion, store: Store) -> None:
-        """Write this version next. Returns at once."""
+        """Write this version next. Returns at once; `result` is of it once the write has ended."""
         with self._changed:
+            if self.result is not None and self.result.version == version.version:
+                self.result = None  # of an earlier attempt
             self._waiting = version, store
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="version-writer", daemon=True)
@@ -99,6 +108,8 @@ class VersionWriter:
             logger.error(
                 "version %d could not be stored: %s", version.version, result.problem, exc_info=not expected
             )
+            if self._on_failed is not None:
+                self._on_failed(result)
         self.result = result
 
 
@@ -120,7 +131,7 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
     try:
         with store.writing(manifest) as directory:
             write_files(directory)
-            write_safetensors(version.tensors, directory / "model.safetensors")
+            write_safetensors({**version.tensors, **version.added}, directory / "model.safetensors")
     except FileExistsError:
         check_same(store.manifest_of(version.version), manifest)
         logger.warning("version %d is in the store already", version.version)
@@ -136,9 +147,19 @@ def _manifest(version: CommittedVersion) -> VersionManifest:
         raise ValueError(
             f"{len(corrupted)} tensors are corrupted: they changed since they arrived, first {corrupted[0]!r}"
         )
+    combined = version_digest(list(actual), list(actual.values()))
+    if version.digest not in (None, combined):
+        raise ValueError(
+            f"version {version.version} was committed with digest {version.digest}, and what is to be "
+            f"written has {combined}"
+        )
+    everything = {**version.tensors, **version.added}
+    actual |= {name: digest(tensor.contiguous()) for name, tensor in version.added.items()}
     return VersionManifest(
         version=version.version,
         label=version.label,
+        fleet_id=version.fleet_id,
+        digest=combined,
         trainer_step=version.trainer_step,
         tensors={
             name: StoredTensor(
@@ -146,7 +167,7 @@ def _manifest(version: CommittedVersion) -> VersionManifest:
                 shape=tuple(tensor.shape),
                 digest=f"{actual[name]:016x}",
             )
-            for name, tensor in version.tensors.items()
+            for name, tensor in everything.items()
         },
     )
 

@@ -3,14 +3,16 @@
     v00000012/          config.json, *.safetensors, tokenizer files, manifest.json
     .v00000013.partial/ being written; renamed when everything is on the disk
 
-The trainer or a replica writes, after the commit and off the critical path; the controller and starting
-replicas read. A reader holds a shared lock on the directory, so that it is not removed meanwhile.
+The trainer or a replica writes, after the commit and off the critical path; starting replicas read. The
+controller removes versions, because it alone knows which of them a replica was told to load. A trainer that
+reads holds a shared lock on the directory, so that it is not removed meanwhile.
 """
 
 import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,8 @@ from pathlib import Path
 from deployments.weights.store.manifest import VersionManifest
 
 MANIFEST = "manifest.json"
-DEFAULT_MAX_VERSIONS = 3
+LOCK_S = 60.0  # a version is renamed and removed in less
+_LOCK_POLL_S = 0.05
 
 _NAME = re.compile(r"v(\d{8,})")
 _PARTIAL = re.compile(r"\.v\d{8,}\.partial")
@@ -26,20 +29,10 @@ _PARTIAL = re.compile(r"\.v\d{8,}\.partial")
 
 class Store:
     """A directory of versions. Safe for one writer and any number of readers, in any processes of one host or
-    shared disk.
+    shared disk."""
 
-    Args:
-        max_versions: how many versions stay; the newest always does.
-
-    Raises:
-        ValueError: `max_versions` is less than 1.
-    """
-
-    def __init__(self, directory: Path, *, max_versions: int = DEFAULT_MAX_VERSIONS) -> None:
-        if max_versions < 1:
-            raise ValueError(f"max_versions must be at least 1, got {max_versions}")
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._max_versions = max_versions
 
     def list(self) -> Sequence[int]:
         """Complete versions, oldest first."""
@@ -98,7 +91,7 @@ class Store:
         except BaseException:  # also the caller's: a version that is not complete must not stay
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        self.prune()
+        self._remove_partial()
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
@@ -106,41 +99,38 @@ class Store:
 
         Raises:
             FileNotFoundError: the version is not in the store; names the versions that are.
+            TimeoutError: somebody removes it and does not come to an end.
         """
         path = self.path_of(version)
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            _lock_for_reading(descriptor, path)
             yield self.path_of(version)  # it may have been removed before the lock was ours
         finally:
             os.close(descriptor)
 
-    def prune(self) -> Sequence[int]:
-        """Remove all but the newest `max_versions`, and what crashed writers left.
+    def remove(self, version: int) -> bool:
+        """Remove a version. False: it is being read, and stays.
 
-        Returns:
-            The versions that were removed. One that is being read stays until the next call.
+        Raises:
+            OSError: it is not there, or cannot be removed.
         """
-        self._remove_partial(self.list())
-        return [version for version in self.list()[: -self._max_versions] if self._remove(version)]
-
-    def _remove(self, version: int) -> bool:
         path = self._path(version)
         descriptor = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             partial = self.directory / f".{path.name}.partial"
             path.rename(partial)  # a version that is half removed is never listed
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)  # what stays is removed by the next writer
         except BlockingIOError:
-            return False  # it is being read
+            return False
         finally:
             os.close(descriptor)
         return True
 
-    def _remove_partial(self, complete: Sequence[int]) -> None:
+    def _remove_partial(self) -> None:
         """There is one writer: after its rename, whatever is partial was left by a crash."""
-        for entry in self.directory.iterdir() if complete else ():
+        for entry in self.directory.iterdir():
             if _PARTIAL.fullmatch(entry.name):
                 shutil.rmtree(entry, ignore_errors=True)
 
@@ -161,3 +151,16 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _lock_for_reading(descriptor: int, path: Path) -> None:
+    # Not a lock that waits: whoever holds it may stand still, and the caller would with it.
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path} has been locked for {LOCK_S:g} s by whoever removes it") from None
+        time.sleep(_LOCK_POLL_S)

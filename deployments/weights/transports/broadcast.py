@@ -9,12 +9,13 @@ from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferUpdateInfo
 
 from deployments.errors import TransferFailed
 from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TrainerFacts
 from deployments.weights.transports.rendezvous import RendezvousInfo
 from deployments.weights.transports.sender import OnePayloadSender
 from deployments.weights.wire.chunk_layout import Chunk, describe
@@ -23,6 +24,38 @@ from deployments.weights.wire.chunk_layout import Chunk, describe
 @dataclass
 class BroadcastInfo(WeightTransferUpdateInfo):
     """Empty: the tensors were described when the group was formed."""
+
+
+@dataclass
+class BroadcastTrainerInitInfo(TrainerInitInfo):
+    """The connection of a trainer rank.
+
+    Attributes:
+        world_size: counts the publisher (rank 0) and every worker of every replica.
+        chunk_bytes: each transport has its own default.
+        timeout_s: of the rendezvous and of each broadcast.
+    """
+
+    backend: ClassVar[str] = "broadcast"  # vLLM wants one of every class; each transport has its own
+
+    master_address: str
+    master_port: int
+    world_size: int
+    chunk_bytes: int
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    @classmethod
+    def of(cls, facts: TrainerFacts) -> Self:
+        """The same from what the trainer knows; the transport's chunk size unless it chose one."""
+        chosen = {} if facts.chunk_bytes is None else {"chunk_bytes": facts.chunk_bytes}
+        return cls(
+            rank=facts.rank,
+            master_address=facts.address,
+            master_port=facts.port,
+            world_size=facts.world_size,
+            timeout_s=facts.timeout_s,
+            **chosen,
+        )
 
 
 class Abortable(Protocol):

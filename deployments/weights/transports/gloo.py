@@ -11,12 +11,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Work
-from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from deployments.errors import TransferFailed
-from deployments.weights.transports.broadcast import BroadcastInfo, BroadcastReceiver, BroadcastSender
-from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
+from deployments.weights.transports.broadcast import (
+    BroadcastInfo,
+    BroadcastReceiver,
+    BroadcastSender,
+    BroadcastTrainerInitInfo,
+)
+from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
 from deployments.weights.transports.rendezvous import RendezvousInfo, rendezvous
+from deployments.weights.transports.roll_call import RollCall
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["gloo"].chunk_bytes
@@ -25,33 +30,17 @@ _SLICE_S = 0.02  # waits are cut into slices, so that an abort from another thre
 
 
 @dataclass
-class GlooTrainerInitInfo(TrainerInitInfo):
-    """The connection of a trainer rank.
-
-    Attributes:
-        world_size: counts the publisher (rank 0) and every worker of every replica.
-        timeout_s: of the rendezvous and of each broadcast.
-    """
+class GlooTrainerInitInfo(BroadcastTrainerInitInfo):
+    """The connection of a trainer rank."""
 
     backend: ClassVar[str] = "gloo"
 
-    master_address: str
-    master_port: int
-    world_size: int
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    timeout_s: float = DEFAULT_TIMEOUT_S
 
 
 def trainer_init_info(facts: TrainerFacts) -> GlooTrainerInitInfo:
     """The connection of a trainer rank."""
-    return GlooTrainerInitInfo(
-        rank=facts.rank,
-        master_address=facts.address,
-        master_port=facts.port,
-        world_size=facts.world_size,
-        chunk_bytes=DEFAULT_CHUNK_BYTES if facts.chunk_bytes is None else facts.chunk_bytes,
-        timeout_s=facts.timeout_s,
-    )
+    return GlooTrainerInitInfo.of(facts)
 
 
 class GlooGroup:
@@ -66,10 +55,12 @@ class GlooGroup:
 
     def __init__(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> None:
         store, _ = rendezvous(info, rank, check)
+        self._roll_call = RollCall(store, rank, info.world_size)
+        self._started = 0
         try:
             self._group: ProcessGroupGloo | None = create_process_group(store, info, rank)
         except RuntimeError as error:  # torch has no finer class
-            raise _failed(error) from error
+            raise TransferFailed(str(_failed(error)), self._roll_call.missing(0)) from error
 
     def broadcast(self, block: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
         """Send or receive one block (uint8, host memory) from rank 0.
@@ -83,18 +74,24 @@ class GlooGroup:
         group = self._group
         if group is None:
             raise TransferFailed(ABORTED)
+        self._started += 1
         work = group.broadcast([block], _from_rank_0())
         try:
             while not _wait_slice(work):
                 check()
                 if self._group is None:
                     raise TransferFailed(ABORTED)
-        except BaseException:  # whatever ends the wait, the group must outlive its broadcast
+                if self._roll_call.is_called():
+                    raise TransferFailed("the transfer group failed: at another member first")
+        except BaseException as error:  # whatever ends the wait, the group must outlive its broadcast
             if not work.is_completed():
                 threading.Thread(
                     target=_wait_abandoned, args=(group, work), name="gloo-abandoned", daemon=True
                 ).start()
+            if isinstance(error, TransferFailed) and self._group is not None:
+                raise TransferFailed(str(error), self._roll_call.missing(self._started, check)) from error
             raise
+        self._roll_call.finished(self._started)
 
     def abort(self) -> None:
         """End the wait of a broadcast. Any thread may call it; the group cannot be used afterwards."""

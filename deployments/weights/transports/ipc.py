@@ -1,16 +1,14 @@
 """Transport `ipc`: a trainer rank and the workers on the same GPU. CUDA IPC, opened once per connection.
 
 Each trainer rank has a channel, named by the GPU's UUID: a page of counters in shared memory, and either the
-model's own tensors (`ipc_tensors`) or, where tensors are gathered or cast for the round, two buffers into
-which they are packed. The workers on that GPU open it when they connect. A round is one payload; no chunk
-needs a call of its own:
+model's own tensors (`ipc_tensors`) or, where tensors are gathered or cast for the round, two buffers for
+them. The workers on that GPU open it when they connect. A round is one payload, without a call for a chunk:
 
     trainer rank   waits until every worker has taken chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
 The model's own tensors are published all at once, with their digests, and taken all at once. Every wait ends
-when the other side aborts. (Workers that copied while the trainer still computed its digests were not faster:
-both are bound by the same memory.)
+when the other side aborts. (Copying while the trainer computes its digests is not faster.)
 """
 
 import threading
@@ -26,7 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.errors import TransferFailed
-from deployments.weights.staging.engine import StagedWeightTransferEngine, wait_for
+from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.staging.staging_thread import wait_for
 from deployments.weights.transports.ipc_channel import (
     ABANDONED,
     BUFFERS,
@@ -45,8 +44,9 @@ from deployments.weights.transports.ipc_tensors import OpenedTensors, SharedTens
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
 from deployments.weights.transports.sender import OnePayloadSender, gather_from_ranks
 from deployments.weights.wire.chunk_layout import Chunk, describe
+from deployments.weights.wire.ownership import remove_orphans
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
-from deployments.weights.wire.shared_memory import remove_orphans, remove_segment
+from deployments.weights.wire.shared_memory import remove_segment
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["ipc"].chunk_bytes
 

@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-from deployments.weights.transports.broadcast import BroadcastInfo, BroadcastReceiver, BroadcastSender
+from deployments.weights.transports.broadcast import (
+    BroadcastInfo,
+    BroadcastReceiver,
+    BroadcastSender,
+    BroadcastTrainerInitInfo,
+)
 from deployments.weights.transports.nccl_communicator import BUFFERS, NcclGroup
-from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
+from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
 from deployments.weights.transports.rendezvous import RendezvousInfo
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
@@ -25,33 +29,17 @@ DEFAULT_CHUNK_BYTES = TRANSPORTS["nccl"].chunk_bytes
 
 
 @dataclass
-class NcclTrainerInitInfo(TrainerInitInfo):
-    """The connection of a trainer rank.
-
-    Attributes:
-        world_size: counts the publisher (rank 0) and every worker of every replica.
-        timeout_s: of the rendezvous and of each broadcast.
-    """
+class NcclTrainerInitInfo(BroadcastTrainerInitInfo):
+    """The connection of a trainer rank."""
 
     backend: ClassVar[str] = "slipstream_nccl"
 
-    master_address: str
-    master_port: int
-    world_size: int
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    timeout_s: float = DEFAULT_TIMEOUT_S
 
 
 def trainer_init_info(facts: TrainerFacts) -> NcclTrainerInitInfo:
     """The connection of a trainer rank."""
-    return NcclTrainerInitInfo(
-        rank=facts.rank,
-        master_address=facts.address,
-        master_port=facts.port,
-        world_size=facts.world_size,
-        chunk_bytes=DEFAULT_CHUNK_BYTES if facts.chunk_bytes is None else facts.chunk_bytes,
-        timeout_s=facts.timeout_s,
-    )
+    return NcclTrainerInitInfo.of(facts)
 
 
 class NcclWeightTransferEngine(BroadcastReceiver[NcclGroup]):
@@ -75,6 +63,7 @@ class NcclWeightTransferEngine(BroadcastReceiver[NcclGroup]):
                     started += 1
                 group.wait(index)
                 yield packed_chunk(chunk, group.buffer(index, chunk.size_bytes))
+            group.finish()
             finished = True
         finally:
             if not finished:  # peers wait in broadcasts that this worker will not join
@@ -100,3 +89,4 @@ class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, NcclG
             group.start(index, chunk.size_bytes, check)
         for index in range(max(len(chunks) - BUFFERS, 0), len(chunks)):
             group.wait(index, check)
+        group.finish()

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch.distributed import PrefixStore
@@ -22,6 +23,7 @@ from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env
 
 from deployments.errors import TransferFailed
 from deployments.weights.transports.rendezvous import RendezvousInfo, rendezvous
+from deployments.weights.transports.roll_call import RollCall
 
 BUFFERS = 2
 MINIMUM_NCCL = (2, 29, 7)
@@ -51,6 +53,7 @@ class NcclGroup:
         self._world_size = info.world_size
         self._started = 0
         self._store = rendezvous_with_nccl(info, rank, check)
+        self._roll_call = RollCall(self._store, rank, info.world_size)
         self._communicator: PyNcclCommunicator | None = create_communicator(
             self._store, info.world_size, rank, device
         )
@@ -110,7 +113,8 @@ class NcclGroup:
                 communicator.broadcast(self.buffer(index, size_bytes), src=0, stream=self._stream)
                 self._done[index % BUFFERS].record(self._stream)
         except RuntimeError as error:  # NCCL_CHECK has no finer class
-            raise TransferFailed(f"the transfer group failed: {error}") from error
+            missing = self._roll_call.missing(self._started, check)
+            raise TransferFailed(f"the transfer group failed: {error}", missing) from error
         finally:
             self._call_deadline = math.inf
 
@@ -127,6 +131,10 @@ class NcclGroup:
         self._wait_until(done.query, check)
         torch.cuda.current_stream().wait_event(done)
 
+    def finish(self) -> None:
+        """All broadcasts of a round are done on this member."""
+        self._roll_call.finished(self._started)
+
     def _await_peers(self, check: Callable[[], None]) -> None:
         self._started += 1
         # One sum for all broadcasts: no member adds for the next one before all have added for this one.
@@ -141,17 +149,27 @@ class NcclGroup:
             raise TransferFailed(f"the transfer group failed: its store is unreachable: {error}") from error
 
     def _wait_until(self, reached: Callable[[], bool], check: Callable[[], None]) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        now = time.monotonic()
+        deadline, ask_at = now + self._timeout_s, now + _WATCH_S
         while not reached():
             check()
             if self._communicator is None:
                 break
-            if time.monotonic() > deadline:
-                self.abort()
-                raise TransferFailed(f"the transfer group failed: no progress in {self._timeout_s:g} s")
+            now = time.monotonic()
+            if now > deadline:
+                self._fail(f"no progress in {self._timeout_s:g} s", check)
+            if now > ask_at:
+                ask_at = now + _WATCH_S
+                if self._roll_call.is_called():
+                    self._fail("at another member first", check)
             time.sleep(_POLL_S)
         if self._communicator is None:  # an abort also ends the kernel, but without the bytes
             raise TransferFailed("the transfer group was aborted")
+
+    def _fail(self, problem: str, check: Callable[[], None]) -> NoReturn:
+        self.abort()
+        missing = self._roll_call.missing(self._started, check)
+        raise TransferFailed(f"the transfer group failed: {problem}", missing)
 
     def abort(self) -> None:
         """End every wait, also on the device. Any thread may call it; the group cannot be used afterwards."""

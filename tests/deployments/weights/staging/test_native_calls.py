@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
@@ -44,6 +45,17 @@ def test_a_communicator_that_works_and_an_engine_without_one_pass(
 ) -> None:
     worker.weight_transfer_engine = NativeEngine(**communicator)
     worker.native_check_connected()
+
+
+class Step3TextForCausalLM(torch.nn.Module):
+    """By name a model of vLLM whose loading copies into parameters itself."""
+
+
+def test_a_model_whose_reload_would_keep_weights_is_refused(worker: MemoryWorker) -> None:
+    worker.weight_transfer_engine = NativeEngine(disabled=False, available=True)
+    worker.model.add_module("language_model", Step3TextForCausalLM())
+    with pytest.raises(RuntimeError, match="'none' is not possible: vLLM's Step3TextForCausalLM copies"):
+        worker.native_check_connected()
 
 
 def test_a_payload_reaches_vllms_engine(worker: MemoryWorker) -> None:

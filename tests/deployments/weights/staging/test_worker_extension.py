@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from deployments.errors import TransferFailed
+from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome, StoreResult
 from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import ConnectState, LoadPlanSummary, StagingState, from_wire
+from deployments.weights.store.integrity import check_files
+from deployments.weights.wire.checkpoint_schema import read_schema
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
 from deployments.weights.wire.received_chunk import ReceivedChunk
@@ -250,9 +253,9 @@ def test_a_retained_version_is_stored_after_its_commit(worker: MemoryWorker, tmp
     assert worker.staging_store_state() is None
     receive(worker, weights(2.0), retain_version=5)
     with pytest.raises(ValueError, match="version 5 must be retained to be stored, the retained one is None"):
-        worker.staging_store(5, None, str(tmp_path / "store"), 3)
+        worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None)
     worker.finish_weight_update()
-    worker.staging_store(5, "five", str(tmp_path / "store"), 3)
+    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", None)
     path = tmp_path / "store" / "v00000005"
     assert stored(worker) == StoreResult(version=5, label="five", path=str(path), problem="")
     assert {file.name for file in path.iterdir()} == {"config.json", "manifest.json", "model.safetensors"}
@@ -260,13 +263,20 @@ def test_a_retained_version_is_stored_after_its_commit(worker: MemoryWorker, tmp
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(2.0))
 
 
-def test_the_store_retains_as_many_versions_as_it_is_told_to(worker: MemoryWorker, tmp_path: Path) -> None:
-    for version in (5, 6):
-        receive(worker, weights(version), retain_version=version)
-        worker.finish_weight_update()
-        worker.staging_store(version, None, str(tmp_path / "store"), 1)
-        assert stored(worker).version == version
-    assert [entry.name for entry in (tmp_path / "store").iterdir()] == ["v00000006"]
+def test_a_stored_version_has_what_its_publisher_lacks(worker: MemoryWorker, tmp_path: Path) -> None:
+    checkpoint = Path(worker.vllm_config.model_config.model)
+    frozen = {"tower.w": torch.ones(2), "tower.b": torch.zeros(1)}
+    save_file({**dict(weights(0.0)), **frozen}, checkpoint / "model.safetensors")
+    worker.engine.schema = read_schema(checkpoint)
+    worker.init_weight_transfer_engine({LACKING: list(frozen)})
+    assert receive(worker, weights(2.0), retain_version=5).outcome is Outcome.DONE
+    worker.finish_weight_update()
+    digest = digest_of(weights(2.0))
+    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", digest)
+    assert stored(worker).problem == ""
+    loaded = load_file(tmp_path / "store" / "v00000005" / "model.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in [*weights(2.0), *frozen.items()])
+    check_files(tmp_path / "store" / "v00000005", 5, "fleet", digest)
 
 
 def test_a_forgotten_version_cannot_be_stored(worker: MemoryWorker, tmp_path: Path) -> None:
@@ -274,14 +284,14 @@ def test_a_forgotten_version_cannot_be_stored(worker: MemoryWorker, tmp_path: Pa
     worker.finish_weight_update()
     worker.staging_forget(5)
     with pytest.raises(ValueError, match="the retained one is None"):
-        worker.staging_store(5, None, str(tmp_path / "store"), 3)
+        worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None)
 
 
 def test_only_the_first_worker_of_a_replica_retains_and_stores(checkpoint: Path, tmp_path: Path) -> None:
     worker = MemoryWorker(checkpoint, index=1)
     receive(worker, weights(2.0), retain_version=5)
     worker.finish_weight_update()
-    worker.staging_store(5, None, str(tmp_path / "store"), 3)
+    worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None)
     assert worker.staging_store_state() is None and not (tmp_path / "store").exists()
     with pytest.raises(ValueError, match="the retained one is None"):
         worker.engine.retained.committed(5, None)

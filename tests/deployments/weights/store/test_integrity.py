@@ -12,6 +12,8 @@ from deployments.weights.store.integrity import check_files
 from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import MANIFEST, Store
+from deployments.weights.wire.digest import digest
+from deployments.weights.wire.digest_definition import version_digest
 
 TENSORS = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -87,3 +89,41 @@ def test_a_manifest_of_before_without_digests_is_not_compared(version: Path) -> 
     file.write_text(replace(manifest, tensors=without).encode())
     rewrite(version, w=torch.zeros(1))
     check_files(version, 3)
+
+
+def test_another_fleets_version_of_the_same_number_is_refused(tmp_path: Path) -> None:
+    committed = CommittedVersion(version=1, label=None, fleet_id="a", tensors={"w": torch.ones(2)})
+    path = write_version(committed, Store(tmp_path / "store"), lambda directory: None)
+    check_files(path, 1, "a")
+    with pytest.raises(ValueError, match="must hold version 1 of fleet b, and its manifest names fleet a"):
+        check_files(path, 1, "b")
+
+
+def test_a_version_that_is_not_as_it_was_committed_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    committed = CommittedVersion(version=1, label=None, fleet_id="a", tensors={"w": torch.ones(2)})
+    path = write_version(committed, store, lambda directory: None)
+    written = store.manifest_of(1).digest
+    assert written == version_digest(["w"], [digest(torch.ones(2))])
+    check_files(path, 1, "a", written)
+    with pytest.raises(ValueError, match=f"as it was committed, with digest 00ff, and .* states {written}"):
+        check_files(path, 1, "a", "00ff")
+
+
+def test_what_was_not_committed_is_not_written(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    other = CommittedVersion(version=1, label=None, digest="00ff", tensors={"w": torch.ones(2)})
+    with pytest.raises(ValueError, match="version 1 was committed with digest 00ff, and what is to be"):
+        write_version(other, store, lambda directory: None)
+    assert list(store.list()) == []
+
+
+def test_another_fleets_version_in_the_way_is_no_success(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    for fleet_id, problem in (("a", None), ("b", "of fleet a, and this is fleet b")):
+        committed = CommittedVersion(version=1, label=None, fleet_id=fleet_id, tensors={"w": torch.ones(2)})
+        if problem is None:
+            write_version(committed, store, lambda directory: None)
+        else:
+            with pytest.raises(ValueError, match=problem):
+                write_version(committed, store, lambda directory: None)

@@ -50,7 +50,7 @@ def version_of(
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store", max_versions=9)
+    return Store(tmp_path / "store")
 
 
 def test_a_written_version_is_a_checkpoint_that_transformers_loads(store: Store, tmp_path: Path) -> None:
@@ -158,6 +158,19 @@ def test_a_version_that_waits_is_replaced_by_a_newer_one(store: Store) -> None:
     assert writer.wait(TIMEOUT_S)
     assert list(store.list()) == [1, 5]
     assert writer.newest == 5
+
+
+def test_the_result_of_an_earlier_attempt_is_forgotten(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    failed: list[StoreResult] = []
+    writer = VersionWriter(write_files=no_files, on_failed=failed.append)
+    writer.put(version_of(3), Store(tmp_path / "file" / "store"))
+    assert writer.wait(TIMEOUT_S)
+    assert [each.version for each in failed] == [3] and writer.result == failed[0]
+    writer.put(version_of(3), store)
+    assert writer.result is None or not writer.result.problem
+    assert writer.wait(TIMEOUT_S)
+    assert writer.result is not None and not writer.result.problem
 
 
 def test_a_version_that_cannot_be_written_is_a_problem_and_the_next_one_is_written(

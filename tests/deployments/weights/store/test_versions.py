@@ -1,9 +1,12 @@
-"""Versions on disk: complete or absent, never removed under a reader, never more than asked for."""
+"""Versions on disk: complete or absent, never removed under a reader."""
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
 
+from deployments.weights.store import versions
 from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.store.versions import Store
 
@@ -21,7 +24,7 @@ def write(store: Store, version: int) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store", max_versions=2)
+    return Store(tmp_path / "store")
 
 
 def test_a_version_is_listed_once_it_is_complete(store: Store) -> None:
@@ -48,21 +51,27 @@ def test_what_a_crashed_writer_left_is_removed_by_the_next(store: Store) -> None
     assert [entry.name for entry in store.directory.iterdir()] == ["v00000002"]
 
 
-def test_the_newest_versions_stay(store: Store) -> None:
-    for version in (1, 2, 10, 11):
+def test_a_writer_removes_no_version(store: Store) -> None:
+    for version in (1, 2, 10, 11, 12):
         write(store, version)
-    assert list(store.list()) == [10, 11]
+    assert list(store.list()) == [1, 2, 10, 11, 12]
 
 
 def test_a_version_that_is_being_read_is_not_removed(store: Store) -> None:
     write(store, 1)
+    write(store, 2)
     with store.reading(1) as path:
-        for version in (2, 3, 4):
-            write(store, version)
-        assert list(store.list()) == [1, 3, 4]
+        assert not store.remove(1)
+        assert list(store.list()) == [1, 2]
         assert (path / "config.json").exists()
-    assert list(store.prune()) == [1]
-    assert list(store.list()) == [3, 4]
+    assert store.remove(1)
+    assert [entry.name for entry in store.directory.iterdir()] == ["v00000002"]
+
+
+def test_a_version_that_is_not_there_cannot_be_removed(store: Store) -> None:
+    write(store, 2)
+    with pytest.raises(FileNotFoundError):
+        store.remove(1)
 
 
 def test_a_version_is_never_written_twice(store: Store) -> None:
@@ -83,6 +92,15 @@ def test_an_absent_version_is_an_error_that_names_the_stored_ones(store: Store) 
         pass
 
 
-def test_less_than_one_version_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_versions must be at least 1, got 0"):
-        Store(tmp_path, max_versions=0)
+def test_a_reader_does_not_wait_for_ever_for_a_lock(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "LOCK_S", 0.2)
+    write(store, 1)
+    descriptor = os.open(store.path_of(1), os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # by somebody who stands still while removing it
+        with pytest.raises(TimeoutError, match=r"has been locked for 0\.2 s"), store.reading(1):
+            pass
+    finally:
+        os.close(descriptor)
+    with store.reading(1) as path:
+        assert path.exists()

@@ -1,5 +1,8 @@
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +21,7 @@ def test_every_member_receives_the_payload_of_every_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "problem"), [(0, "not all of them joined"), (1, "rank 0 has not opened the rendezvous")]
+    ("rank", "problem"), [(0, r"ranks \[1, 2\] did not join"), (1, "rank 0 has not opened the rendezvous")]
 )
 def test_members_that_do_not_join_are_waited_for_until_the_timeout(rank: int, problem: str) -> None:
     info = info_for(3, timeout_s=0.3)
@@ -42,3 +45,35 @@ def test_a_check_that_raises_ends_the_wait(rank: int) -> None:
         over.set()
         with pytest.raises(TransferFailed, match=r"^the connection was aborted$"):
             future.result(10.0)
+
+
+def wait_for_abandoned_threads() -> None:
+    """Python must not end while torch's store is being opened in a thread."""
+    for thread in threading.enumerate():
+        if thread.name == "rendezvous":
+            thread.join(20.0)
+            assert not thread.is_alive()
+
+
+def test_a_host_that_stands_still_is_waited_for_until_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections succeed, and nothing is answered
+        info = replace(info_for(2, timeout_s=0.5), master_port=silent.getsockname()[1])
+        start = time.monotonic()
+        with pytest.raises(TransferFailed, match=r"within 0\.5 s: the rendezvous does not answer$"):
+            rendezvous(info, 1, go_on)
+        assert time.monotonic() - start < 10.0
+    wait_for_abandoned_threads()
+
+
+def test_a_check_that_raises_ends_the_wait_for_a_host_that_stands_still() -> None:
+    def check() -> None:
+        if time.monotonic() - start > 0.3:
+            raise TransferFailed("the connection was aborted")
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        info = replace(info_for(2, timeout_s=3.0), master_port=silent.getsockname()[1])
+        start = time.monotonic()
+        with pytest.raises(TransferFailed, match=r"^the connection was aborted$"):
+            rendezvous(info, 1, check)
+        assert time.monotonic() - start < 2.0
+    wait_for_abandoned_threads()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
+from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.reports import ConnectState, StagingState
@@ -170,11 +171,16 @@ class Fleet:
     receivers: list[Any]
     payloads: int = 0
     first_rank: int = 1
+    lacking: list[str] = field(default_factory=list)  # what the publisher says that it does not have
     started: threading.Event = field(default_factory=threading.Event)  # an update, on all receivers
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
         for index, receiver in enumerate(self.receivers):
-            own = {"rank_offset": self.first_rank + index} if "rank_offset" in info else {}
+            own: dict[str, Any] = {}
+            if "rank_offset" in info:
+                own["rank_offset"] = self.first_rank + index
+            if self.lacking:
+                own[LACKING] = list(self.lacking)
             receiver.connect({**info, **own})
         _until(lambda: [r.connected() for r in self.receivers], lambda state: state.done)
 
@@ -223,6 +229,7 @@ def _engine(transport: str, directory: str, device: torch.device, corrupt: bool)
         parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
         model_config=SimpleNamespace(model=directory),
         additional_config={},
+        speculative_config=None,
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,0 +1,309 @@
+"""Small models that hide what they derive from their weights, each in another place."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deployments.weights.staging.derived import Derived, Moving, classify
+from deployments.weights.staging.observation import changed_tensors, observe
+from deployments.weights.staging.pairs import pair
+from deployments.weights.staging.reachable import name_of
+
+
+class Layer(torch.nn.Module):
+    """A weight and whatever `hide` derives from it. Loading derives again."""
+
+    def __init__(self, hide: Callable[[Any, torch.Tensor], None], seed: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+        self.hide = hide
+        self.load(seed)
+
+    def load(self, seed: int) -> None:
+        self.weight.data.copy_(torch.rand(4, 6, generator=torch.Generator().manual_seed(seed)))
+        self.hide(self, self.weight.data)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, hide: Callable[[Any, torch.Tensor], None], seed: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(hide, seed), Layer(hide, seed + 100)])
+
+    def load(self, seed: int) -> None:
+        for index, layer in enumerate(self.layers):
+            layer.load(seed + 100 * index)  # type: ignore[operator]
+
+
+@dataclass
+class Storage:
+    data: torch.Tensor
+
+
+class Wrapped:
+    """As a kernel library wraps a tensor: no subclass, and no attribute of a module."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.storage = Storage(data)
+
+
+class Kernel:
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = scale
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def as_attribute(layer: Any, weight: torch.Tensor) -> None:
+    layer.transposed = weight.t().contiguous()
+
+
+def in_containers(layer: Any, weight: torch.Tensor) -> None:
+    layer.config = {"w": [(weight * 2,)], ("a", 1): weight * 3}
+
+
+def wrapped(layer: Any, weight: torch.Tensor) -> None:
+    layer.__dict__.pop("w13", None)
+    layer.w13 = Wrapped(weight * 2)
+
+
+def in_a_quantization_method(layer: Any, weight: torch.Tensor) -> None:
+    layer.quant_method = SimpleNamespace(precision=Wrapped(weight * 2), kernel=Kernel(weight.sum(1)))
+
+
+def in_a_closure(layer: Any, weight: torch.Tensor) -> None:
+    packed = weight.t().contiguous()
+    layer.linear = lambda x: x @ packed
+
+
+def in_a_partial(layer: Any, weight: torch.Tensor) -> None:
+    layer.linear = functools.partial(torch.mm, mat2=weight.t().contiguous())
+
+
+def behind_a_method(layer: Any, weight: torch.Tensor) -> None:
+    layer.run = Kernel(weight.sum(1)).apply
+
+
+def in_a_module_outside_the_tree(layer: Any, weight: torch.Tensor) -> None:
+    inner = torch.nn.Linear(6, 4, bias=False)
+    inner.weight.data.copy_(weight * 2)
+    layer.others = (inner,)
+
+
+def on_a_parameter(layer: Any, weight: torch.Tensor) -> None:
+    layer.weight.scale = weight.amax(1)
+
+
+def in_numpy(layer: Any, weight: torch.Tensor) -> None:
+    layer.table_of_scales = weight.sum(1).double().numpy() + 1
+
+
+def as_a_float(layer: Any, weight: torch.Tensor) -> None:
+    layer._k_scale_float = float(weight.max())
+
+
+def as_a_whole_number(layer: Any, weight: torch.Tensor) -> None:
+    layer.holder = {"largest": int(weight.max() * 1e6)}
+
+
+HIDING = [
+    as_attribute,
+    in_containers,
+    wrapped,
+    in_a_quantization_method,
+    in_a_closure,
+    in_a_partial,
+    behind_a_method,
+    in_a_module_outside_the_tree,
+    on_a_parameter,
+    in_numpy,
+    as_a_float,
+    as_a_whole_number,
+]
+
+
+def prepared(hide: Callable[[Any, torch.Tensor], None]) -> tuple[Model, Model, Moving]:
+    """The live model with seed 1, its shadow, and what follows."""
+    live = Model(hide, 1)
+    before = observe(live)
+    shadow = Model(hide, 2)
+    first = observe(shadow)
+    shadow.load(3)
+    return live, shadow, classify(before, first, observe(shadow))
+
+
+@pytest.mark.parametrize("hide", HIDING, ids=lambda hide: hide.__name__)
+def test_a_swap_brings_along_what_is_hidden(hide: Callable[[Any, torch.Tensor], None]) -> None:
+    live, shadow, moving = prepared(hide)
+    pairs = pair(live, shadow)
+    derived = Derived(live, shadow, moving, baked=False)
+    for seed in (4, 5):
+        shadow.load(seed)
+        derived.collect()
+        pairs.copy_to_live()
+        derived.swap()
+        found, expected = observe(live), observe(Model(hide, seed))
+        assert not changed_tensors(found, expected)
+        assert found.numbers == expected.numbers
+        assert len(found.tensors) == len(expected.tensors)
+
+
+def test_tensors_stay_where_they_are_because_captured_graphs_refer_to_them() -> None:
+    live, shadow, moving = prepared(wrapped)
+    layer: Any = live.layers[0]
+    address = layer.w13.storage.data.data_ptr()
+    derived = Derived(live, shadow, moving, baked=True)
+    shadow.load(4)
+    derived.collect()
+    derived.swap()
+    assert layer.w13.storage.data.data_ptr() == address
+    assert torch.equal(layer.w13.storage.data, Model(wrapped, 4).layers[0].weight * 2)  # type: ignore[operator]
+
+
+def test_what_does_not_come_from_weights_is_left_alone() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        layer.__dict__.setdefault("cos_sin", torch.arange(8.0))
+        layer.__dict__.setdefault("scratch", torch.full((3,), torch.nan))
+        layer.view = weight[1:3]
+        layer.eps = 1e-6
+
+    live, _, moving = prepared(hide)
+    assert moving == Moving(tensors=(), numbers=())
+    live.layers[0].kv_cache = torch.zeros(5)  # allocated later: nobody asks about it
+
+
+def refusal(hide: Callable[[Any, torch.Tensor], None]) -> str:
+    with pytest.raises(
+        ValueError, match=r"^staging 'device' is not possible: .*; use 'host' or 'none'$"
+    ) as error:
+        prepared(hide)
+    return str(error.value)
+
+
+def test_what_only_the_initial_load_derives_is_refused_by_name() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        layer.__dict__.setdefault("fused", weight * 2)
+        layer.__dict__.setdefault("scale", float(weight.max()))
+
+    message = refusal(hide)
+    assert "'layers.0.fused' comes from the weights, and loading does not renew it" in message
+    assert "'layers.0.scale' comes from the weights" in message
+
+
+def test_a_parameter_that_loading_does_not_renew_is_refused_by_name() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        if "fused" not in layer._parameters:
+            layer.fused = torch.nn.Parameter(weight * 2, requires_grad=False)
+
+    assert "'layers.0.fused' comes from the weights, and loading does not renew it" in refusal(hide)
+
+
+def test_what_a_second_instance_does_not_have_is_refused_by_name() -> None:
+    instances: list[Any] = []
+
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        instances.append(layer)
+        if len(instances) == 1:
+            layer.extra = weight * 2
+
+    assert "'layers.0.extra' is a tensor that it does not have" in refusal(hide)
+
+
+def test_another_layout_is_refused_with_both() -> None:
+    sizes = iter(range(1, 100))
+
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        layer.packed = weight.flatten()[: next(sizes)].clone()
+
+    assert "'layers.0.packed' is torch.float32 [1] (1,) on cpu and there torch.float32 [5]" in refusal(hide)
+
+
+def test_addresses_are_refused_because_a_copy_would_lead_to_the_shadow() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        layer.packed = weight.clone()
+        layer.handler = torch.tensor(layer.packed.data_ptr())
+
+    assert "'layers.0.handler' holds addresses" in refusal(hide)
+
+
+def test_an_element_of_a_set_is_refused() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        layer.scales = {weight * 2}
+
+    message = refusal(hide)
+    assert "'layers.0.scales{...}' is in a set, which has no order" in message
+
+
+def test_memory_that_nobody_can_look_into_is_refused() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        layer.raw = weight.clone().untyped_storage()
+
+    assert "'layers.0.raw' is a torch.storage.UntypedStorage, which may hold tensors" in refusal(hide)
+
+
+SHARED = torch.zeros(3)
+
+
+def test_a_tensor_of_both_that_loading_changes_is_refused() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        SHARED.add_(1)
+        layer.shared = SHARED
+
+    assert "'layers.0.shared' is one tensor of both, and loading changes it" in refusal(hide)
+
+
+def collected(hide: Callable[[Any, torch.Tensor], None], *, baked: bool) -> str:
+    live, shadow, moving = prepared(hide)
+    derived = Derived(live, shadow, moving, baked=baked)
+    before = observe(live).numbers
+    shadow.load(4)
+    with pytest.raises(ValueError, match=r"^the model cannot take this version while it serves: ") as error:
+        derived.collect()
+    assert observe(live).numbers == before
+    return str(error.value)
+
+
+def test_a_number_that_compiled_code_contains_rejects_the_version() -> None:
+    message = collected(as_a_float, baked=True)
+    assert "'layers.0._k_scale_float' changed from 0." in message and "use enforce_eager" in message
+
+
+def test_a_number_that_cannot_be_set_rejects_the_version() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        layer.scales = (float(weight.max()),)
+
+    assert "'layers.0.scales[0]' cannot be changed" in collected(hide, baked=False)
+
+
+def test_a_tensor_that_a_round_loses_rejects_the_version() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        layer.__dict__.pop("packed", None)
+        if weight[0, 0] != Model(as_attribute, 4).layers[0].weight[0, 0]:  # type: ignore[index]
+            layer.packed = weight * 2
+
+    assert "'layers.0.packed' leads nowhere at '.packed'" in collected(hide, baked=False)
+
+
+def test_a_way_has_the_name_that_python_would_write() -> None:
+    _, _, moving = prepared(in_containers)
+    assert [name_of(way) for way in moving.tensors][:2] == [
+        "layers.0.config['w'][0][0]",
+        "layers.0.config[('a', 1)]",
+    ]
+
+
+def test_numbers_of_numpy_count() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        layer.scale = np.float32(weight.max())
+
+    _, _, moving = prepared(hide)
+    assert [name_of(way) for way in moving.numbers] == ["layers.0.scale", "layers.1.scale"]

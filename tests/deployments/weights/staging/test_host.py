@@ -1,0 +1,47 @@
+"""A model that staging in host memory swapped is what a fresh load of the same version is."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("host")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.deployments.weights.staging.host_families", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        # One thread: more only wait for each other where other tests run as well.
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    lines = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert done.returncode == 0 and lines, done.stdout + done.stderr
+    print(done.stdout, done.stderr)
+    results = map(json.loads, lines)
+    return {(each["family"], each["packed"]): each for each in results}
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("family", ["experts", "padded-experts", "dense", "mla", "tied", "tied-twice"])
+def test_all_that_was_loaded_is_replaced_by_each_swap(
+    family: str, packed: bool, found: dict[tuple[str, bool], Any]
+) -> None:
+    assert found[family, packed].get("behind") == [[], []], found[family, packed]
+
+
+def test_an_output_embedding_that_the_engine_has_tied_may_not_differ_later(
+    found: dict[tuple[str, bool], Any],
+) -> None:
+    assert "'lm_head.weight' must be equal to the input embeddings" in found["tied-twice", False]["refused"]
+
+
+def test_a_model_that_vllm_would_leave_as_it_was_is_refused(found: dict[tuple[str, bool], Any]) -> None:
+    assert "GptOssForCausalLM copies weights past its loaders" in found["gpt-oss", True]["refused"]

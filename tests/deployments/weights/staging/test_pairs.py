@@ -1,0 +1,31 @@
+"""Which tensor of the shadow belongs to which one that serves, where a checkpoint ties two of them."""
+
+import pytest
+import torch
+
+from deployments.weights.staging.pairs import pair
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(3, 2, bias=False)
+        self.head = torch.nn.Linear(3, 2, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_two_tensors_that_serve_as_one_must_be_staged_as_equals() -> None:
+    live, shadow = Tied(True), Tied(False)
+    pairs = pair(live, shadow)
+    with torch.no_grad():
+        pairs.copy_to_shadow()
+        pairs.check_tied()
+        shadow.head.weight.add_(1)
+    with pytest.raises(ValueError, match=r"^'embed.weight' and 'head.weight' were equal in the checkpoint"):
+        pairs.check_tied()
+
+
+def test_one_tensor_of_the_shadow_for_two_that_serve_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'head\.weight' and 'embed\.weight' are one tensor there"):
+        pair(Tied(False), Tied(True))
