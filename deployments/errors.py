@@ -2,14 +2,18 @@
 
 SlipstreamError               an answer to a caller, with an HTTP status
 ├── InvalidRequest            fix the call: what was expected and what came        400
-│   └── PayloadTooLarge       send less                                            413
+│   ├── PayloadTooLarge       send less                                            413
+│   ├── BodyTooSlow           send it faster                                       408
+│   ├── NoSuchRoute           the fleet does not offer this                        404
+│   └── MethodNotAllowed      another method                                       405
 ├── Conflict                  another caller's turn, or a call out of order        409
 │   └── StalePublisher        take a new lease                                     409
 ├── RoundAborted              the fleet still serves the old version; try again    409
 │   └── TransferAborted       the transfer failed, the replicas are intact: connect and send again   503
 ├── DeadlyRequest             do not send this again: replicas were lost under it  422
 ├── ReplicaUnavailable        send the request to another replica                  503
-└── FleetUnavailable          wait (Retry-After), then try again                   503
+├── FleetUnavailable          wait (Retry-After), then try again                   503
+└── AnswerLost                look whether it was done, before you try again       502
 
 Inside a replica and a publisher, never answered over HTTP:
 
@@ -25,7 +29,15 @@ class PayloadRejected(Exception):
 
 
 class TransferFailed(Exception):
-    """A peer of the transfer is gone or too late; this side is intact, and the round can be sent again."""
+    """A peer of the transfer is gone or too late; this side is intact, and the round can be sent again.
+
+    Args:
+        missing_ranks: members of the transfer group that did not answer, if this side can say so.
+    """
+
+    def __init__(self, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing_ranks = missing_ranks
 
 
 class SlipstreamError(Exception):
@@ -60,6 +72,23 @@ class InvalidRequest(SlipstreamError):
 class PayloadTooLarge(InvalidRequest):
     status = 413
     type = "payload_too_large"
+
+
+class BodyTooSlow(InvalidRequest):
+    status = 408
+    type = "body_too_slow"
+
+
+class NoSuchRoute(InvalidRequest):
+    status = 404
+    type = "not_found"
+
+
+class MethodNotAllowed(InvalidRequest):
+    """`detail` has {"allow": methods}."""
+
+    status = 405
+    type = "method_not_allowed"
 
 
 class Conflict(SlipstreamError):
@@ -100,3 +129,8 @@ class ReplicaUnavailable(SlipstreamError):
 class FleetUnavailable(SlipstreamError):
     status = 503
     type = "fleet_unavailable"
+
+
+class AnswerLost(SlipstreamError):
+    status = 502
+    type = "answer_lost"

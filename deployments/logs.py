@@ -5,6 +5,9 @@ answer to the caller and not a fault, so a filter reduces it to one line.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 
 from deployments.errors import SlipstreamError
 
@@ -14,6 +17,23 @@ def serve_logger() -> logging.Logger:
     logger = logging.getLogger("ray.serve")
     logger.addFilter(_shorten_answers)  # adding it again has no effect
     return logger
+
+
+@contextmanager
+def kept_log_file() -> Iterator[None]:
+    """Keep Serve's log file connected while somebody configures logging, as vLLM does for an engine.
+
+    `logging.config` closes every handler that exists, and Serve's lines go nowhere from then on. A Serve
+    controller that restarts asks each replica for its log file, and replaces those that have none.
+    """
+    handlers = [each for each in logging.getLogger("ray.serve").handlers if isinstance(each, MemoryHandler)]
+    files = [handler.target for handler in handlers]
+    try:
+        yield
+    finally:
+        for handler, file in zip(handlers, files, strict=True):
+            if file is not None:
+                handler.setTarget(file)  # which opens again with the next line
 
 
 def _shorten_answers(record: logging.LogRecord) -> bool:

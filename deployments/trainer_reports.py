@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from deployments.protocol.publishing import RoundReport
 
-StepMetrics = Mapping[str, float | int | bool]  # of one optimizer step, by name
+StepMetrics = Mapping[
+    str, float | int | bool | None
+]  # of one optimizer step, by name; None: not a finite number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +35,4 @@ class TrainerStatus:
     last_round: RoundReport | None
     stored_version: int | None  # the newest that this trainer wrote to the store
     store_problem: str | None  # why the version written last is not in the store
+    untrained: tuple[str, ...] = ()  # tensors of the checkpoint that replicas keep as loaded, in words

@@ -14,19 +14,22 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from deployments.controller.disk import Disk
 from deployments.controller.durable_ledger import DurableLedger
 from deployments.controller.liveness import IsAlive
+from deployments.controller.room import Room, no_limit
+from deployments.controller.store_keeper import StoreKeeper
 from deployments.errors import FleetUnavailable, InvalidRequest
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.store_assignment import StoreLocation
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.json_values import json_only
 from deployments.protocol.operations import Operation
 from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions, RoundReport
-from deployments.protocol.reports import Report
-from deployments.protocol.status import Event, FleetStatus
-from deployments.weights.store.versions import DEFAULT_MAX_VERSIONS, Store
+from deployments.protocol.reports import Report, Unloadable
+from deployments.protocol.status import Event, FleetStatus, SizeStatus
+from deployments.weights.store.versions import Store
 
 BUSY_POLL_S = 0.2  # a replica that carries out an instruction paces itself, and polls again soon
 MAX_EVENTS_WAIT_S = 30.0
@@ -38,15 +41,17 @@ class Controller:
     Args:
         state_dir: where decisions are kept; a restarted controller needs the same one.
         store_dir: where committed versions are kept.
-        max_versions: how many of them.
+        max_versions: how many of them stay; beside them those that a joiner was told to load.
         outside_versions: whether replicas write those that their publisher does not write.
+        size: how many replicas there may be; `room`: how many the cluster's GPUs hold.
         is_alive: whether the process of a replica (by id) exists; called in a thread.
         poll_s: how long a poll without updates waits.
         silent_s: the process of a member that has not polled for this long is looked up; more than `poll_s`.
         clock: seconds, monotonic.
+        disk: where the state directory is; None: a file system of this host.
 
     Raises:
-        JournalError: the state directory cannot be used.
+        JournalError: the state directory cannot be used, or the store has another fleet's versions.
     """
 
     def __init__(
@@ -56,40 +61,52 @@ class Controller:
         state_dir: str,
         store_dir: str,
         is_alive: IsAlive,
-        max_versions: int = DEFAULT_MAX_VERSIONS,
+        size: SizeLimits = FIXED,
+        room: Room = no_limit,
+        max_versions: int = 3,
         outside_versions: bool = True,
         poll_s: float = 1.0,
         silent_s: float = 2.0,
         tick_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
+        disk: Disk | None = None,
     ) -> None:
-        self._poll_s = poll_s
-        self._store = Store(Path(store_dir), max_versions=max_versions)
-        location = StoreLocation(directory=store_dir, max_versions=max_versions)
-        self._ledger = Ledger(config, location if outside_versions else None)
+        self._poll_s, self._config, self._room = poll_s, config, room
+        self._ledger = Ledger(config, StoreLocation(directory=store_dir) if outside_versions else None, size)
+        self._keeper = StoreKeeper(Store(Path(store_dir)), self._ledger.promises, max_versions)
         self._durable = DurableLedger(
-            self._ledger, Path(state_dir), is_alive=is_alive, silent_s=silent_s, tick_s=tick_s, clock=clock
+            self._ledger,
+            Path(state_dir),
+            is_alive=is_alive,
+            silent_s=silent_s,
+            tick_s=tick_s,
+            clock=clock,
+            on_tick=self._keeper.start,
+            disk=disk,
         )
+        self._keeper.check_owner(Path(state_dir), otherwise=self._durable.release)
         self._polls: dict[str, object] = {}  # incarnation -> its newest poll; older ones are superseded
+        self._told: dict[str, int] = {}  # incarnation -> what has to be durable before it is told again
 
     # -- replicas -----------------------------------------------------------------------------
 
-    async def join(self, replica_id: str, incarnation: str) -> JoinAnswer:
-        self._durable.enter()
-        answer = self._ledger.join(replica_id, incarnation, self._durable.now())
-        self._durable.publish()
-        return answer
+    async def join(
+        self, replica_id: str, incarnation: str, unloadable: Unloadable | None = None
+    ) -> JoinAnswer:
+        """What a starting replica loads; `unloadable`: what it was told to and cannot."""
+        async with self._durable.answer():
+            return self._ledger.join(replica_id, incarnation, self._durable.now(), unloadable)
 
     async def poll(self, report: Report) -> Directive:
         """Wait for updates for this replica, at most `poll_s`.
 
         Raises:
-            FleetUnavailable: a newer poll of the same replica superseded this one.
+            FleetUnavailable: a newer poll of the same replica superseded this one, or came before it.
         """
         self._durable.enter()
-        mine = self._polls[report.incarnation] = object()
         self._ledger.on_report(report, self._durable.now())
-        self._durable.publish()
+        mine = self._polls[report.incarnation] = object()
+        self._durable.change()
         try:
             wait_s = BUSY_POLL_S if self._ledger.is_busy(report) else self._poll_s
             await self._durable.wait(
@@ -98,8 +115,15 @@ class Controller:
             )
             if self._polls.get(report.incarnation) is not mine:
                 raise FleetUnavailable(f"a newer poll of {report.replica_id} superseded this one")
+            has_updates = self._ledger.has_updates(report)
             directive = self._ledger.directive(report, self._durable.now())
-            self._durable.publish()
+            made = self._durable.change()
+            # One that says nothing new does not wait for a slow disk: it is a heartbeat.
+            if has_updates or report.incarnation not in self._told:
+                self._told[report.incarnation] = made
+            await self._durable.durable(self._told[report.incarnation])
+            if directive.fenced is not None:
+                self._told.pop(report.incarnation, None)
             return directive
         finally:
             if self._polls.get(report.incarnation) is mine:
@@ -114,11 +138,9 @@ class Controller:
             Conflict: another publisher holds it.
             FleetUnavailable: an update could not be recorded.
         """
-        self._durable.enter()
-        self._durable.check_space()
-        lease = self._ledger.acquire(publisher, self._durable.now())
-        self._durable.publish()
-        return lease
+        async with self._durable.answer():
+            await self._durable.check_space()
+            return self._ledger.acquire(publisher, self._durable.now())
 
     async def session(self, publisher: str) -> PublisherSession:
         """The token and the open round of a publisher whose calls carry no token; acquires if needed.
@@ -126,10 +148,8 @@ class Controller:
         Raises:
             Conflict: another publisher holds the lease.
         """
-        self._durable.enter()
-        session = self._ledger.session(publisher, self._durable.now())
-        self._durable.publish()
-        return session
+        async with self._durable.answer():
+            return self._ledger.session(publisher, self._durable.now())
 
     async def renew(self, token: int) -> Lease:
         """To be called well within the lease's duration, also while waiting for another call.
@@ -137,16 +157,13 @@ class Controller:
         Raises:
             StalePublisher: the token is not the current one, as in all calls of a publisher below.
         """
-        self._durable.enter()
-        lease = self._ledger.renew(token, self._durable.now())
-        self._durable.publish()
-        return lease
+        async with self._durable.answer():
+            return self._ledger.renew(token, self._durable.now())
 
     async def release(self, token: int) -> None:
         """Give the lease back; an undecided round is aborted."""
-        self._durable.enter()
-        self._ledger.release(token, self._durable.now())
-        self._durable.publish()
+        async with self._durable.answer():
+            self._ledger.release(token, self._durable.now())
 
     async def connect(self, token: int, init_info: Mapping[str, JsonValue]) -> int:
         """Returns a connection id once every replica is connected.
@@ -155,16 +172,17 @@ class Controller:
             InvalidRequest: `init_info` is not JSON, does not fit the members, or no replica could connect.
             Conflict: a replica is gone; connect again.
         """
-        self._durable.enter()
-        checked = json_only(init_info, "init_info")
-        if not isinstance(checked, dict):
-            raise InvalidRequest(f"init_info: expected an object, got {type(init_info).__name__}")
-        return int(await self._durable.result(self._ledger.connect(token, checked, self._durable.now())))
+        async with self._durable.answer():
+            checked = json_only(init_info, "init_info")
+            if not isinstance(checked, dict):
+                raise InvalidRequest(f"init_info: expected an object, got {type(init_info).__name__}")
+            await self._durable.wait(self._ledger.is_complete, None)  # ranks are counted over all who serve
+            return int(await self._durable.result(self._ledger.connect(token, checked, self._durable.now())))
 
     async def disconnect(self, token: int) -> dict[str, JsonValue]:
         """Every serving replica closes its end of the connection."""
-        self._durable.enter()
-        return dict(await self._durable.result(self._ledger.disconnect(token, self._durable.now())))
+        async with self._durable.answer():
+            return dict(await self._durable.result(self._ledger.disconnect(token, self._durable.now())))
 
     async def open_round(self, token: int, options: RoundOptions | None = None) -> int:
         """Returns the round's id.
@@ -173,13 +191,10 @@ class Controller:
             Conflict: another round is open, the weights sleep, or the publisher must connect again.
             FleetUnavailable: too few replicas, or the round could not be recorded.
         """
-        self._durable.enter()
-        self._durable.check_space()
-        await self._durable.wait(self._ledger.is_complete, None)
-        chosen = RoundOptions() if options is None else options
-        round_id = self._ledger.open_round(token, chosen, self._durable.now())
-        self._durable.publish()
-        return round_id
+        async with self._durable.answer():
+            await self._durable.check_space()
+            await self._durable.wait(self._ledger.is_complete, None)
+            return self._ledger.open_round(token, options or RoundOptions(), self._durable.now())
 
     async def send(self, token: int, round_id: int, payload: JsonValue) -> None:
         """Returns once every participant has received. A collective's data must flow meanwhile.
@@ -188,27 +203,26 @@ class Controller:
             InvalidRequest: the payload is not JSON, or every replica rejected it.
             RoundAborted: the round ended.
         """
-        self._durable.enter()
-        checked = json_only(payload, "payload")
-        await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
+        async with self._durable.answer():
+            checked = json_only(payload, "payload")
+            await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
 
     async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:
-        """Verify and commit; returns when every participant has swapped.
+        """Verify and commit; returns when every participant has swapped. See `Ledger.close_round`.
 
         Raises:
             InvalidRequest: every replica rejected what was sent.
             RoundAborted: the round was aborted for another reason.
         """
-        self._durable.enter()
-        call = self._ledger.close_round(token, round_id, label, self._durable.now())
-        report: RoundReport = await self._durable.result(call)
-        return report
+        async with self._durable.answer():
+            call = self._ledger.close_round(token, round_id, label, self._durable.now())
+            report: RoundReport = await self._durable.result(call)
+            return report
 
     async def abort_round(self, token: int, round_id: int, reason: str) -> None:
         """The fleet goes on serving the old version."""
-        self._durable.enter()
-        self._ledger.abort_round(token, round_id, reason, self._durable.now())
-        self._durable.publish()
+        async with self._durable.answer():
+            self._ledger.abort_round(token, round_id, reason, self._durable.now())
 
     async def call(self, operation: Operation) -> dict[str, JsonValue]:
         """Carry an operation out on every serving replica: its answers by replica id.
@@ -218,10 +232,13 @@ class Controller:
             Conflict: it is not possible in the fleet's condition, or during a round.
             ReplicaUnavailable: names the replicas that did not carry it out.
         """
-        self._durable.enter()
-        # After a restart: not without those that still serve.
-        await self._durable.wait(self._ledger.is_complete, None)
-        return dict(await self._durable.result(self._ledger.call(operation, self._durable.now())))
+        async with self._durable.answer():
+            await self._durable.wait(self._ledger.is_complete, None)  # not without those that still serve
+            return dict(await self._durable.result(self._ledger.call(operation, self._durable.now())))
+
+    async def reconfigure(self, settings: Mapping[str, JsonValue]) -> None:
+        """Serve's call with new settings, by the names of the ledger's configuration."""
+        self._ledger.reconfigure(LedgerConfig.model_validate({**self._config.model_dump(), **settings}))
 
     # -- the store ----------------------------------------------------------------------------
 
@@ -231,54 +248,53 @@ class Controller:
         Raises:
             InvalidRequest: the fleet never committed it.
         """
-        self._durable.enter()
-        self._ledger.set_stored(version, path, label, self._durable.now())
-        self._durable.publish()
+        async with self._durable.answer():
+            self._ledger.set_stored(version, path, label, self._durable.now())
+
+    async def not_stored(self, version: int, reason: str) -> None:
+        """The trainer could not write a version."""
+        async with self._durable.answer():
+            self._ledger.set_unstored(version, reason, self._durable.now())
 
     async def rollback_source(self, version: int) -> str:
         """The directory of a stored version, to be published as an ordinary round.
 
         Raises:
-            InvalidRequest: the version is not in the store.
+            InvalidRequest: the version is not in the store, or another fleet's.
         """
-        stored = list(await asyncio.to_thread(self._store.list))
-        if version not in stored:
-            raise InvalidRequest(
-                f"version: expected one in the store {stored}, got {version}",
-                {"expected": stored, "actual": version},
-            )
-        return str(self._store.path_of(version))
+        return await asyncio.to_thread(self._keeper.source, version)
+
+    async def scale(self, wanted: int | None) -> SizeStatus:
+        """Have so many replicas, None: as many as the load needs; see `FleetSize.want`."""
+        async with self._durable.answer():
+            await self._durable.check_space()
+            return self._ledger.scale(wanted, await self._room(), self._durable.now())
 
     async def set_label(self, label: str) -> None:
-        """Give the committed version another label.
-
-        Raises:
-            FleetUnavailable: it could not be recorded.
-        """
-        self._durable.enter()
-        self._durable.check_space()
-        self._ledger.set_label(label, self._durable.now())
-        self._durable.publish()
+        """Give the committed version another label."""
+        async with self._durable.answer():
+            await self._durable.check_space()
+            self._ledger.set_label(label, self._durable.now())
 
     # -- queries ------------------------------------------------------------------------------
 
     async def fleet(self) -> FleetStatus:
-        self._durable.enter()
-        return self._ledger.status(self._durable.now())
+        async with self._durable.answer():
+            return self._ledger.status(self._durable.now())
 
     async def rounds(self) -> list[RoundReport]:
         """Rounds that ended, oldest first."""
-        self._durable.enter()
-        return self._ledger.history()
+        async with self._durable.answer():
+            return self._ledger.history()
 
     async def events(self, since: int = 0, wait_s: float = 0.0) -> list[Event]:
         """Events with a greater id than `since`; waits for the first one, at most `wait_s` seconds."""
-        self._durable.enter()
-        await self._durable.wait(
-            lambda: bool(self._ledger.events_since(since)), min(wait_s, MAX_EVENTS_WAIT_S)
-        )
-        wall = time.time() - self._durable.now()
-        return [replace(event, at=round(event.at + wall, 3)) for event in self._ledger.events_since(since)]
+        async with self._durable.answer():
+            limit_s = min(wait_s, MAX_EVENTS_WAIT_S)
+            await self._durable.wait(lambda: bool(self._ledger.events_since(since)), limit_s)
+            wall = time.time() - self._durable.now()
+            events = self._ledger.events_since(since)
+            return [replace(event, at=round(event.at + wall, 3)) for event in events]
 
     async def check_health(self) -> None:
         """Serve's health check."""
@@ -287,3 +303,4 @@ class Controller:
     async def aclose(self) -> None:
         """Stop the ticker and close the journal."""
         await self._durable.aclose()
+        await self._keeper.aclose()

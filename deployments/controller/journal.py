@@ -7,26 +7,35 @@ what later decisions supersede.
 
 A full disk is no reason to stop serving: what the ledger itself decides (a member joins, is fenced, a round
 ends) goes to the reserved space. What a publisher asks for is refused when no more can be reserved.
+
+Neither is a directory that somebody moves or removes while the journal is open: a successor would find no
+decision and start from the first checkpoint, so the whole journal is written again where it was.
 """
 
 import errno
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from deployments.controller.state_lock import JournalError, StateLock
+from deployments.controller.disk import Disk, File, LocalDisk
+from deployments.controller.state_lock import JournalError
 from deployments.ledger.decisions import Decision, compact, decode, encode
+from deployments.logs import serve_logger
 
 SCHEMA = 1
 NAME = "decisions.jsonl"
 RESERVE_BYTES = 1 << 20  # some thousand decisions
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota or a limit of the process
+COMPACT_AFTER = 4096  # decisions kept in memory, beyond twice those that were left the last time
+
+logger = serve_logger()
 
 
 class Journal:
     """The file of decisions. One process writes it: open it, take `recovered`, then `append`.
+
+    Not for two threads at once.
 
     Args:
         lock_wait_s: how long another process that uses the directory may take to end.
@@ -35,13 +44,15 @@ class Journal:
         JournalError: the directory cannot be written, holds something else, or is in use.
     """
 
-    def __init__(self, directory: Path, *, lock_wait_s: float = 0.0) -> None:
+    def __init__(self, directory: Path, *, lock_wait_s: float = 0.0, disk: Disk | None = None) -> None:
+        self._directory = directory
         self._path = directory / NAME
+        self._disk: Disk = LocalDisk() if disk is None else disk
+        self._size = self._end = 0  # of the file; of what is written in it
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = StateLock(directory, wait_s=lock_wait_s)
+            self._lock = self._disk.lock(directory, lock_wait_s)
             try:
-                self._open()
+                self._file = self._open()
             except BaseException:  # whatever it was, the next process may use the directory
                 self._lock.close()
                 raise
@@ -52,56 +63,103 @@ class Journal:
                 f"state directory {directory}: expected a directory that can be written, got: {error}"
             ) from error
 
-    def _open(self) -> None:
-        content = _read(self._path)
-        decisions = _decisions(self._path, content)
-        cut = _cut_short(content)
+    def _open(self) -> File:
+        content = self._disk.read(self._path)
+        decisions = [] if content is None else _decisions(self._path, content)
+        cut = [] if content is None else _cut_short(content)
         self.recovered = compact([*decisions, *cut])
+        self._kept = list(self.recovered)  # what the file says; a new one would say the same
+        self._compact_at = len(self._kept)
         try:
-            self._end = _rewrite(self._path, self.recovered)
+            return self._rewrite()
         except OSError as error:
-            self._end = _whole_lines(_text(content))
-            if error.errno not in NO_SPACE or not self._end:
+            self._end = 0 if content is None else _whole_lines(_text(content))
+            if content is None or error.errno not in NO_SPACE or not self._end:
                 raise
-            self._continue(len(content), cut)
-            return
-        self._file = self._path.open("r+b", buffering=0)
-        self._size = os.fstat(self._file.fileno()).st_size
+            return self._continue(len(content), cut)
 
-    def _continue(self, size: int, cut: Sequence[Decision]) -> None:
+    def _rewrite(self) -> File:
+        """A new file with what is kept. Raises OSError; the old file is as it was then."""
+        lines = [json.dumps({"schema": SCHEMA}).encode(), *map(encode, self._kept)]
+        content = b"".join(line + b"\n" for line in lines)
+        self._disk.replace(self._path, content, RESERVE_BYTES)
+        file = self._disk.open(self._path)
+        self._end, self._size = len(content), file.size()
+        return file
+
+    def _continue(self, size: int, cut: Sequence[Decision]) -> File:
         """There is no space for a new file: go on in the old one, which has some reserved."""
-        self._file, self._size = self._path.open("r+b", buffering=0), size
-        self._write(bytes(size - self._end), self._end)  # a shorter line would not cover a longer one
-        self.append(cut)
+        file = self._disk.open(self._path)
+        self._size = size
+        file.write(bytes(size - self._end), self._end)  # a shorter line would not cover a longer one
+        self._write(file, cut)
+        return file
 
     def append(self, decisions: Iterable[Decision]) -> None:
         """Durable when it returns.
 
         Raises:
-            OSError: the reserved space is used up and the disk is full, or the disk is gone.
+            OSError: the reserved space is used up and the disk is full, the disk is gone, or another
+                journal took this one's place.
         """
-        lines = b"".join(encode(decision) + b"\n" for decision in decisions)
-        if lines:
-            self._write(lines, self._end)
-            os.fsync(self._file.fileno())
-            self._end += len(lines)
-            self._size = max(self._size, self._end)
+        new = list(decisions)
+        if not new:
+            return
+        self._keep(new)
+        self._write(self._file, new)
+        self.stay()
 
     def reserve(self) -> str | None:
         """Have space for decisions to come. Returns why not, for a person; None if there is enough."""
-        if self._size - self._end >= RESERVE_BYTES // 2:
+        if self.has_space:
             return None
         try:
-            os.posix_fallocate(self._file.fileno(), self._end, RESERVE_BYTES)
+            self._file.allocate(self._end, RESERVE_BYTES)
         except OSError as error:
             return str(error)
         self._size = self._end + RESERVE_BYTES
         return None
 
-    def _write(self, content: bytes, offset: int) -> None:
-        while content:
-            written = os.pwrite(self._file.fileno(), content, offset)
-            content, offset = content[written:], offset + written
+    @property
+    def has_space(self) -> bool:
+        """Whether there is enough reserved."""
+        return self._size - self._end >= RESERVE_BYTES // 2
+
+    def stay(self) -> None:
+        """Write everything again if the file is not where it was. Durable when it returns.
+
+        Raises:
+            JournalError: another journal took its place, or another process uses the directory.
+            OSError: the disk is gone.
+        """
+        if self._file.is_at(self._path):
+            return
+        if not self._lock.is_at(self._directory):
+            lock = self._disk.lock(self._directory, 0.0)
+            self._lock.close()
+            self._lock = lock
+        if self._disk.read(self._path) is not None:
+            raise JournalError(
+                f"{self._path}: another file took this journal's place while a controller uses it; stop the "
+                "fleet, and put back the one that is this fleet's"
+            )
+        self._file.close()
+        self._file = self._rewrite()
+        logger.error("%s was moved or removed while in use: it is written again", self._path)
+
+    def _keep(self, decisions: Sequence[Decision]) -> None:
+        self._kept += decisions
+        if len(self._kept) > 2 * self._compact_at + COMPACT_AFTER:
+            self._kept = compact(self._kept)
+            self._compact_at = len(self._kept)
+
+    def _write(self, file: File, decisions: Iterable[Decision]) -> None:
+        lines = b"".join(encode(decision) + b"\n" for decision in decisions)
+        if lines:
+            file.write(lines, self._end)
+            file.sync()
+            self._end += len(lines)
+            self._size = max(self._size, self._end)
 
     def close(self) -> None:
         self._file.close()
@@ -116,10 +174,6 @@ class Journal:
         self.close()
 
 
-def _read(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
-
-
 def _text(content: bytes) -> bytes:
     """Without the reserved space. What follows a zero byte was not synced: no decision has one."""
     return content.split(b"\0", 1)[0]
@@ -132,8 +186,6 @@ def _whole_lines(text: bytes) -> int:
 
 def _decisions(path: Path, content: bytes) -> list[Decision]:
     """Those of whole lines. Raises JournalError."""
-    if not path.exists():
-        return []
     header, *lines = _text(content).split(b"\n")
     _check_schema(path, header)
     return [_decode(path, number, line) for number, line in enumerate(lines[:-1], start=2)]
@@ -156,7 +208,7 @@ def _check_schema(path: Path, header: bytes) -> None:
     if found != SCHEMA:
         raise JournalError(
             f"{path}: expected schema {SCHEMA}, found {found!r}; it was written by another version of "
-            "Slipstream: move it away to start a fleet from its first checkpoint"
+            "Slipstream: move it and the store away to start a fleet from its first checkpoint"
         )
 
 
@@ -167,26 +219,3 @@ def _decode(path: Path, number: int, line: bytes) -> Decision:
         raise JournalError(
             f"{path}, line {number}: expected a decision, got {line[:200]!r}: {error}"
         ) from error
-
-
-def _rewrite(path: Path, decisions: Iterable[Decision]) -> int:
-    """Returns where the reserved space begins. Raises OSError; the old file is as it was then."""
-    aside = path.with_suffix(".new")
-    lines = [json.dumps({"schema": SCHEMA}).encode(), *map(encode, decisions)]
-    content = b"".join(line + b"\n" for line in lines)
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.posix_fallocate(file.fileno(), len(content), RESERVE_BYTES)
-            os.fsync(file.fileno())
-        aside.rename(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-    return len(content)

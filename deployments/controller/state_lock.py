@@ -42,6 +42,13 @@ class StateLock:
                 )
             time.sleep(POLL_S)
 
+    def is_at(self, directory: Path) -> bool:
+        """Whether this directory is still the one that is locked."""
+        try:
+            return os.path.samestat(os.stat(directory / NAME), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
     def close(self) -> None:
         """Release it."""
         self._file.close()

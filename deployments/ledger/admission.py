@@ -1,23 +1,29 @@
 """How a replica becomes a member, catches up and is admitted, and the directive for each of its polls.
 
-A joiner serves only the committed version: it loads it from the store, or receives it in the next round,
-in which it takes part like the others. It is paused or put to sleep first if the fleet is. It is admitted
-between rounds, or during the staging of a round that it takes part in; never between a round's decision and
-its end.
+A joiner serves only the committed version: it receives it in the next round, in which it takes part like the
+others, or, if no round comes, loads it from the store. Rounds go on while it loads, so it may be behind again
+afterwards: then it waits for a round for as long as it took to load, and each time at least twice as long as
+before. So it converges however quick the rounds are, and soon after the last one.
+
+It is paused or put to sleep first if the fleet is. It is admitted between rounds, or during the staging of a
+round that it takes part in; never between a round's decision and its end.
 """
 
+from functools import partial
+
+from deployments.errors import FleetUnavailable
 from deployments.ledger.commit_phase import CommitPhase
 from deployments.ledger.connection import Connections
 from deployments.ledger.desired_state import DesiredState
-from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.members import Delivered, Member, MemberState, PendingCall
+from deployments.ledger.dispatch import Dispatch, Drains
+from deployments.ledger.members import Delivered, Member, MemberState, PendingCall, classify
 from deployments.ledger.membership import Membership
+from deployments.ledger.promises import Promises
 from deployments.ledger.staging_phase import StagingPhase
 from deployments.ledger.store_assignment import StoreAssignment
-from deployments.ledger.verdict import classify
 from deployments.ledger.version_state import VersionState
 from deployments.protocol.instructions import CatchUp, Directive, JoinAnswer
-from deployments.protocol.reports import Report
+from deployments.protocol.reports import Report, Unloadable
 
 
 class Admission:
@@ -33,7 +39,10 @@ class Admission:
         connections: Connections,
         store_assignment: StoreAssignment,
         desired_state: DesiredState,
+        promises: Promises,
+        drains: Drains,
     ) -> None:
+        self._drains = drains
         self._membership = membership
         self._dispatch = dispatch
         self._versions = versions
@@ -42,35 +51,59 @@ class Admission:
         self._connections = connections
         self._store_assignment = store_assignment
         self._desired_state = desired_state
+        self._promises = promises
 
-    def first_weights(self) -> JoinAnswer:
-        """What a starting replica loads."""
+    def first_weights(
+        self, replica_id: str, incarnation: str, unloadable: Unloadable | None, now: float
+    ) -> JoinAnswer:
+        """What a starting replica loads: the newest stored version, or, if it cannot, the checkpoint of the
+        start. It is behind then, and the next round or the next stored version brings it up to date."""
+        if unloadable is not None:
+            self._promises.refuse(replica_id, incarnation, unloadable.version, unloadable.reason, now)
         stored = self._versions.stored
-        if stored is None:
+        if stored is None or self._promises.refused(incarnation, stored.version):
             return JoinAnswer(version=0, path=None)
-        return JoinAnswer(version=stored.version, path=stored.path)
+        self._promises.promise(replica_id, incarnation, stored.version, now)
+        return JoinAnswer(
+            version=stored.version,
+            path=stored.path,
+            fleet_id=self._versions.owner_of(stored.version),
+            digest=self._versions.digest_of(stored.version),
+        )
 
     # -- polls --------------------------------------------------------------------------------
 
     def on_report(self, report: Report, now: float) -> None:
-        """Register the sender, and take in what it reports."""
-        new = self._member(report) is None
+        """Register the sender, and take in what it reports.
+
+        Raises:
+            FleetUnavailable: a later report of the same process has arrived before: this one says what was.
+        """
+        known = self._member(report)
+        if known is not None and report.number < known.last_report:
+            raise FleetUnavailable(f"a later report of {report.replica_id} overtook this one")
         member = self._membership.register(report, now)
+        if member is not None and member.out and report.fenced:
+            self._membership.on_fence_delivered(member)
         if member is None or member.out:
             return
-        member.last_poll, member.version = now, report.version
+        member.last_poll, member.last_report, member.version = now, report.number, report.version
+        member.loading_version = report.loading_version
+        member.updates_in_place, member.draining = report.updates_in_place, report.draining
+        self._drains.on_report(member)
+        self._membership.on_farewell(member, report, now)
         self._store_assignment.on_report(member, report, now)
         if member.state is MemberState.RETURNING:
             self._commit_phase.on_return(member, report, now)
-        elif new:
-            self._connections.on_join(member, now)
         self._dispatch.on_acknowledgements(member, report.acknowledgements, now)
         self._dispatch.run_completed(now)
         self._check_version(member, now)
         self._drop_leftovers(member, report, now)
+        if report.ended:
+            self.gone(member, "it was stopped, and ended before the fleet let it go", now)
 
     def directive(self, report: Report) -> Directive:
-        """The answer to a poll; what it carries counts as delivered from here on."""
+        """The answer to a poll; what it carries may arrive. A fence has, once it is confirmed."""
         fence = self._membership.fence_of(report.incarnation)
         acknowledged = tuple(each.seq for each in report.acknowledgements)
         member = self._member(report)
@@ -78,15 +111,15 @@ class Admission:
             member.delivered = self._deliverable(member)
             for queued in member.queue:
                 queued.delivered = True
-            if member.out:
-                self._membership.on_fence_delivered(member)
         return Directive(
-            admitted=member is not None and member.state is MemberState.SERVING,
+            admitted=member is not None and member.state is MemberState.SERVING and not member.leaving,
             committed_version=self._versions.committed_version,
             epoch=self._membership.epoch,
             instructions=() if member is None else tuple(queued.instruction for queued in member.queue),
             acknowledged=acknowledged,
             fenced=None if fence is None else fence.reason,
+            may_leave=member is not None and self._may_leave(member),
+            wish=self._membership.size.wish,
         )
 
     def has_updates(self, report: Report) -> bool:
@@ -107,13 +140,30 @@ class Admission:
             committed_version=self._versions.committed_version,
             epoch=self._membership.epoch,
             last_seq=max(queued, delivered),
+            may_leave=self._may_leave(member),
+            wish=self._membership.size.wish,
         )
+
+    def gone(self, member: Member, reason: str, now: float) -> None:
+        """Its process ends, or has ended: in order if nothing waits for it, else it is lost."""
+        if self._may_leave(member):
+            self._membership.leave(member, now)
+        else:
+            self._membership.lose(member, reason, now)
+
+    def _may_leave(self, member: Member) -> bool:
+        """Nothing waits for it: it goes between rounds, never out of one."""
+        current = self._versions.current
+        in_round = current is not None and member in current.participants
+        return member.departing and member.alive and not in_round and not member.queue
 
     def _check_version(self, member: Member, now: float) -> None:
         """A replica that holds what the fleet did not commit is fenced."""
         committed = self._versions.committed_version
         current = self._versions.current
         swapping = current is not None and current.decided and member in current.commits
+        if member.departing:
+            return  # it answers nothing any more
         if member.version > committed:
             reason = f"holds version {member.version}, the fleet never went past {committed}"
             self._membership.fence(member, reason, now)
@@ -134,7 +184,7 @@ class Admission:
         """Bring joiners to the committed version and the fleet's condition, then admit them."""
         in_round = self._versions.current is not None
         for member in self._membership.live():
-            if member.state is not MemberState.JOINING:
+            if member.state is not MemberState.JOINING or member.leaving:
                 continue
             if member.version != self._versions.committed_version:
                 self._catch_up(member, now)
@@ -147,20 +197,41 @@ class Admission:
 
     def _catch_up(self, member: Member, now: float) -> None:
         stored = self._versions.stored
-        if self._versions.current is not None or member.has_queued(CatchUp):
+        if self._versions.current is not None or member.loading or member.has_queued(CatchUp):
+            return
+        if self._versions.idle_s(now) < member.patience_s:
             return
         if stored is None or stored.version != self._versions.committed_version:
             return  # the next round, or the next stored version, brings it up to date
-        body = CatchUp(version=stored.version, path=stored.path)
-        call = self._dispatch.send_each(CatchUp.name, {member: body}, now, on_complete=self._caught_up)
+        if self._promises.refused(member.incarnation, stored.version):
+            return
+        self._promises.promise(member.replica_id, member.incarnation, stored.version, now)
+        body = CatchUp(
+            version=stored.version,
+            path=stored.path,
+            fleet_id=self._versions.owner_of(stored.version),
+            digest=self._versions.digest_of(stored.version),
+        )
+        call = self._dispatch.send_each(
+            CatchUp.name, {member: body}, now, on_complete=partial(self._caught_up, sent=now)
+        )
         call.result = stored.version
 
-    def _caught_up(self, call: PendingCall, now: float) -> None:
-        """It holds what it was told to load, or its weights are unknown."""
+    def _caught_up(self, call: PendingCall, now: float, *, sent: float) -> None:
+        """It holds what it was told to load, or could not read it and is as it was, or its weights are
+        unknown."""
         verdict = classify(call)
-        reasons = verdict.not_done
+        for replica_id, reason in verdict.rejected.items():
+            member = self._membership.get(replica_id)
+            if member is not None and not member.out:
+                self._promises.refuse(replica_id, member.incarnation, call.result, reason, now)
+        reasons = {**verdict.transfer_failed, **verdict.replica_failed}
         for replica_id in verdict.done:
             member = self._membership.get(replica_id)
-            if member is not None and member.version != call.result:
+            if member is None:
+                continue
+            if call.result != self._versions.committed_version:
+                member.patience_s = max(2 * member.patience_s, now - sent)
+            if member.version != call.result:
                 reasons[replica_id] = f"loaded version {call.result} but holds {member.version}"
         self._membership.fence_each(reasons, CatchUp.name, now)

@@ -1,7 +1,7 @@
 """A round after its decision: it only rolls forward. A replica that fails now is fenced, nothing is undone.
 
     together: COMMIT(hold) to all ─► all swapped, or certain not to serve ─► RELEASE to all ─► finished
-    rolling:  COMMIT to `max_unavailable` at a time ───────────────────────────────────────► finished
+    rolling:  (DRAIN) COMMIT to `max_unavailable` at a time ─────────────────────────────────► finished
 
 A restarted controller resumes here: each participant is waited for until it registers again, and
 continues from its own state.
@@ -9,13 +9,14 @@ continues from its own state.
 
 from deployments.ledger.decisions import Committed, DecisionLog, Participant
 from deployments.ledger.desired_state import DesiredState
-from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.members import Member, MemberState, PendingCall
+from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain
+from deployments.ledger.members import Member, MemberState, PendingCall, classify
 from deployments.ledger.membership import Membership
 from deployments.ledger.round import Round, RoundPhase
-from deployments.ledger.verdict import classify
 from deployments.ledger.version_state import VersionState
-from deployments.protocol.instructions import Commit, CommitMode, Release
+from deployments.protocol.instructions import Commit, CommitMode, Release, drain_of_round
+from deployments.protocol.operations import InFlight
+from deployments.protocol.publishing import DrainFallback
 from deployments.protocol.reports import Acknowledgement, Outcome, Report
 
 
@@ -29,7 +30,9 @@ class CommitPhase:
         versions: VersionState,
         desired_state: DesiredState,
         decisions: DecisionLog,
+        drains: Drains,
     ) -> None:
+        self._drains = drains
         self._membership = membership
         self._dispatch = dispatch
         self._versions = versions
@@ -57,6 +60,7 @@ class CommitPhase:
                 in_flight=current.in_flight,
                 persist=current.persist,
                 verification=current.verification,
+                digest=current.digest,
             )
         )
         self._begin(current, now)
@@ -78,8 +82,11 @@ class CommitPhase:
             commit=decision.commit,
             kv_cache=decision.kv_cache,
             in_flight=decision.in_flight,
+            drain_timeout_s=self._membership.config.drain_timeout_s,
+            drain_fallback=self._membership.config.drain_fallback,
             persist=decision.persist,
             verification=decision.verification,
+            digest=decision.digest,
         )
         self._begin(current, now)
 
@@ -125,10 +132,31 @@ class CommitPhase:
         ]
         for member in ready[: max(0, limit - len(busy))]:
             current.ordered.add(member)
-            self._send_commit(current, member, now)
+            if not together and current.must_drain:
+                self._drain(current, member, now)
+            else:
+                self._send_commit(current, member, now)
         all_done = all(call.done for call in current.commits.values())
         if current.phase is RoundPhase.COMMITTING and all_done:
             self._release(current, now)
+
+    def _drain(self, current: Round, member: Member, now: float) -> None:
+        """Let its requests end first. The round is decided: those that do not end in time are kept."""
+
+        def ended(drain: PendingDrain, now: float) -> None:
+            current.not_drained |= drain.late
+            if member.alive and member in current.commits[member].waiting:
+                self._send_commit(current, member, now)
+
+        self._drains.begin(
+            drain_of_round(current.round_id),
+            [member],
+            now,
+            what=f"round {current.round_id}",
+            timeout_s=current.drain_timeout_s,
+            then=DrainFallback.KEEP.value,
+            on_end=ended,
+        )
 
     def _send_commit(self, current: Round, member: Member, now: float) -> None:
         body = Commit(
@@ -136,7 +164,7 @@ class CommitPhase:
             version=current.version,
             hold=current.hold,
             kv_cache=current.kv_cache,
-            in_flight=current.in_flight,
+            in_flight=InFlight.KEEP if member.replica_id in current.not_drained else current.in_flight,
         )
         self._dispatch.queue(member, body, now, current.commits[member])
 
@@ -184,10 +212,16 @@ class CommitPhase:
         self._finish(now)
 
     def _finish(self, now: float) -> None:
+        self._drains.forget(drain_of_round(self._decided_round().round_id))
         self._desired_state.on_weights_replaced()
         self._versions.finish(now)
 
     def _decided(self, call: PendingCall) -> Round:
+        current = self._decided_round()
+        assert current.round_id == call.round_id, "a decided round outlives its calls"
+        return current
+
+    def _decided_round(self) -> Round:
         current = self._versions.current
-        assert current is not None and current.round_id == call.round_id, "a decided round outlives its calls"
+        assert current is not None and current.decided
         return current

@@ -2,21 +2,23 @@
 
 Ranks are counted over the members in the order of their registration. A *collective* connection (its
 `init_info` has `rank_offset`) is one communicator: it is valid for exactly those members, and a change of
-membership needs a new one. Any other connection reaches each replica separately, and a joiner gets it too.
+membership needs a new one. Any other connection reaches each replica separately, and a joiner gets it too;
+one that loads a stored version gets it afterwards.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from pydantic import JsonValue
 
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
 from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.members import Member, PendingCall
+from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
-from deployments.ledger.verdict import classify, join_reasons
 from deployments.protocol.instructions import Connect, Drop
+from deployments.protocol.publishing import LACKING
 from deployments.protocol.status import ConnectionStatus
 
 
@@ -34,6 +36,12 @@ class Connection:
     @property
     def collective(self) -> bool:
         return self.rank_offset is not None
+
+    @property
+    def lacking(self) -> int:
+        """How many tensors of the checkpoint its rounds leave as the replicas loaded them."""
+        names = self.init_info.get(LACKING)
+        return len(names) if isinstance(names, list) else 0
 
     def connect_body(self, member: Member) -> Connect:
         """The instruction that connects this member, with its own rank offset."""
@@ -58,6 +66,21 @@ class Connection:
             {"connect_again": True, "connected": connected, "members": present},
         )
 
+    def missing(self, call: PendingCall) -> dict[str, str]:
+        """The members (by id) that did not answer their peers in a failed transfer, and who says so.
+
+        Ranks below the members' are the publisher's.
+        """
+        if self.rank_offset is None:
+            return {}
+        said: dict[str, set[str]] = {}
+        for member, first in zip(self.members, first_ranks(self.members), strict=True):
+            ranks = range(self.rank_offset + first, self.rank_offset + first + member.world_size)
+            for replica_id, answer in call.answers.items():
+                if replica_id != member.replica_id and any(rank in ranks for rank in answer.missing_ranks):
+                    said.setdefault(member.replica_id, set()).add(replica_id)
+        return {named: f"missed by {sorted(by)}" for named, by in said.items()}
+
     def status(self) -> ConnectionStatus:
         return ConnectionStatus(
             connection_id=self.connection_id,
@@ -77,10 +100,16 @@ class Connections:
         self._last_id = 0
         self._connecting: PendingCall | None = None
         self._current: Connection | None = None
+        self._told: set[Member] = set()  # of the current connection
 
     @property
     def current(self) -> Connection | None:
         return self._current
+
+    @property
+    def lacking(self) -> int:
+        """Of the current connection; 0 without one."""
+        return 0 if self._current is None else self._current.lacking
 
     def connect(self, publisher: str, init_info: Mapping[str, JsonValue], now: float) -> PendingCall:
         """Connect every member, each with its own rank offset. The call's result is the connection's id.
@@ -89,7 +118,7 @@ class Connections:
             FleetUnavailable: there is no member.
             InvalidRequest: `rank_offset` or `world_size` do not fit the members.
         """
-        members = self._membership.live()
+        members = self._membership.for_round()
         if not members:
             raise FleetUnavailable("no replica is registered to connect to", {"expected": 1, "actual": 0})
         rank_offset = checked_rank_offset(init_info, members)
@@ -103,9 +132,10 @@ class Connections:
             members=tuple(members),
             epoch=self._membership.epoch,
         )
-        self._current = connection
+        self._current, self._told = connection, set(members)
         bodies = {member: connection.connect_body(member) for member in members}
-        call = self._dispatch.send_each(Connect.name, bodies, now, on_complete=self._connected)
+        on_complete = partial(self._connected, connection)
+        call = self._dispatch.send_each(Connect.name, bodies, now, on_complete=on_complete)
         call.result = connection.connection_id
         self._connecting = call
         return call
@@ -133,17 +163,21 @@ class Connections:
     def drop(self) -> None:
         self._current = None
 
-    def on_join(self, member: Member, now: float) -> None:
-        """A joiner gets a connection that is not collective."""
+    def bring_in(self, now: float) -> None:
+        """Members that lack the current connection get it, if it is not collective."""
         connection = self._current
-        if connection is not None and not connection.collective:
-            bodies = {member: connection.connect_body(member)}
-            self._dispatch.send_each(Connect.name, bodies, now, on_complete=self._fence_not_done)
+        if connection is None or connection.collective:
+            return
+        for member in self._membership.live():
+            if member not in self._told and not member.loading:
+                self._told.add(member)
+                bodies = {member: connection.connect_body(member)}
+                self._dispatch.send_each(Connect.name, bodies, now, on_complete=self._fence_not_done)
 
     def _fence_not_done(self, call: PendingCall, now: float) -> None:
         self._membership.fence_each(classify(call).not_done, call.name, now)
 
-    def _connected(self, call: PendingCall, now: float) -> None:
+    def _connected(self, connection: Connection, call: PendingCall, now: float) -> None:
         """If it failed everywhere the publisher or the network is at fault, and no weight was touched.
 
         A member whose peers did not come is intact, and is not fenced for them.
@@ -152,17 +186,18 @@ class Connections:
         not_done, absent = verdict.not_done, call.absent
         if not not_done and not absent:
             return
-        if self._current is not None and self._current.connection_id == call.result:
+        if self._current is connection:
             self._current = None
         if not_done and not verdict.done and not verdict.transfer_failed:
             reason = f"no replica could connect: {join_reasons(not_done)}"
             call.finish(error=InvalidRequest(reason, {"replicas": not_done}))
             return
         self._membership.fence_each(verdict.to_fence, Connect.name, now)
-        self._membership.count_failed_transfers(verdict, Connect.name, now)
-        missing = {**absent, **not_done}
-        reason = f"connect again, these replicas are gone or lack their peers: {join_reasons(missing)}"
-        call.finish(error=Conflict(reason, {"connect_again": True, "replicas": missing}))
+        missing = connection.missing(call)
+        self._membership.count_failed_transfers(verdict, Connect.name, now, missing)
+        lacking = {**absent, **not_done}
+        reason = f"connect again, these replicas are gone or lack their peers: {join_reasons(lacking)}"
+        call.finish(error=Conflict(reason, {"connect_again": True, "replicas": lacking}))
 
 
 def first_ranks(members: Sequence[Member]) -> list[int]:

@@ -30,6 +30,15 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Founded:
+    """The fleet has an id: two fleets number their versions alike, and their stores may be mixed up."""
+
+    fleet_id: str
+    version: int  # that was committed then: manifests up to this one may lack the id (release 0.1)
+    kind: Literal["founded"] = "founded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseIssued:
     token: int
     publisher: str
@@ -70,6 +79,7 @@ class Committed:
     in_flight: InFlight
     persist: bool = False  # a replica writes it to the store
     verification: Verification = Verification.NONE
+    digest: str | None = None  # of all its tensors; see `RoundReport`
     kind: Literal["committed"] = "committed"
 
 
@@ -114,6 +124,24 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Promised:
+    """A joiner was told to load this stored version: it stays on the disk until the joiner holds it."""
+
+    replica_id: str
+    incarnation: str
+    version: int
+    kind: Literal["promised"] = "promised"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromiseEnded:
+    """The joiner holds it, is gone, or had its time."""
+
+    incarnation: str
+    kind: Literal["promise_ended"] = "promise_ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
     """It may take requests from now on, and goes on doing so while the controller restarts."""
 
@@ -130,6 +158,15 @@ class Fenced:
     reason: str
     told: bool  # it knows, or is gone; before that it may still take a request
     kind: Literal["fenced"] = "fenced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled:
+    """The operator wants so many replicas; None: as many as the load needs."""
+
+    wanted: int | None
+    number: int  # counts these wishes
+    kind: Literal["scaled"] = "scaled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +210,7 @@ _OPERATIONS: Mapping[str, TypeAdapter[LastingOperation]] = {
 
 Decision = (
     Started
+    | Founded
     | LeaseIssued
     | EpochChanged
     | Opened
@@ -182,9 +220,12 @@ Decision = (
     | Aborted
     | Ended
     | Stored
+    | Promised
+    | PromiseEnded
     | Admitted
     | Fenced
     | Conditioned
+    | Scaled
 )
 
 _ADAPTER: TypeAdapter[Decision] = TypeAdapter(Annotated[Decision, Field(discriminator="kind")])
@@ -223,7 +264,8 @@ def compact(decisions: Iterable[Decision]) -> list[Decision]:
     fences = [each for each in lasting if isinstance(each, Fenced)]
     rounds = [each for each in lasting if isinstance(each, Ended)]
     delivered = {each.incarnation for each in fences if each.told}
-    forgotten = set(map(id, [*fences[:-KEPT_FENCES], *rounds[:-KEPT_ROUNDS]]))
+    kept = [each for each in lasting if isinstance(each, PromiseEnded)]
+    forgotten = set(map(id, [*fences[:-KEPT_FENCES], *rounds[:-KEPT_ROUNDS], *kept]))
     return [each for each in lasting if id(each) not in forgotten and not _admits_one_of(each, delivered)]
 
 
@@ -232,6 +274,8 @@ def _subject(decision: Decision) -> str:
     match decision:
         case Admitted():
             return f"admitted {decision.member.incarnation}"
+        case Promised() | PromiseEnded():
+            return f"promised {decision.incarnation}"
         case Fenced():
             return f"fenced {decision.incarnation}"
         case Ended():

@@ -4,46 +4,65 @@ The lasting ones (pause, sleep) set the fleet's *condition*, see `deployments.co
 before a replica learns of the operation, and a replica that joins later reaches it before it takes requests.
 No joiner is admitted while an operation is pending that may change the condition.
 
+With `mode=wait` the replicas are drained first, and nothing changes while requests run. If they still do
+when time is over, or if another operation is asked for that does not wait, the fleet goes on as before, and
+the caller is told so.
+
 While weights are discarded (a sleep at level 2), no KV cache is woken, without which nothing is computed. A
 committed round replaces them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from deployments.condition import Condition, apply, asleep, discarded, intact, path_to
 from deployments.errors import Conflict, InvalidRequest, ReplicaUnavailable
 from deployments.ledger.decisions import Conditioned, DecisionLog
-from deployments.ledger.dispatch import Dispatch
+from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain, still_running
 from deployments.ledger.event_log import EventLog
-from deployments.ledger.members import Member, PendingCall
+from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
-from deployments.ledger.verdict import classify, join_reasons
 from deployments.protocol.instructions import Call
-from deployments.protocol.operations import LastingOperation, Operation, Sleep, SleepTag, WakeUp
+from deployments.protocol.operations import (
+    InFlight,
+    LastingOperation,
+    Operation,
+    Pause,
+    Sleep,
+    SleepTag,
+    WakeUp,
+)
 
 LASTING = get_args(LastingOperation)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Asked:
     """What a pending call carries out, on the fleet or on one joiner."""
 
     operation: Operation
     of_joiner: bool
+    drain_id: str = ""  # of a call with `mode=wait`
+    drains: bool = False  # it waits for running requests: no replica was asked yet
 
 
 class DesiredState:
     """The fleet's condition, and the operations that are pending."""
 
     def __init__(
-        self, membership: Membership, dispatch: Dispatch, decisions: DecisionLog, events: EventLog
+        self,
+        membership: Membership,
+        dispatch: Dispatch,
+        decisions: DecisionLog,
+        events: EventLog,
+        drains: Drains,
     ) -> None:
+        self._drains = drains
         self._membership = membership
         self._dispatch = dispatch
         self._decisions = decisions
         self._events = events
-        self._asked: dict[int, _Asked] = {}  # by the pending call's identity, in order
+        self._asked: dict[PendingCall, _Asked] = {}  # in order
         self._condition: Condition = ()
         self._durable: Condition = ()  # what a successor would recover
 
@@ -55,21 +74,83 @@ class DesiredState:
         """The operations of the condition, for `/fleet`."""
         return tuple(operation.name for operation in self._condition)
 
-    def call(self, operation: Operation, now: float) -> PendingCall:
-        """Carry an operation out on every serving replica.
+    def call(self, operation: Operation, now: float, *, lacking: int = 0) -> PendingCall:
+        """Carry an operation out on every serving replica, with `mode=wait` once no request runs.
 
-        The call's result is {replica id: answer}; its error names the replicas that could not.
+        The call's result is {replica id: answer}; its error names the replicas that could not, or on which
+        requests still ran when time was over (Conflict: nothing has changed then).
+
+        Args:
+            lacking: how many tensors no round of the connected publisher would bring back.
 
         Raises:
             Conflict: it would let the fleet compute with discarded weights.
         """
         if isinstance(operation, WakeUp):
             self._check_intact(operation)
-        call = self._ask(self._membership.serving(), _Asked(operation=operation, of_joiner=False), now)
+        if isinstance(operation, Sleep) and discarded(_after(self._intended(drained=True), operation)):
+            _check_whole(lacking)
+        waits = isinstance(operation, Pause | Sleep) and operation.mode is InFlight.WAIT
+        if isinstance(operation, LASTING) and not waits:
+            self._supersede(operation)
+        call = self._dispatch.expect(Call.name, self._membership.serving(), on_complete=self._called)
+        self._asked[call] = asked = _Asked(operation=operation, of_joiner=False)
+        if waits:
+            self._drain(call, asked, now)
+        else:
+            self._order(call, asked, now)
+        return call
+
+    def _order(self, call: PendingCall, asked: _Asked, now: float) -> None:
+        """Ask those that the call waits for."""
+        asked.drains = False
+        for member in self._membership.serving():
+            if member in call.waiting:
+                self._dispatch.queue(member, Call(operation=asked.operation), now, call)
         # A replica may carry it out and this process end before it learns so: weights that may be discarded
         # count as discarded.
         self._make_durable()
-        return call
+
+    def _drain(self, call: PendingCall, asked: _Asked, now: float) -> None:
+        asked.drains, asked.drain_id = True, self._dispatch.new_id("call")
+
+        def ended(drain: PendingDrain, now: float) -> None:
+            if call not in self._asked:
+                return  # nobody is left to ask
+            if not drain.late:
+                self._order(call, asked, now)
+                return
+            reason = (
+                f"{asked.operation.name} with mode=wait: requests still ran after drain_timeout_s = "
+                f"{timeout_s:g} s ({still_running(drain.late)}); the fleet goes on as before. Repeat it, "
+                "raise 'weights.drain_timeout_s', or use mode=abort or mode=keep"
+            )
+            self._undo(call, Conflict(reason, {"running": dict(drain.late), "timeout_s": timeout_s}))
+
+        timeout_s = self._membership.config.drain_timeout_s
+        name = f"{asked.operation.name} with mode=wait"
+        self._drains.begin(
+            asked.drain_id,
+            call.waiting,
+            now,
+            what=name,
+            timeout_s=timeout_s,
+            then="nothing changes",
+            on_end=ended,
+        )
+
+    def _supersede(self, operation: Operation) -> None:
+        """What still waits for running requests gives way to an operation that does not wait."""
+        for call, asked in list(self._asked.items()):
+            if asked.drains:
+                reason = f"{asked.operation.name} with mode=wait gave way to a later {operation.name}"
+                self._undo(call, Conflict(f"{reason}; it has changed nothing", {"by": operation.name}))
+
+    def _undo(self, call: PendingCall, error: Conflict) -> None:
+        """A call whose replicas are not drained in time changes nothing."""
+        self._drains.forget(self._asked.pop(call).drain_id)
+        self._dispatch.forget(call)
+        call.finish(error=error)
 
     def recover(self, condition: Condition) -> None:
         self._condition = self._durable = condition
@@ -78,9 +159,12 @@ class DesiredState:
         """A round is finished: whoever holds its version holds intact weights."""
         self._condition, self._durable = intact(self._condition), intact(self._durable)
 
-    def check_awake(self) -> None:
-        """Raises Conflict while the weights sleep: there is no memory that an update could go to."""
-        if SleepTag.WEIGHTS in asleep(self._condition) | asleep(self._intended()):
+    def check_awake(self, lacking: int) -> None:
+        """Raises Conflict while the weights sleep, when there is no memory that an update could go to, and
+        after they were discarded, if the update would lack tensors."""
+        if discarded(self._intended(drained=True)):
+            _check_whole(lacking)
+        if SleepTag.WEIGHTS in asleep(self._condition) | asleep(self._intended(drained=True)):
             raise Conflict(
                 "the fleet's weights sleep: wake them before an update (POST /wake_up?tags=weights)",
                 {"condition": list(self.names())},
@@ -100,13 +184,15 @@ class DesiredState:
         if member.has_queued(Call) or (in_round and any(isinstance(step, Sleep) for step in steps)):
             return False
         for step in steps:
-            self._ask([member], _Asked(operation=step, of_joiner=True), now)
+            bodies = {member: Call(operation=_at_once(step))}
+            call = self._dispatch.send_each(Call.name, bodies, now, on_complete=self._called)
+            self._asked[call] = _Asked(operation=step, of_joiner=True)
         return member.condition == self._condition
 
     def _check_intact(self, wake_up: WakeUp) -> None:
         """Raises Conflict if waking up would let the fleet compute with discarded weights."""
         tags = wake_up.tags
-        if discarded(self._intended()) and (not tags or SleepTag.KV_CACHE in tags):
+        if discarded(self._intended(drained=False)) and (not tags or SleepTag.KV_CACHE in tags):
             raise Conflict(
                 "the fleet's weights were discarded by a sleep at level 2, and no round was committed "
                 "since: wake their memory (POST /wake_up?tags=weights), update them (publish, or POST "
@@ -114,27 +200,24 @@ class DesiredState:
                 {"tags": None if tags is None else list(tags), "condition": list(self.names())},
             )
 
-    def _intended(self) -> Condition:
-        """The fleet's condition once all pending calls are done."""
+    def _intended(self, *, drained: bool) -> Condition:
+        """The fleet's condition once all pending calls are done; `drained`: also those that drain first."""
         condition = self._condition
         for asked in self._asked.values():
-            condition = condition if asked.of_joiner else _after(condition, asked.operation)
+            if not asked.of_joiner and (drained or not asked.drains):
+                condition = _after(condition, asked.operation)
         return condition
 
     def _make_durable(self) -> None:
-        intended = self._intended()
+        intended = self._intended(drained=False)
         if intended != self._durable:
             self._durable = intended
             self._decisions.append(Conditioned.of(intended))
 
-    def _ask(self, members: list[Member], asked: _Asked, now: float) -> PendingCall:
-        bodies = {member: Call(operation=asked.operation) for member in members}
-        call = self._dispatch.send_each(Call.name, bodies, now, on_complete=self._called)
-        self._asked[id(call)] = asked
-        return call
-
     def _called(self, call: PendingCall, now: float) -> None:
-        asked = self._asked.pop(id(call))
+        asked = self._asked.pop(call)
+        if asked.drain_id:
+            self._drains.forget(asked.drain_id)
         verdict = classify(call)
         if asked.of_joiner:
             self._membership.fence_each(verdict.not_done, f"join: {asked.operation.name}", now)
@@ -165,6 +248,22 @@ class DesiredState:
             self._condition = wanted
             self._events.record("condition", now, steps=list(self.names()))
         self._make_durable()
+
+
+def _at_once(operation: LastingOperation) -> LastingOperation:
+    """The same for a joiner: nobody waits for what a former member may still compute."""
+    if isinstance(operation, Pause | Sleep) and operation.mode is InFlight.WAIT:
+        return replace(operation, mode=InFlight.KEEP)
+    return operation
+
+
+def _check_whole(lacking: int) -> None:
+    if lacking:
+        raise Conflict(
+            f"the publisher's model lacks {lacking} of the checkpoint's tensors, and no round brings them "
+            "back after a sleep at level 2: sleep at level 1; replicas that have lost them must be restarted",
+            {"lacking": lacking},
+        )
 
 
 def _after(condition: Condition, operation: Operation) -> Condition:

@@ -1,5 +1,6 @@
 """What happened to the fleet, newest last, for people and for `/fleet/events`; bounded."""
 
+import itertools
 from collections import deque
 
 from pydantic import JsonValue
@@ -25,4 +26,5 @@ class EventLog:
 
     def since(self, event_id: int) -> list[Event]:
         """Events with a greater id, oldest first."""
-        return [event for event in self._events if event.event_id > event_id]
+        newer = itertools.takewhile(lambda event: event.event_id > event_id, reversed(self._events))
+        return list(newer)[::-1]

@@ -16,18 +16,19 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import JsonValue
 
-from deployments.errors import Conflict, RoundAborted
+from deployments.errors import RoundAborted
 from deployments.ledger.admission import Admission
 from deployments.ledger.commit_phase import CommitPhase
 from deployments.ledger.connection import Connections
 from deployments.ledger.decisions import Decision, DecisionLog
 from deployments.ledger.desired_state import DesiredState
-from deployments.ledger.dispatch import Dispatch
+from deployments.ledger.dispatch import Dispatch, Drains
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.lease import LeaseDesk, Publishers
-from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.members import PendingCall
 from deployments.ledger.membership import Membership
+from deployments.ledger.promises import Promises
 from deployments.ledger.recovery import recover
 from deployments.ledger.staging_phase import StagingPhase
 from deployments.ledger.store_assignment import StoreAssignment, StoreLocation, StoreWait
@@ -35,39 +36,43 @@ from deployments.ledger.version_state import VersionState
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.operations import Disconnect, Operation, Sleep
 from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions, RoundReport
-from deployments.protocol.reports import Report
-from deployments.protocol.status import Event, FleetStatus
+from deployments.protocol.reports import Report, Unloadable
+from deployments.protocol.status import Event, FleetStatus, SizeStatus
 
 
 class Ledger:
     """The whole state machine; its parts are one file each."""
 
-    def __init__(self, config: LedgerConfig | None = None, store: StoreLocation | None = None) -> None:
+    def __init__(
+        self, config: LedgerConfig | None = None, store: StoreLocation | None = None, size: SizeLimits = FIXED
+    ) -> None:
         self._config = LedgerConfig() if config is None else config
         self._events = EventLog()
-        self._decisions = DecisionLog()
+        self._decisions = log = DecisionLog()
         self._dispatch = dispatch = Dispatch(self._config)
-        self._membership = members = Membership(self._config, self._decisions, self._events, dispatch)
+        self._membership = members = Membership(self._config, self._decisions, self._events, dispatch, size)
         self._versions = versions = VersionState(self._decisions, self._events, dispatch)
         self._lease = LeaseDesk(self._config.lease_s)
-        self._desired_state = desired = DesiredState(members, dispatch, self._decisions, self._events)
-        self._commit_phase = commit = CommitPhase(members, dispatch, versions, desired, self._decisions)
+        self._drains = drains = Drains(members, dispatch, self._events)
+        self._desired_state = desired = DesiredState(members, dispatch, log, self._events, drains)
+        self._commit_phase = commit = CommitPhase(members, dispatch, versions, desired, log, drains)
         self._connections = connections = Connections(members, dispatch)
-        self._staging = staging = StagingPhase(members, dispatch, versions, commit)
-        self._publishers = Publishers(
-            self._lease, versions, staging, connections, self._decisions, self._events
-        )
-        self._store_assignment = storing = StoreAssignment(members, dispatch, versions, self._events, store)
+        self._staging = staging = StagingPhase(members, dispatch, versions, commit, drains)
+        self._publishers = Publishers(self._lease, versions, staging, connections, log, self._events)
+        self._storing = storing = StoreAssignment(members, dispatch, versions, self._events, store)
         self._store_wait = StoreWait(members, versions, self._events)
+        self.promises = promises = Promises(members, versions, self._decisions, self._events)
         self._admission = Admission(
-            members, dispatch, versions, commit, staging, connections, storing, desired
+            members, dispatch, versions, commit, staging, connections, storing, desired, promises, drains
         )
 
     # -- replicas -----------------------------------------------------------------------------
 
-    def join(self, replica_id: str, incarnation: str, now: float) -> JoinAnswer:
-        """What a starting replica loads. It becomes a member with its first poll, not before."""
-        answer = self._admission.first_weights()
+    def join(
+        self, replica_id: str, incarnation: str, now: float, unloadable: Unloadable | None = None
+    ) -> JoinAnswer:
+        """What a starting replica loads, or loads instead. It becomes a member with its first poll."""
+        answer = self._admission.first_weights(replica_id, incarnation, unloadable, now)
         self._events.record("join", now, replica=replica_id, incarnation=incarnation, version=answer.version)
         return answer
 
@@ -77,12 +82,12 @@ class Ledger:
         return self.directive(report, now)
 
     def on_report(self, report: Report, now: float) -> None:
-        """The first half of a poll: take the report in."""
+        """The first half of a poll: take the report in. Raises FleetUnavailable if it was overtaken."""
         self._admission.on_report(report, now)
         self._advance(now)
 
     def directive(self, report: Report, now: float) -> Directive:
-        """The second half of a poll: its answer. A fence counts as delivered from here on."""
+        """The second half of a poll: its answer."""
         directive = self._admission.directive(report)
         self._advance(now)
         return directive
@@ -96,21 +101,21 @@ class Ledger:
         return not self._membership.returning()
 
     def is_busy(self, report: Report) -> bool:
-        """Whether this replica has instructions that it did not acknowledge yet."""
-        member = self._membership.get(report.replica_id)
-        return member is not None and bool(member.queue)
+        """Whether this replica works on an instruction, or drains: its next report is wanted soon."""
+        return bool((it := self._membership.get(report.replica_id)) and (it.queue or it.draining))
 
     def lost(self, replica_id: str, incarnation: str, reason: str, now: float) -> None:
         """The shell learned that this process is gone."""
         member = self._membership.find(replica_id, incarnation)
-        if member is not None:
-            self._membership.lose(member, reason, now)
+        if member is None:
+            self.promises.end(incarnation)  # it ended before its first poll
+        else:
+            self._admission.gone(member, reason, now)
             self._advance(now)
 
     def silent_since(self, before: float) -> list[tuple[str, str]]:
-        """(replica id, incarnation) of the members that have not polled since `before`."""
-        members = self._membership.all()
-        return [(each.replica_id, each.incarnation) for each in members if each.last_poll < before]
+        """(replica id, incarnation) of those that have not polled since, starting ones too."""
+        return self._membership.silent_since(before) + self.promises.starting(before)
 
     # -- publisher ----------------------------------------------------------------------------
 
@@ -138,7 +143,7 @@ class Ledger:
     def connect(self, token: int, init_info: Mapping[str, JsonValue], now: float) -> PendingCall:
         """Every member joins the publisher's transfer group; see `Connections.connect`."""
         publisher = self.renew(token, now).publisher
-        self._no_round("connect")
+        self._versions.require_no_round("connect")
         call = self._connections.connect(publisher, init_info, now)
         self._advance(now)
         return call
@@ -146,16 +151,15 @@ class Ledger:
     def disconnect(self, token: int, now: float) -> PendingCall:
         """Every serving replica closes its end of the connection."""
         self.renew(token, now)
-        self._no_round("disconnect")
+        self._versions.require_no_round("disconnect")
         self._connections.drop()
         return self.call(Disconnect(), now)
 
     def open_round(self, token: int, options: RoundOptions, now: float) -> int:
         """The round's id; see `StagingPhase.open`. Raises Conflict while the weights sleep."""
         self.renew(token, now)
-        self._desired_state.check_awake()
-        options = self._store_assignment.permitted(options)
-        round_id = self._staging.open(options, self._connections.current, now)
+        self._desired_state.check_awake(self._connections.lacking)
+        round_id = self._staging.open(self._storing.permitted(options), self._connections.current, now)
         self._advance(now)
         return round_id
 
@@ -167,9 +171,11 @@ class Ledger:
         return call
 
     def close_round(self, token: int, round_id: int, label: str | None, now: float) -> PendingCall:
-        """The call's result is a RoundReport, its error why the round was aborted."""
-        self.renew(token, now)
-        call = self._staging.close(round_id, label, now)
+        """The call's result is a RoundReport. One that comes again is answered from the record."""
+        call = self._versions.closed(round_id)
+        if call is None:
+            self.renew(token, now)
+            call = self._staging.close(round_id, label, now)
         self._advance(now)
         return call
 
@@ -183,20 +189,33 @@ class Ledger:
 
     def call(self, operation: Operation, now: float) -> PendingCall:
         """Carry an operation out on every serving replica; see `DesiredState.call`."""
-        if isinstance(operation, Sleep) and operation.level > 0:
-            self._no_round("sleep")  # the memory of what is staged, and of what it replaces, would be gone
-        call = self._desired_state.call(operation, now)
+        if isinstance(operation, Sleep) and operation.level > 0:  # what is staged, and live, would be gone
+            self._versions.require_no_round("sleep")
+        call = self._desired_state.call(operation, now, lacking=self._connections.lacking)
         self._advance(now)
         return call
 
     def set_stored(self, version: int, path: str, label: str | None, now: float) -> None:
         """A version is on disk now: joiners may load it. Raises InvalidRequest for one never committed."""
-        self._store_assignment.set_stored(version, path, label, now)
+        self._storing.set_stored(version, path, label, now)
+        self._advance(now)
+
+    def set_unstored(self, version: int, reason: str, now: float) -> None:
+        """Its publisher could not write a version to the store."""
+        self._store_wait.failed(version, reason, now)
         self._advance(now)
 
     def set_label(self, label: str, now: float) -> None:
         """Give the committed version another label."""
         self._versions.relabel(label, now)
+
+    def scale(self, wanted: int | None, room: int | None, now: float) -> SizeStatus:
+        """How many replicas there are to be; see `FleetSize.want`."""
+        return self._membership.size.want(wanted, room, now, self._membership.all())
+
+    def reconfigure(self, config: LedgerConfig) -> None:
+        """Other limits from now on; the lease's duration is that of when it was issued."""
+        self._membership.config = self._dispatch.config = config
 
     # -- time and memory ----------------------------------------------------------------------
 
@@ -209,18 +228,17 @@ class Ledger:
 
     def credit(self, stalled_s: float, now: float) -> None:
         """The controller stood still for so long, until now: nobody could poll, acknowledge or renew."""
-        self._membership.credit(stalled_s)
-        self._lease.credit(stalled_s)
-        self._store_assignment.credit(stalled_s)
-        self._store_wait.credit(stalled_s)
+        self._drains.credit(stalled_s)
+        for part in (self._membership, self._lease, self._storing, self._store_wait, self.promises):
+            part.credit(stalled_s)
         self._events.record("stall", now, stalled_s=round(stalled_s, 3))
 
     def take_decisions(self) -> list[Decision]:
         """Decisions made since the last call; to be durable before anybody polls."""
         return self._decisions.take()
 
-    def recover(self, decisions: Iterable[Decision], now: float) -> None:
-        """Fold an earlier process's decisions into this new ledger; called once, also with none."""
+    def recover(self, decisions: Iterable[Decision], now: float, new_fleet_id: str = "fleet") -> None:
+        """Fold an earlier process's decisions, or none, into this new ledger; they may name the fleet."""
         recover(
             list(decisions),
             membership=self._membership,
@@ -228,10 +246,12 @@ class Ledger:
             lease=self._lease,
             commit_phase=self._commit_phase,
             desired_state=self._desired_state,
+            promises=self.promises,
             dispatch=self._dispatch,
             events=self._events,
             log=self._decisions,
             now=now,
+            new_fleet_id=new_fleet_id,
         )
         self._advance(now)
 
@@ -250,20 +270,22 @@ class Ledger:
 
     def status(self, now: float) -> FleetStatus:
         stored, current = self._versions.stored, self._versions.current
-        connection, needed = self._connections.current, self._config.min_replicas
+        connection, needed = self._connections.current, self._membership.needed
         return FleetStatus(
+            fleet_id=self._versions.fleet_id,
             committed_version=self._versions.committed_version,
             label=self._versions.label,
             stored_version=None if stored is None else stored.version,
             epoch=self._membership.epoch,
             ready=len(self._membership.serving()) >= needed,
             min_replicas=needed,
-            workers=sum(member.world_size for member in self._membership.live()),
+            size=self._membership.size.status(self._membership.all()),
+            workers=sum(member.world_size for member in self._membership.for_round()),
             members=tuple(member.status(now) for member in self._membership.all()),
             round=None if current is None else current.status(now),
             lease=self._lease.status(now),
             connection=None if connection is None else connection.status(),
-            store_problem=self._store_assignment.problem or self._store_wait.problem,
+            store_problem=self._storing.problem or self.promises.problem or self._store_wait.problem,
             condition=self._desired_state.names(),
         )
 
@@ -271,20 +293,15 @@ class Ledger:
 
     def _advance(self, now: float) -> None:
         """Run what became possible until nothing more does."""
+        self._drains.advance(self._versions.current_id, now)
         progress = True
         while progress:
             self._connections.check_peers(now)
             progress = self._dispatch.run_completed(now)
             self._staging.check_quorum(now)
             self._staging.decide(now)
+        self._connections.bring_in(now)
         self._admission.advance(now)
-        self._store_assignment.advance(now)
+        self.promises.advance(now)
+        self._storing.advance(now)
         self._store_wait.advance(now)
-
-    def _no_round(self, action: str) -> None:
-        current = self._versions.current
-        if current is not None:
-            raise Conflict(
-                f"cannot {action} while round {current.round_id} is {current.phase}",
-                {"round_id": current.round_id},
-            )

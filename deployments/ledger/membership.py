@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from deployments.ledger.decisions import KEPT_FENCES, Admitted, DecisionLog, EpochChanged, Fenced, Participant
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
-from deployments.ledger.limits import LedgerConfig
-from deployments.ledger.members import Member, MemberState
-from deployments.ledger.verdict import Verdict
+from deployments.ledger.limits import FleetSize, LedgerConfig, SizeLimits
+from deployments.ledger.members import Member, MemberState, Verdict
 from deployments.protocol.reports import Report
 
 MAX_FAILED_TRANSFERS = 3
@@ -18,9 +17,15 @@ class Membership:
     """The members of the fleet, the epoch, and the incarnations that are fenced for good."""
 
     def __init__(
-        self, config: LedgerConfig, decisions: DecisionLog, events: EventLog, dispatch: Dispatch
+        self,
+        config: LedgerConfig,
+        decisions: DecisionLog,
+        events: EventLog,
+        dispatch: Dispatch,
+        size: SizeLimits,
     ) -> None:
         self.config = config
+        self.size = FleetSize(size, decisions, events)
         self._decisions = decisions
         self._events = events
         self._dispatch = dispatch
@@ -52,11 +57,25 @@ class Membership:
     def fence_of(self, incarnation: str) -> Fenced | None:
         return self._fences.get(incarnation)
 
+    @property
+    def needed(self) -> int:
+        """Participants that a round needs."""
+        return self.size.needed(self.config.min_replicas)
+
     def live(self) -> list[Member]:
-        return [member for member in self._members.values() if member.alive]
+        return [member for member in self._members.values() if member.alive and not member.departing]
+
+    def for_round(self) -> list[Member]:
+        """Those that a round, or a connection for it, is made with.
+
+        One that loads a stored version would keep the others waiting. It is left out if enough others are
+        there, and takes part in a later round.
+        """
+        ready = [member for member in self.live() if not member.loading]
+        return ready if len(ready) >= self.needed else self.live()
 
     def serving(self) -> list[Member]:
-        return [member for member in self._members.values() if member.state is MemberState.SERVING]
+        return [each for each in self.live() if each.state is MemberState.SERVING]
 
     def returning(self) -> list[Member]:
         """Those that served before a restart and have not polled since."""
@@ -73,6 +92,11 @@ class Membership:
             if member.state is MemberState.FENCED and not member.fence_delivered
         ]
         return [*self.returning(), *undelivered]
+
+    def silent_since(self, before: float) -> list[tuple[str, str]]:
+        """(replica id, incarnation) of those that have not polled since `before`."""
+        members = self._members.values()
+        return [(each.replica_id, each.incarnation) for each in members if each.last_poll < before]
 
     # -- in -----------------------------------------------------------------------------------
 
@@ -160,6 +184,23 @@ class Membership:
         del self._members[member.replica_id]
         self._events.record("lost", now, replica=member.replica_id, reason=reason, epoch=self._epoch)
 
+    def on_farewell(self, member: Member, report: Report, now: float) -> None:
+        """Whether it is being stopped in order, and how far that is."""
+        if report.leaving and not member.leaving:
+            self._events.record("leaving", now, replica=member.replica_id, version=member.version)
+        member.leaving, member.drained = report.leaving, report.drained
+
+    def leave(self, member: Member, now: float) -> None:
+        """It ended in order: no request is running on it, and nothing waits for it."""
+        member.state, member.reason = MemberState.LOST, "it left in order"
+        member.fence_delivered = True
+        member.queue.clear()
+        self._decide_fence(member)  # so that a successor does not wait for it
+        self._change_epoch()
+        self._dispatch.stop_waiting_for(member, certain=True)
+        del self._members[member.replica_id]
+        self._events.record("left", now, replica=member.replica_id, epoch=self._epoch)
+
     def on_fence_delivered(self, member: Member) -> None:
         """It knows that it is fenced, or is gone: it takes no request any more."""
         if not member.fence_delivered:
@@ -184,20 +225,26 @@ class Membership:
                 if queued.due is not None:
                     queued.due += stalled_s
 
-    def count_failed_transfers(self, verdict: Verdict, action: str, now: float) -> None:
+    def count_failed_transfers(
+        self, verdict: Verdict, action: str, now: float, missing: Mapping[str, str]
+    ) -> None:
         """Fence a member whose transfers go on failing while others receive: the fault is its own.
 
-        A transfer that failed everywhere says nothing about anybody.
+        A transfer that failed everywhere says nothing about anybody, except about those that did not answer
+        their peers.
+
+        Args:
+            missing: these replicas, by id, and how it was seen.
         """
-        if not verdict.done:
-            return
-        for replica_id, reason in verdict.transfer_failed.items():
+        failed = verdict.transfer_failed if verdict.done else missing
+        for replica_id, reason in failed.items():
             member = self._members.get(replica_id)
             if member is None or member.out:
                 continue
             member.failed_transfers += 1
             if member.failed_transfers >= MAX_FAILED_TRANSFERS:
-                times = f"failed {member.failed_transfers} times in a row while others received"
+                fault = "while others received" if verdict.done else "and did not answer its peers"
+                times = f"failed {member.failed_transfers} times in a row {fault}"
                 self.fence(member, f"{action}: {times}: {reason}", now)
 
     def _forbid(self, member: Member, reason: str) -> None:

@@ -19,9 +19,13 @@ from deployments.ledger.decisions import (
     EpochChanged,
     Fenced,
     Finished,
+    Founded,
     Labelled,
     LeaseIssued,
     Opened,
+    Promised,
+    PromiseEnded,
+    Scaled,
     Started,
     Stored,
 )
@@ -30,7 +34,9 @@ from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.lease import LeaseDesk
 from deployments.ledger.membership import Membership
-from deployments.ledger.version_state import VersionState
+from deployments.ledger.promises import Promises
+from deployments.ledger.round import RoundPhase
+from deployments.ledger.version_state import CONTROLLER_RESTARTED, VersionState
 
 
 def recover(
@@ -41,20 +47,25 @@ def recover(
     lease: LeaseDesk,
     commit_phase: CommitPhase,
     desired_state: DesiredState,
+    promises: Promises,
     dispatch: Dispatch,
     events: EventLog,
     log: DecisionLog,
     now: float,
+    new_fleet_id: str,
 ) -> None:
     """Bring a new ledger to where the decisions say the fleet is, and start its generation."""
     generation = 0
     committed: Committed | None = None
     open_round: int | None = None
+    end: tuple[RoundPhase, str] | None = None  # of the last round, and why
     admitted: list[Admitted] = []
     for decision in decisions:
         match decision:
             case Started():
                 generation = decision.generation
+            case Founded():
+                versions.recover_founded(decision)
             case LeaseIssued():
                 lease.restart_after(decision.token)
             case EpochChanged():
@@ -65,31 +76,42 @@ def recover(
                 admitted.append(decision)
             case Stored():
                 versions.recover_stored(decision)
+            case Promised():
+                promises.recover(decision, now)
+            case PromiseEnded():
+                promises.recover_end(decision.incarnation)
             case Opened():
-                open_round = decision.round_id
+                open_round, end = decision.round_id, None
                 versions.recover_round_id(decision.round_id)
             case Committed():
-                committed, open_round = decision, None
+                committed, open_round, end = decision, None, None
                 versions.recover_committed(decision)
             case Labelled():
                 versions.recover_label(decision)
             case Aborted():
-                open_round = None
+                open_round, end = None, (RoundPhase.ABORTED, decision.reason)
             case Finished():
-                committed = None
+                committed, end = None, (RoundPhase.COMMITTED, "")
                 desired_state.on_weights_replaced()
             case Ended():
                 versions.recover_report(decision.report)
             case Conditioned():
                 desired_state.recover(decision.condition())
+            case Scaled():
+                membership.size.recover(decision)
     generation += 1
     dispatch.start_generation(generation)
     events.start_generation(generation)
     log.append(Started(generation=generation))
+    versions.found(new_fleet_id)
     events.record("start", now, generation=generation, version=versions.committed_version)
+    if end is not None:
+        versions.recover_end(*end, membership.epoch)
     if open_round is not None:
-        log.append(Aborted(round_id=open_round, reason="the controller restarted"))
-        events.record("round", now, round_id=open_round, phase="aborted", version=None)
+        reason = CONTROLLER_RESTARTED
+        log.append(Aborted(round_id=open_round, reason=reason))
+        versions.recover_end(RoundPhase.ABORTED, reason, membership.epoch)
+        events.record("round", now, round_id=open_round, phase="aborted", version=None, reason=reason)
     for each in admitted:
         version = versions.committed_version
         member = membership.recover_member(each.member, version=version, was_serving=True, now=now)

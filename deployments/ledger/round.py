@@ -1,21 +1,31 @@
-"""One attempt to move the fleet from a version to the next."""
+"""One attempt to move the fleet from a version to the next, and the errors that say why it was aborted."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
+from pydantic import JsonValue
+
+from deployments.errors import InvalidRequest, RoundAborted, TransferAborted
 from deployments.ledger.connection import Connection
-from deployments.ledger.members import Member, PendingCall
-from deployments.protocol.instructions import CommitMode, KvCache, StagingOptions
+from deployments.ledger.dispatch import still_running
+from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.members import Member, PendingCall, join_reasons
+from deployments.protocol.instructions import CommitMode, KvCache, Receive, StagingOptions
 from deployments.protocol.operations import InFlight
-from deployments.protocol.publishing import ReplicaTimings, RoundReport
+from deployments.protocol.publishing import DrainFallback, ReplicaTimings, RoundOptions, RoundReport
 from deployments.protocol.reports import Staged, Swapped, Verification
 from deployments.protocol.status import RoundStatus
+
+T = TypeVar("T")
 
 
 class RoundPhase(StrEnum):
     OPEN = "open"  # payloads arrive
     VERIFYING = "verifying"  # closed; digests are awaited
     VERIFIED = "verified"  # waiting only for replicas that may serve without consent
+    DRAINING = "draining"  # `in_flight: wait`: requests that run come to their end
     COMMITTING = "committing"  # decided: only rolls forward from here
     RELEASING = "releasing"  # all have swapped and hold; they are resumed
     COMMITTED = "committed"
@@ -39,14 +49,19 @@ class Round:
     commit: CommitMode
     kv_cache: KvCache
     in_flight: InFlight
+    drain_timeout_s: float
+    drain_fallback: DrainFallback
     persist: bool = False
     phase: RoundPhase = RoundPhase.OPEN
     verification: Verification = Verification.NONE
+    digest: str | None = None  # of all tensors, on which its participants agree
     close: PendingCall | None = None  # what the publisher awaits
     commits: dict[Member, PendingCall] = field(default_factory=dict)
     ordered: set[Member] = field(default_factory=set)  # those that were sent COMMIT
     staged: dict[str, Staged] = field(default_factory=dict)  # by replica id
     swapped: dict[str, Swapped] = field(default_factory=dict)
+    drained: bool = False  # no request runs, or `in_flight` is not `wait` any more
+    not_drained: dict[str, int] = field(default_factory=dict)  # replica id -> requests that still ran
     left_behind: dict[str, str] = field(default_factory=dict)  # replica id -> why
 
     @property
@@ -61,6 +76,14 @@ class Round:
     def staging_options(self) -> StagingOptions:
         retained = self.version if self.persist else None
         return StagingOptions(retain_version=retained, kv_cache=self.kv_cache, in_flight=self.in_flight)
+
+    @property
+    def must_drain(self) -> bool:
+        return self.in_flight is InFlight.WAIT and not self.drained
+
+    def receive(self, payload: JsonValue) -> Receive:
+        """The instruction for a replica whose part of a payload this is."""
+        return Receive(round_id=self.round_id, payload=payload, options=self.staging_options)
 
     def remaining(self) -> list[Member]:
         return [member for member in self.participants if member.alive]
@@ -98,12 +121,14 @@ class Round:
             reason=reason,
             duration_s=now - self.opened_at,
             verification=self.verification,
+            digest=self.digest,
             replicas={
                 member.replica_id: self._timings(member.replica_id)
                 for member in self.participants
                 if not member.out and member.replica_id not in self.left_behind
             },
             fenced={**self.left_behind, **out},
+            not_drained=dict(self.not_drained),
         )
 
     def _timings(self, replica_id: str) -> ReplicaTimings:
@@ -115,3 +140,77 @@ class Round:
             swap_s=0.0 if swapped is None else swapped.swap_s,
             gap_s=0.0 if swapped is None else swapped.gap_s,
         )
+
+
+def new_round(
+    options: RoundOptions,
+    config: LedgerConfig,
+    *,
+    round_id: int,
+    version: int,
+    epoch: int,
+    participants: Sequence[Member],
+    connection: Connection | None,
+    now: float,
+) -> Round:
+    """A round that is open, with what its publisher chose."""
+    return Round(
+        round_id=round_id,
+        version=version,
+        label=None,
+        epoch=epoch,
+        opened_at=now,
+        participants=tuple(participants),
+        connection=connection,
+        commit=_or_default(options.commit, config.commit),
+        kv_cache=_or_default(options.kv_cache, config.kv_cache),
+        in_flight=_or_default(options.in_flight, config.in_flight),
+        drain_timeout_s=_or_default(options.drain_timeout_s, config.drain_timeout_s),
+        drain_fallback=_or_default(options.drain_fallback, config.drain_fallback),
+        persist=options.persist,
+    )
+
+
+def _or_default(option: T | None, default: T) -> T:
+    """What a round's publisher chose, else what the fleet was configured with."""
+    return default if option is None else option
+
+
+def too_few_remain(
+    current: Round, remaining: list[Member], needed: int, out: Mapping[str, str]
+) -> RoundAborted:
+    return RoundAborted(
+        f"round {current.round_id} aborted: {len(remaining)} of {len(current.participants)} replicas "
+        f"remain, at least {needed} must: {join_reasons(out)}",
+        {
+            "round_id": current.round_id,
+            "remaining": len(remaining),
+            "min_replicas": needed,
+            "replicas": dict(out),
+        },
+    )
+
+
+def not_drained(current: Round) -> RoundAborted:
+    timeout_s = current.drain_timeout_s
+    return RoundAborted(
+        f"round {current.round_id} aborted: 'in_flight' is 'wait', and requests still ran after "
+        f"drain_timeout_s = {timeout_s:g} s ({still_running(current.not_drained)}); try again, raise "
+        "'weights.drain_timeout_s', or set 'weights.drain_fallback' to 'keep'",
+        {"round_id": current.round_id, "running": dict(current.not_drained), "timeout_s": timeout_s},
+    )
+
+
+def rejected_by_all(current: Round, call: PendingCall, rejected: dict[str, str]) -> InvalidRequest:
+    return InvalidRequest(
+        f"round {current.round_id} aborted: every replica rejected {call.name}: {join_reasons(rejected)}",
+        {"round_id": current.round_id, "phase": call.name, "replicas": rejected},
+    )
+
+
+def transfer_failed(current: Round, replicas: dict[str, str]) -> TransferAborted:
+    return TransferAborted(
+        f"round {current.round_id} aborted: the transfer failed; connect again, and send the round again: "
+        f"{join_reasons(replicas)}",
+        {"round_id": current.round_id, "send_again": True, "replicas": replicas},
+    )

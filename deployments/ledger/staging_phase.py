@@ -1,31 +1,47 @@
 """A round until its decision: opened, staged, closed and verified, or aborted. No live weight is touched.
 
-open ─► send* ─► RECEIVE ─► close ─► VERIFY ─► digests equal ─► the decision to commit
+open ─► send* ─► RECEIVE ─► close ─► VERIFY ─► digests equal ─► (DRAIN) ─► the decision to commit
   └─────────── abort: publisher, lease, wrong payload, failed transfer, too few replicas ─► DROP
+
+With `in_flight: wait` running requests end before the decision, or before RECEIVE if it changes live weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pydantic import JsonValue
 
 from deployments.errors import (
     Conflict,
     FleetUnavailable,
-    InvalidRequest,
     RoundAborted,
     SlipstreamError,
-    TransferAborted,
 )
 from deployments.ledger.commit_phase import CommitPhase
 from deployments.ledger.connection import Connection, split_payload
-from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.members import Member, PendingCall
+from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain
+from deployments.ledger.members import Member, PendingCall, classify, digest_minority, join_reasons
 from deployments.ledger.membership import Membership
-from deployments.ledger.round import Round, RoundPhase
-from deployments.ledger.verdict import classify, digest_minority, join_reasons
+from deployments.ledger.round import (
+    Round,
+    RoundPhase,
+    new_round,
+    not_drained,
+    rejected_by_all,
+    too_few_remain,
+    transfer_failed,
+)
 from deployments.ledger.version_state import VersionState
-from deployments.protocol.instructions import Body, CatchUp, CommitMode, Drop, Receive, Verify
-from deployments.protocol.publishing import RoundOptions
+from deployments.protocol.instructions import (
+    Body,
+    CatchUp,
+    CommitMode,
+    Drop,
+    Receive,
+    Verify,
+    drain_of_round,
+)
+from deployments.protocol.operations import InFlight
+from deployments.protocol.publishing import DrainFallback, RoundOptions
 from deployments.protocol.reports import Verification
 
 
@@ -38,33 +54,31 @@ class StagingPhase:
         dispatch: Dispatch,
         versions: VersionState,
         commit_phase: CommitPhase,
+        drains: Drains,
     ) -> None:
+        self._drains = drains
         self._membership = membership
         self._dispatch = dispatch
         self._versions = versions
         self._commit_phase = commit_phase
 
     def open(self, options: RoundOptions, connection: Connection | None, now: float) -> int:
-        """Open a round with everyone alive, joiners too: a round carries all weights. Returns its id.
+        """Open a round with everyone who is free, joiners too: a round carries all weights. Returns its id.
 
         Raises:
             Conflict: a round is in flight, or the publisher is not connected to the members.
             FleetUnavailable: too few replicas, or some have not returned since a restart.
         """
         members = self._eligible(connection)
-        config = self._membership.config
-        opened = Round(
+        opened = new_round(
+            options,
+            self._membership.config,
             round_id=self._versions.new_round_id(),
             version=self._versions.committed_version + 1,
-            label=None,
             epoch=self._membership.epoch,
-            opened_at=now,
-            participants=tuple(members),
+            participants=members,
             connection=connection,
-            commit=config.commit if options.commit is None else options.commit,
-            kv_cache=config.kv_cache if options.kv_cache is None else options.kv_cache,
-            in_flight=config.in_flight if options.in_flight is None else options.in_flight,
-            persist=options.persist,
+            now=now,
         )
         self._versions.open(opened, now)
         for member in members:
@@ -79,11 +93,48 @@ class StagingPhase:
         """
         current = self._open_round(round_id)
         parts = split_payload(payload, current.participants)
-        bodies = {
-            member: Receive(round_id=round_id, payload=parts[member], options=current.staging_options)
-            for member in current.remaining()
+        bodies: dict[Member, Body] = {
+            member: current.receive(parts[member]) for member in current.remaining()
         }
+        if current.must_drain and any(member.updates_in_place for member in current.remaining()):
+            return self._send_drained(current, parts, now)
         return self._ask(current, Receive.name, bodies, now)
+
+    def _send_drained(self, current: Round, parts: Mapping[Member, JsonValue], now: float) -> PendingCall:
+        """The first payload changes live weights: no request may run by then."""
+        call = self._dispatch.expect(
+            Receive.name, current.remaining(), on_complete=self._answered, round_id=current.round_id
+        )
+
+        def receive(now: float) -> None:
+            for member in current.remaining():
+                if member in call.waiting:
+                    self._dispatch.queue(member, current.receive(parts[member]), now, call)
+
+        self._drain(current, now, receive)
+        return call
+
+    def _drain(self, current: Round, now: float, drained: Callable[[float], None]) -> None:
+        """Let running requests end; `drained` runs then, unless the round is aborted because they did not."""
+
+        def ended(drain: PendingDrain, now: float) -> None:
+            current.not_drained, current.drained = drain.late, True
+            if drain.late and current.drain_fallback is DrainFallback.ABORT:
+                self.abort(current, not_drained(current), now)
+                return
+            if drain.late:
+                current.in_flight = InFlight.KEEP
+            drained(now)
+
+        self._drains.begin(
+            drain_of_round(current.round_id),
+            current.remaining(),
+            now,
+            what=f"round {current.round_id}",
+            timeout_s=current.drain_timeout_s,
+            then=current.drain_fallback.value,
+            on_end=ended,
+        )
 
     def close(self, round_id: int, label: str | None, now: float) -> PendingCall:
         """Verify and commit. The call's result is the round's report.
@@ -92,8 +143,7 @@ class StagingPhase:
             SlipstreamError: the round is not open.
         """
         current = self._open_round(round_id)
-        current.label = label
-        current.close = PendingCall(name="close_round", round_id=round_id)
+        current.label, current.close = label, PendingCall(name="close_round", round_id=round_id)
         self._versions.enter(RoundPhase.VERIFYING, now)
         bodies = {member: Verify(round_id=round_id) for member in current.remaining()}
         self._ask(current, Verify.name, bodies, now)
@@ -105,6 +155,10 @@ class StagingPhase:
         for member in current.remaining():
             self._dispatch.withdraw(member, Receive, Verify, delivered=True)
             self.drop(member, current.round_id, now)
+        for call in self._dispatch.pending:
+            if call.name == Receive.name and call.round_id == current.round_id:
+                call.waiting.clear()  # also what waited for a drain and was never queued
+        self._drains.forget(drain_of_round(current.round_id))
 
     def drop(self, member: Member, round_id: int, now: float) -> None:
         """Have a member discard the staging of a round."""
@@ -124,7 +178,7 @@ class StagingPhase:
         receiving = self._collective_receive(current)
         if receiving is not None:  # not only when the last has answered: the others wait for the failed one
             self._membership.fence_each(classify(receiving).replica_failed, Receive.name, now)
-        remaining, needed = current.remaining(), self._membership.config.min_replicas
+        remaining, needed = current.remaining(), self._membership.needed
         out = {member.replica_id: member.reason for member in current.participants if member.out}
         if len(remaining) < needed:
             self.abort(current, too_few_remain(current, remaining, needed, out), now)
@@ -138,10 +192,16 @@ class StagingPhase:
         every fence is delivered; meanwhile the fleet serves the old version.
         """
         current = self._versions.current
-        if current is None or current.phase is not RoundPhase.VERIFIED:
+        if current is None or current.phase not in (RoundPhase.VERIFIED, RoundPhase.DRAINING):
             return
-        if current.commit is CommitMode.ROLLING or not self._membership.uncertain():
+        together = current.commit is CommitMode.TOGETHER
+        if together and self._membership.uncertain():
+            return
+        if not together or not current.must_drain:
             self._commit_phase.decide(current, now)
+        elif current.phase is RoundPhase.VERIFIED:
+            self._versions.enter(RoundPhase.DRAINING, now)
+            self._drain(current, now, lambda now: None)
 
     def _collective_receive(self, current: Round) -> PendingCall | None:
         """The pending receive over a communicator, which is of no use without one of its members."""
@@ -162,7 +222,7 @@ class StagingPhase:
                 {"round_id": current.round_id, "phase": current.phase.value},
             )
         self._check_returned()
-        members, needed = self._membership.live(), self._membership.config.min_replicas
+        members, needed = self._membership.for_round(), self._membership.needed
         if len(members) < needed:
             raise FleetUnavailable(
                 f"a round needs at least {needed} replicas, {len(members)} are registered",
@@ -201,7 +261,8 @@ class StagingPhase:
         current.record(call)
         verdict = classify(call)
         self._membership.fence_each(verdict.to_fence, call.name, now)
-        self._membership.count_failed_transfers(verdict, call.name, now)
+        missing = {} if current.connection is None else current.connection.missing(call)
+        self._membership.count_failed_transfers(verdict, call.name, now, missing)
         if verdict.publisher_at_fault:
             error: SlipstreamError = rejected_by_all(current, call, dict(verdict.rejected))
         elif verdict.transfer_failed:
@@ -233,36 +294,7 @@ class StagingPhase:
         self._membership.fence_each(minority, Verify.name, now)
         if staged and all(each.compared for each in staged.values()):
             current.verification = Verification.PUBLISHER
+            current.digest = next(each.digest for name, each in staged.items() if name not in minority)
         elif len(staged) > 1:
             current.verification = Verification.REPLICAS
         self._versions.enter(RoundPhase.VERIFIED, now)
-
-
-def too_few_remain(
-    current: Round, remaining: list[Member], needed: int, out: Mapping[str, str]
-) -> RoundAborted:
-    return RoundAborted(
-        f"round {current.round_id} aborted: {len(remaining)} of {len(current.participants)} replicas "
-        f"remain, at least {needed} must: {join_reasons(out)}",
-        {
-            "round_id": current.round_id,
-            "remaining": len(remaining),
-            "min_replicas": needed,
-            "replicas": dict(out),
-        },
-    )
-
-
-def rejected_by_all(current: Round, call: PendingCall, rejected: dict[str, str]) -> InvalidRequest:
-    return InvalidRequest(
-        f"round {current.round_id} aborted: every replica rejected {call.name}: {join_reasons(rejected)}",
-        {"round_id": current.round_id, "phase": call.name, "replicas": rejected},
-    )
-
-
-def transfer_failed(current: Round, replicas: dict[str, str]) -> TransferAborted:
-    return TransferAborted(
-        f"round {current.round_id} aborted: the transfer failed; connect again, and send the round again: "
-        f"{join_reasons(replicas)}",
-        {"round_id": current.round_id, "send_again": True, "replicas": replicas},
-    )

@@ -2,6 +2,7 @@
 
     RECEIVE(retain_version) ─► every replica retains what it receives ─► committed ─► STORE to one of them
     its report says stored ─► FORGET to all; or a problem, or it is gone ─► STORE to another one
+    nobody could ─► the status says so, and it is tried again every `RETRY_S`: the disk may have space then
 
 Off the critical path: STORE is acknowledged when the write has begun, and rounds go on meanwhile. Which
 version a replica retains is in every report, so a restarted controller continues where its predecessor was.
@@ -14,13 +15,14 @@ from deployments.errors import InvalidRequest
 from deployments.ledger.decisions import Stored
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
-from deployments.ledger.members import Member, MemberState, PendingCall
+from deployments.ledger.members import Member, MemberState, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
-from deployments.ledger.verdict import classify, join_reasons
 from deployments.ledger.version_state import VersionState
 from deployments.protocol.instructions import Forget, WriteVersion
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.reports import Report, StoreResult
+
+RETRY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,6 @@ class StoreLocation:
     """Where replicas write versions."""
 
     directory: str  # on a disk that every replica sees
-    max_versions: int  # that stay in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,13 @@ class StoreAssignment:
         self._failed: dict[str, str] = {}  # replica id -> why it could not write the committed version
         self._subject = 0  # the version that `_failed` and `problem` are about
         self._problem: str | None = None
+        self._given_up = False  # until `_retry_at`; None: for good
+        self._retry_at: float | None = None
+        self._last_writer: Member | None = None
 
     @property
     def problem(self) -> str | None:
-        """Why the committed version will not get into the store."""
+        """Why the committed version is not in the store."""
         return self._problem
 
     def permitted(self, options: RoundOptions) -> RoundOptions:
@@ -88,9 +92,9 @@ class StoreAssignment:
         result = report.store_result
         if result is None or result.version > self._versions.committed_version:
             return
-        if result.problem:
+        if result.problem and not member.has_queued(WriteVersion):  # else of an earlier attempt
             self._record_failure(result.version, member, result.problem)
-        elif self._is_newest(result):
+        elif not result.problem and self._is_newest(result):
             self.set_stored(result.version, result.path, result.label, now)
 
     def credit(self, stalled_s: float) -> None:
@@ -112,7 +116,11 @@ class StoreAssignment:
             return
         self._write = None
         current = self._versions.current
-        if self._problem is None and (current is None or not current.decided):
+        if current is not None and current.decided:
+            return
+        if self._retry_at is not None and now >= self._retry_at:
+            self._failed, self._retry_at, self._given_up = {}, None, False
+        if not self._given_up:
             self._assign(version, now)
 
     def _assign(self, version: int, now: float) -> None:
@@ -122,16 +130,24 @@ class StoreAssignment:
         candidates = [each for each in holders if each.replica_id not in self._failed]
         assert self._location is not None, "nothing is assigned without a location"
         if not candidates:
-            why = join_reasons(self._failed) if self._failed else "no replica retains its tensors"
+            why = (
+                join_reasons(dict(sorted(self._failed.items())))
+                if self._failed
+                else "no replica retains its tensors"
+            )
             self._give_up(version, why, now)
+            self._retry_at = now + RETRY_S if holders else None
             return
+        candidates.sort(key=lambda each: each is self._last_writer)  # after a failure, another one first
+        self._last_writer = candidates[0]
         due = now + self._membership.config.store_timeout_s
         self._write = _Write(version=version, writer=candidates[0], due=due)
         body = WriteVersion(
             version=version,
             label=self._versions.label,
             directory=self._location.directory,
-            max_versions=self._location.max_versions,
+            fleet_id=self._versions.fleet_id,
+            digest=self._versions.digest_of(version),
         )
         bodies = {candidates[0]: body}
         call = self._dispatch.send_each(WriteVersion.name, bodies, now, on_complete=self._begun)
@@ -157,12 +173,15 @@ class StoreAssignment:
             self._failed[member.replica_id] = reason
 
     def _give_up(self, version: int, why: str, now: float) -> None:
-        self._problem = f"version {version} is not in the store: {why}"
-        self._events.record("not_stored", now, version=version, reason=why)
+        before, self._problem = self._problem, f"version {version} is not in the store: {why}"
+        self._given_up = True
+        if self._problem != before:
+            self._events.record("not_stored", now, version=version, reason=why)
 
     def _start_over(self, version: int) -> None:
         if version != self._subject or self._versions.unstored is None:
             self._subject, self._problem, self._failed = version, None, {}
+            self._given_up, self._retry_at, self._last_writer = False, None, None
 
     def _is_newest(self, result: StoreResult) -> bool:
         return self._versions.stored is None or result.version > self._versions.stored.version
@@ -180,8 +199,8 @@ class StoreWait:
     """Whether replicas wait in vain for a version that its publisher was to write.
 
     The trainer writes its versions itself, and may fail to: its disk is full, or it is gone. A replica that
-    joins then waits, for the store or for the next round, while others serve. After `store_timeout_s` the
-    status says so.
+    joins then waits, for the store or for the next round, while others serve. The status says so at once if
+    the trainer does, else after `store_timeout_s`.
     """
 
     def __init__(self, membership: Membership, versions: VersionState, events: EventLog) -> None:
@@ -191,11 +210,21 @@ class StoreWait:
         self._version = 0  # that is waited for
         self._since: float | None = None  # None: nobody waits
         self._problem: str | None = None
+        self._failed: tuple[int, str] | None = None  # the version that its publisher could not write, and why
 
     @property
     def problem(self) -> str | None:
-        """Who waits for what; None while there is hope."""
+        """What could not be written, or who waits for what; None while there is hope."""
+        if self._failed is not None:
+            version, reason = self._failed
+            return f"version {version} is not in the store: {reason}"
         return self._problem
+
+    def failed(self, version: int, reason: str, now: float) -> None:
+        """The publisher could not write this version."""
+        if version == self._versions.committed_version != self._versions.stored_version:
+            self._failed = version, reason
+            self._events.record("not_stored", now, version=version, reason=reason)
 
     def credit(self, stalled_s: float) -> None:
         """The version could not be reported as stored for so long."""
@@ -205,6 +234,10 @@ class StoreWait:
     def advance(self, now: float) -> None:
         """Look at who waits."""
         version, waiting = self._versions.committed_version, self._waiting()
+        if self._failed is not None and (
+            self._failed[0] != version or self._versions.stored_version == version
+        ):
+            self._failed = None
         if not waiting:
             self._since = self._problem = None
         elif self._since is None or version != self._version:

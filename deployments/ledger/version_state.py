@@ -1,8 +1,9 @@
 """Which version the fleet is at, the round in flight, and the rounds that ended."""
 
+import math
 from collections import OrderedDict, deque
 
-from deployments.errors import Conflict, SlipstreamError
+from deployments.errors import Conflict, RoundAborted, SlipstreamError, TransferAborted
 from deployments.ledger.decisions import (
     KEPT_ROUNDS,
     Aborted,
@@ -10,14 +11,18 @@ from deployments.ledger.decisions import (
     DecisionLog,
     Ended,
     Finished,
+    Founded,
     Labelled,
     Opened,
     Stored,
 )
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
+from deployments.ledger.members import PendingCall
 from deployments.ledger.round import Round, RoundPhase
 from deployments.protocol.publishing import RoundReport
+
+CONTROLLER_RESTARTED = "the controller restarted"  # why it aborts the round that its predecessor had open
 
 
 class VersionState:
@@ -27,11 +32,13 @@ class VersionState:
         self._decisions = decisions
         self._events = events
         self._dispatch = dispatch
+        self._founded: Founded | None = None
         self._committed_version = 0
         self._label: str | None = None
         self._persist = False
         self._stored: Stored | None = None
         self._current: Round | None = None
+        self._idle_since: float | None = None
         self._history: deque[RoundReport] = deque(maxlen=KEPT_ROUNDS)
         self._last_round_id = 0
         self._errors: OrderedDict[int, SlipstreamError] = OrderedDict()  # of aborted rounds, by id
@@ -39,6 +46,20 @@ class VersionState:
     @property
     def committed_version(self) -> int:
         return self._committed_version
+
+    @property
+    def fleet_id(self) -> str:
+        return "" if self._founded is None else self._founded.fleet_id
+
+    def owner_of(self, version: int) -> str | None:
+        """The fleet id that a stored version's manifest must have; None: release 0.1 may have written it."""
+        old = self._founded is None or version <= self._founded.version
+        return None if old else self.fleet_id
+
+    def digest_of(self, version: int) -> str | None:
+        """The digest with which a version was committed, where known."""
+        reports = (each for each in reversed(self._history) if each.version == version)
+        return next((each.digest for each in reports if each.phase == RoundPhase.COMMITTED), None)
 
     @property
     def label(self) -> str | None:
@@ -65,6 +86,15 @@ class VersionState:
         """The round in flight."""
         return self._current
 
+    def idle_s(self, now: float) -> float:
+        """How long ago the last round ended; infinite if there was none in this process."""
+        return math.inf if self._idle_since is None else now - self._idle_since
+
+    @property
+    def current_id(self) -> int | None:
+        """The id of the round in flight."""
+        return None if self._current is None else self._current.round_id
+
     def history(self) -> list[RoundReport]:
         """Rounds that ended, oldest first; bounded."""
         return list(self._history)
@@ -87,6 +117,26 @@ class VersionState:
             {"round_id": round_id, "committed_version": self._committed_version},
         )
 
+    def closed(self, round_id: int) -> PendingCall | None:
+        """How a round ends that its publisher has closed, or a predecessor has ended; None: it has not been.
+
+        For a close that comes again: the controller restarted before its publisher had the answer.
+        """
+        current = self._current
+        if current is not None and current.round_id == round_id:
+            if current.close is None and current.decided:  # decided by a predecessor
+                current.close = PendingCall(name="close_round", round_id=round_id)
+            return current.close
+        report = next((each for each in reversed(self._history) if each.round_id == round_id), None)
+        if report is None:
+            return None
+        call = PendingCall(name="close_round", round_id=round_id)
+        if report.phase == RoundPhase.COMMITTED:
+            call.finish(result=report)
+        else:
+            call.finish(error=self._errors.get(round_id, _aborted(report)))
+        return call
+
     # -- a round's life -----------------------------------------------------------------------
 
     def new_round_id(self) -> int:
@@ -98,12 +148,19 @@ class VersionState:
         self._current = opened
         self.enter(RoundPhase.OPEN, now)
 
-    def enter(self, phase: RoundPhase, now: float) -> None:
+    def enter(self, phase: RoundPhase, now: float, reason: str = "") -> None:
         """The round in flight is in its next phase."""
         current = self._in_flight()
         current.phase = phase
         self._events.record(
-            "round", now, round_id=current.round_id, version=current.version, phase=phase.value
+            "round",
+            now,
+            round_id=current.round_id,
+            version=current.version,
+            phase=phase.value,
+            replicas=[member.replica_id for member in current.remaining()],
+            age_s=round(now - current.opened_at, 3),
+            reason=reason,
         )
 
     def commit(self, decided: Round, now: float) -> None:
@@ -132,6 +189,15 @@ class VersionState:
             if call is not None and (call is current.close or call.round_id == current.round_id):
                 call.finish(error=error)
 
+    def require_no_round(self, action: str) -> None:
+        """Raises Conflict while a round is in flight."""
+        current = self._current
+        if current is not None:
+            raise Conflict(
+                f"cannot {action} while round {current.round_id} is {current.phase}",
+                {"round_id": current.round_id},
+            )
+
     # -- label and store ----------------------------------------------------------------------
 
     def relabel(self, label: str, now: float) -> None:
@@ -148,6 +214,15 @@ class VersionState:
         self._events.record("stored", now, version=stored.version, path=stored.path, label=stored.label)
 
     # -- recovery -----------------------------------------------------------------------------
+
+    def found(self, fleet_id: str) -> None:
+        """Give the fleet its id, unless it has one."""
+        if self._founded is None:
+            self._founded = Founded(fleet_id=fleet_id, version=self._committed_version)
+            self._decisions.append(self._founded)
+
+    def recover_founded(self, decision: Founded) -> None:
+        self._founded = decision
 
     def recover_round_id(self, round_id: int) -> None:
         self._last_round_id = round_id
@@ -166,14 +241,42 @@ class VersionState:
     def recover_report(self, report: RoundReport) -> None:
         self._history.append(report)
 
+    def recover_end(self, phase: RoundPhase, reason: str, epoch: int) -> None:
+        """The last round has ended, and its predecessor may not have written its entry in the history."""
+        if any(each.round_id == self._last_round_id for each in self._history):
+            return
+        committed = phase is RoundPhase.COMMITTED
+        report = RoundReport(
+            round_id=self._last_round_id,
+            version=self._committed_version + (0 if committed else 1),
+            label=self._label if committed else None,
+            epoch=epoch,
+            phase=phase.value,
+            reason=reason,
+            duration_s=0.0,
+        )
+        self._history.append(report)
+        self._decisions.append(Ended(report=report))
+
     def _in_flight(self) -> Round:
         assert self._current is not None, "no round is in flight"
         return self._current
 
     def _end(self, current: Round, phase: RoundPhase, reason: str, now: float) -> RoundReport:
-        self.enter(phase, now)
+        self.enter(phase, now, reason)
         report = current.report(phase, reason, now)
         self._history.append(report)
         self._decisions.append(Ended(report=report))
-        self._current = None
+        self._current, self._idle_since = None, now
         return report
+
+
+def _aborted(report: RoundReport) -> SlipstreamError:
+    """What ended a round of a predecessor, for its publisher."""
+    message = f"round {report.round_id} aborted: {report.reason}"
+    if report.reason == CONTROLLER_RESTARTED:
+        return TransferAborted(
+            f"{message}; connect again, and send the round again",
+            {"round_id": report.round_id, "send_again": True},
+        )
+    return RoundAborted(message, {"round_id": report.round_id})

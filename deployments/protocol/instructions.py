@@ -57,9 +57,33 @@ class Verify:
     round_id: int
 
 
+def drain_of_round(round_id: int) -> str:
+    """The id of a round's drain, which COMMIT ends."""
+    return f"round {round_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """Begin no request, and let those that run come to their end; reports say how many still do."""
+
+    name: ClassVar[str] = "drain"
+    drain_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndDrain:
+    """Begin requests again, unless another drain or a pause goes on."""
+
+    name: ClassVar[str] = "end_drain"
+    drain_id: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Swap between two decoding steps. Acknowledged with `Swapped`."""
+    """Swap between two decoding steps. Acknowledged with `Swapped`.
+
+    `in_flight: wait` means that the replica was drained: no request runs.
+    """
 
     name: ClassVar[str] = "commit"
     round_id: int
@@ -87,11 +111,13 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatchUp:
-    """Load a stored version."""
+    """Load a stored version. `fleet_id`, `digest`: as in `JoinAnswer`."""
 
     name: ClassVar[str] = "catch_up"
     version: int
     path: str
+    fleet_id: str | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +136,8 @@ class WriteVersion:
     version: int
     label: str | None
     directory: str
-    max_versions: int
+    fleet_id: str
+    digest: str | None  # with which the version was committed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +148,20 @@ class Forget:
     version: int
 
 
-Body = Connect | Receive | Verify | Commit | Release | Drop | CatchUp | Call | WriteVersion | Forget
+Body = (
+    Connect
+    | Receive
+    | Verify
+    | Drain
+    | EndDrain
+    | Commit
+    | Release
+    | Drop
+    | CatchUp
+    | Call
+    | WriteVersion
+    | Forget
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +169,14 @@ class Instruction:
     seq: int
     body: Body
     deadline_s: float  # how long the replica may take; the ledger fences it a little later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """How many replicas the operator wants. Replicas carry it to Serve's autoscaling policy."""
+
+    wanted: int | None = None  # None: as many as the load needs
+    number: int = 0  # counts the operator's wishes; 0: the configuration's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +189,8 @@ class Directive:
     instructions: Sequence[Instruction] = ()  # in order; those already seen are to be ignored
     acknowledged: Sequence[int] = ()  # acknowledgements that arrived: not to be sent again
     fenced: str | None = None  # the reason; stop for good
+    may_leave: bool = False  # it leaves, and nothing waits for it any more
+    wish: Wish = Wish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,3 +199,5 @@ class JoinAnswer:
 
     version: int
     path: str | None  # None: the checkpoint that the fleet was configured with
+    fleet_id: str | None = None  # that its manifest must name; None: it was written before fleets had ids
+    digest: str | None = None  # that its manifest must name; None: not known

@@ -2,10 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from deployments.protocol.instructions import CommitMode, KvCache
 from deployments.protocol.operations import InFlight
 from deployments.protocol.reports import Verification
+
+# In a connection's init info: names of tensors of the checkpoint that the publisher's model does not have.
+# Replicas keep them as they loaded them; all others must arrive in each round.
+LACKING = "lacking"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,13 @@ class PublisherSession:
     round_id: int | None  # the open round
 
 
+class DrainFallback(StrEnum):
+    """What becomes of a round with `in_flight: wait` while requests still run after `drain_timeout_s`."""
+
+    ABORT = "abort"  # the fleet keeps its version, and the publisher is told why
+    KEEP = "keep"  # it is committed as with `in_flight: keep`, and its report says so
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOptions:
     """None means what the fleet was configured with.
@@ -33,6 +45,8 @@ class RoundOptions:
     commit: CommitMode | None = None
     kv_cache: KvCache | None = None
     in_flight: InFlight | None = None
+    drain_timeout_s: float | None = None
+    drain_fallback: DrainFallback | None = None
     persist: bool = False
 
 
@@ -57,5 +71,9 @@ class RoundReport:
     reason: str  # why it aborted, else empty
     duration_s: float
     verification: Verification = Verification.NONE
+    digest: str | None = None  # of all tensors by checkpoint name; None: not computed (vLLM's own engines)
     replicas: Mapping[str, ReplicaTimings] = field(default_factory=dict)
+    # Replica -> requests that still ran there when `drain_timeout_s` was over (-1: it could not say), with
+    # `in_flight: wait`. If the round is committed they went on as with `keep`.
+    not_drained: Mapping[str, int] = field(default_factory=dict)
     fenced: Mapping[str, str] = field(default_factory=dict)  # replica -> why it was left behind

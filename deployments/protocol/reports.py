@@ -48,6 +48,7 @@ class Acknowledgement:
     outcome: Outcome
     message: str = ""  # what was expected and what came, when not DONE
     value: Value = None
+    missing_ranks: tuple[int, ...] = ()  # of the transfer group: did not answer when TRANSFER_FAILED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,22 @@ class StoreResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unloadable:
+    """A stored version that a starting replica was told to load and cannot."""
+
+    version: int
+    reason: str  # what was expected and what is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draining:
+    """The replica begins no request, and lets those that run come to their end."""
+
+    drain_ids: Sequence[str]  # who asked for it
+    running: int | None  # requests that still run; None: its engine has not said so yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a replica says of itself in every poll."""
 
@@ -71,4 +88,14 @@ class Report:
     staged_round: int | None  # a round whose staging is complete and verified here, or whose bytes are live
     retained_version: int | None = None  # committed; its tensors are retained for the store
     store_result: StoreResult | None = None
+    loading_version: int | None = None  # a stored version that it loads now
+    updates_in_place: bool = False  # RECEIVE changes its live weights (`staging: none`)
+    draining: Draining | None = None
     acknowledgements: Sequence[Acknowledgement] = ()
+    number: int = (
+        0  # counts the reports of its process: one that a later one has overtaken says nothing any more
+    )
+    fenced: bool = False  # it has heard that it is fenced, and takes no request
+    leaving: bool = False  # it is no longer wanted: it takes no new request, and ends once it may
+    drained: bool = False  # it leaves, and no request is running on it
+    ended: bool = False  # its last report

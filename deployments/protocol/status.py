@@ -10,13 +10,15 @@ from pydantic import JsonValue
 class MemberStatus:
     replica_id: str
     incarnation: str
-    state: str  # returning | joining | serving | fenced
+    state: str  # returning | joining | serving | leaving | fenced
     admitted: bool
     version: int
     world_size: int
     silent_s: float  # since its last poll
     pending: Sequence[str]  # instructions that it has not acknowledged
     reason: str  # why it is fenced
+    draining: bool = False  # it begins no request, and lets those that run end
+    running: int | None = None  # requests that still run there while it drains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +49,30 @@ class ConnectionStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SizeStatus:
+    """How many replicas there are, and how many there should be."""
+
+    wanted: int | None  # None: as many as the load needs, between `least` and `most`
+    least: int
+    most: int
+    running: int  # serve
+    joining: int  # alive, and not serving yet
+    leaving: int  # finish their requests, and end
+    problem: str | None  # why there are fewer than wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
     """The body of `/fleet`."""
 
+    fleet_id: str  # of this state directory; in the manifests of its versions
     committed_version: int
     label: str | None
     stored_version: int | None
     epoch: int
     ready: bool  # at least `min_replicas` serve
     min_replicas: int
+    size: SizeStatus
     workers: int  # TP x PP x DP workers of all live replicas
     members: Sequence[MemberStatus]
     round: RoundStatus | None

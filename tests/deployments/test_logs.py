@@ -1,5 +1,9 @@
 """What Serve's log shows of a call that fails."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from deployments.errors import Conflict
@@ -31,3 +35,30 @@ def test_an_answer_is_a_line_and_a_fault_keeps_its_trace(
 def test_modules_that_share_it_filter_once() -> None:
     filters = list(serve_logger().filters)
     assert serve_logger().filters == filters
+
+
+CONFIGURED = """
+import logging.config, sys
+from contextlib import nullcontext
+from logging.handlers import MemoryHandler, RotatingFileHandler
+from deployments.logs import kept_log_file
+
+logger = logging.getLogger("ray.serve")
+logger.addHandler(MemoryHandler(1, target=RotatingFileHandler(sys.argv[1])))  # as Serve configures a replica
+with kept_log_file() if sys.argv[2] == "kept" else nullcontext():
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})  # as vLLM does for an engine
+logger.warning("replica a is fenced")
+print(logger.handlers[0].target is not None)  # a Serve controller that restarts takes its name
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "line", "target"), [("kept", "replica a is fenced\n", "True"), ("not", "", "False")]
+)
+def test_the_log_of_a_replica_goes_on_when_an_engine_configures_logging(
+    tmp_path: Path, how: str, line: str, target: str
+) -> None:
+    file = tmp_path / "replica.log"
+    command = [sys.executable, "-c", CONFIGURED, str(file), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert (file.read_text(), done.stdout.strip()) == (line, target)

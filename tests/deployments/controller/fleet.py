@@ -1,6 +1,7 @@
 """A controller with replicas that are coroutines polling it in this process."""
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from deployments.controller.controller import Controller
 from deployments.ledger.limits import LedgerConfig
 from deployments.protocol.publishing import RoundReport
+from tests.deployments.controller.slow_disk import HELD_S, SlowDisk
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 CONFIG = LedgerConfig(heartbeat_timeout_s=5, stage_timeout_s=5, commit_timeout_s=5, call_timeout_s=5)
@@ -20,6 +22,9 @@ class Fleet:
     def __init__(self, directory: Path, config: LedgerConfig = CONFIG) -> None:
         self.now = 1000.0
         self.dead: set[str] = set()
+        self.disk = SlowDisk()
+        self.ray_answers = threading.Event()
+        self.ray_answers.set()
         self.polls: Counter[str] = Counter()
         self.replicas: dict[str, FakeReplica] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
@@ -27,12 +32,17 @@ class Fleet:
             config=config,
             state_dir=str(directory / "state"),
             store_dir=str(directory / "store"),
-            is_alive=lambda replica_id: replica_id not in self.dead,
+            is_alive=self._is_alive,
             poll_s=0.05,
             silent_s=2.0,
             tick_s=0.02,
             clock=lambda: self.now,
+            disk=self.disk,
         )
+
+    def _is_alive(self, replica_id: str) -> bool:
+        self.ray_answers.wait(HELD_S)
+        return replica_id not in self.dead
 
     def start(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:
@@ -49,6 +59,7 @@ class Fleet:
             replica.take(await self.controller.poll(replica.report()))
             self.polls[replica.replica_id] += 1
             await asyncio.sleep(0)
+        await self.controller.poll(replica.report())  # it knows
 
     def hang(self, replica_id: str) -> None:
         """Its process exists and polls no more."""
@@ -86,6 +97,8 @@ class Fleet:
             await self.controller.fleet()
 
     async def aclose(self) -> None:
+        self.disk.goes.set()
+        self.ray_answers.set()
         for follower in self._followers.values():
             follower.cancel()
         await asyncio.gather(*self._followers.values(), return_exceptions=True)

@@ -114,6 +114,7 @@ async def test_a_late_joiner_loads_the_stored_version_and_is_told_to_catch_up(fl
     await fleet.polled("b")
     assert not fleet.replicas["b"].admitted and "catch_up" not in fleet.replicas["b"].names()
     await fleet.controller.stored(1, "/store/v00000001", "step-1")
+    await fleet.elapse(1.0)  # in which no round came
     await fleet.admitted("b")
     assert fleet.replicas["b"].version == 1
     answer = await fleet.controller.join("c", "c-1")

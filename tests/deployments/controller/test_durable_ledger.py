@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from deployments.controller.controller import Controller
+from deployments.controller.journal import NAME
 from deployments.errors import FleetUnavailable
 from deployments.protocol.operations import InFlight, Pause, Resume
 from tests.deployments.controller.fleet import LONGER_THAN_ANY_DEADLINE_S, Fleet, publish
@@ -42,6 +43,83 @@ async def test_whatever_is_called_first_after_a_standstill_finds_its_lease(fleet
     lease = await fleet.controller.acquire("trainer")
     fleet.now += 10 * LONGER_THAN_ANY_DEADLINE_S
     assert (await fleet.controller.renew(lease.token)).token == lease.token
+
+
+async def test_replicas_are_heard_and_answered_while_the_disk_is_slow(fleet: Fleet) -> None:
+    fleet.start("a", "b")
+    await fleet.admitted("a", "b")
+    fleet.disk.goes.clear()
+    acquiring = asyncio.create_task(fleet.controller.acquire("trainer"))
+    await fleet.polled("a", "b")  # heartbeats that say nothing new
+    status = asyncio.create_task(fleet.controller.fleet())
+    assert not (await asyncio.wait({acquiring, status}, timeout=0.2))[0], "learned of what may be lost"
+    fleet.disk.goes.set()
+    lease = (await status).lease
+    assert (await acquiring).token == 1 and lease is not None and lease.publisher == "trainer"
+
+
+async def test_no_replica_learns_of_a_decision_that_is_not_on_the_disk(fleet: Fleet) -> None:
+    fleet.start("a")
+    await fleet.admitted("a")
+    fleet.hang("a")  # polled by hand from here on
+    publishing = asyncio.create_task(publish(fleet))
+    replica = fleet.replicas["a"]
+    while "verify" not in replica.names():
+        replica.take(await fleet.controller.poll(replica.report()))
+    fleet.disk.goes.clear()
+    first = asyncio.create_task(fleet.controller.poll(replica.report()))  # acknowledges: the round is decided
+    assert not (await asyncio.wait({first}, timeout=0.2))[0]
+    again = asyncio.create_task(fleet.controller.poll(replica.report()))  # and asks once more meanwhile
+    assert not (await asyncio.wait({first, again}, timeout=0.2))[0] and replica.version == 0
+    fleet.disk.goes.set()
+    replica.take(await again)
+    assert replica.version == 1
+    await asyncio.gather(first, return_exceptions=True)
+    while not publishing.done():
+        replica.take(await fleet.controller.poll(replica.report()))
+    assert (await publishing).version == 1
+
+
+async def test_a_ray_that_does_not_answer_stops_no_deadline(fleet: Fleet) -> None:
+    fleet.start("a", "b")
+    await fleet.admitted("a", "b")
+    fleet.ray_answers.clear()
+    fleet.hang("a")
+    await fleet.elapse(3.0)
+    await asyncio.sleep(0.1)  # its process is looked up, without an end
+    await fleet.elapse(3.0)
+    async with asyncio.timeout(2):
+        await fleet.members(1)
+
+
+@pytest.mark.parametrize("what", ["state", f"state/{NAME}"])
+async def test_a_journal_that_is_taken_away_is_written_again(tmp_path: Path, what: str) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.start("a")
+    await fleet.admitted("a")
+    await publish(fleet)
+    (tmp_path / what).rename(tmp_path / "aside")
+    await fleet.until(lambda: (tmp_path / "state" / NAME).exists())
+    await publish(fleet)
+    await fleet.aclose()
+    after = Fleet(tmp_path)
+    try:
+        status = await after.controller.fleet()
+        assert status.committed_version == 2 and [each.state for each in status.members] == ["returning"]
+    finally:
+        await after.aclose()
+
+
+async def test_a_journal_that_takes_this_ones_place_is_left_alone(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.start("a")
+    await fleet.admitted("a")
+    (tmp_path / "another").write_text("another fleet's\n")
+    (tmp_path / "another").replace(tmp_path / "state" / NAME)
+    with pytest.raises(FleetUnavailable, match="another file took this journal's place"):
+        while True:
+            await fleet.controller.acquire("trainer")
+            await asyncio.sleep(0.01)
+    assert (tmp_path / "state" / NAME).read_text() == "another fleet's\n"
 
 
 async def use_reserve(controller: Controller) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from deployments.condition import MEMORY_TAGS, Condition, apply
+from deployments.condition import Condition, apply, asleep, is_paused
 from deployments.protocol.instructions import (
     Body,
     Call,
@@ -10,16 +10,28 @@ from deployments.protocol.instructions import (
     Commit,
     Connect,
     Directive,
+    Drain,
     Drop,
+    EndDrain,
     Forget,
     Instruction,
     Receive,
     Release,
     Verify,
     WriteVersion,
+    drain_of_round,
 )
-from deployments.protocol.operations import Pause, Resume, Sleep, SleepTag, WakeUp
-from deployments.protocol.reports import Acknowledgement, Outcome, Report, Staged, StoreResult, Swapped
+from deployments.protocol.operations import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.reports import (
+    Acknowledgement,
+    Draining,
+    Outcome,
+    Report,
+    Staged,
+    StoreResult,
+    Swapped,
+)
+from tests.deployments.ledger.fake_memory import Memory
 
 Value = Staged | Swapped | str | None
 
@@ -32,27 +44,6 @@ class Failure(Exception):
         self.outcome = outcome
 
 
-@dataclass(slots=True)
-class Memory:
-    """What `Engine` and vLLM do with an engine's memory, and whether the weights in it are a version's."""
-
-    asleep: frozenset[SleepTag] = frozenset()
-    intact: bool = True
-
-    def sleep(self, level: int) -> None:
-        if level == 0 or SleepTag.WEIGHTS in self.asleep:
-            return
-        self.intact = self.intact and level == 1
-        self.asleep = MEMORY_TAGS
-
-    def wake_up(self, tags: tuple[SleepTag, ...] | None) -> None:
-        self.asleep -= MEMORY_TAGS if tags is None else set(tags)
-
-    @property
-    def computes_noise(self) -> bool:
-        return not self.asleep and not self.intact
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class FakeReplica:
     """Implements the replica's side of the protocol; faults are injected by instruction class."""
@@ -61,8 +52,11 @@ class FakeReplica:
     incarnation: str
     version: int = 0
     world_size: int = 1
+    missing_ranks: tuple[int, ...] = ()  # what it says of a transfer that failed
     staged_round: int | None = None
     receiving_round: int | None = None  # whose payloads are staged, complete or not
+    verified: bool = False  # what it received is complete
+    uncertain: bool = False  # its weights may be a mixture: it takes no request until it is fenced
     staging_intact: bool = False  # no sleep has discarded what the session staged
     retains: bool = True  # False: staging 'none', which has nothing to retain
     retaining: int | None = None  # what the open session is to retain
@@ -75,15 +69,27 @@ class FakeReplica:
     admitted: bool = False
     fenced: str | None = None
     held: bool = False
+    running: int = 0  # requests that its engine computes
+    waiting: int = 0  # requests that its engine has and did not begin
+    drains: dict[str, None] = field(default_factory=dict)
+    updates_in_place: bool = False
+    leaving: bool = False
+    drained: bool = False
+    ended: bool = False
+    may_leave: bool = False
+    wanted: int | None = None
     digest: str = "aa"
     compares: bool = True  # False: its publisher states no digests
     outcomes: dict[type[Body], Outcome] = field(default_factory=dict)  # other than DONE
     hangs_in: set[type[Body]] = field(default_factory=set)
+    loading_version: int | None = None
+    reports: int = 0
     ran: list[Instruction] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     acknowledgements: dict[int, Acknowledgement] = field(default_factory=dict)
 
     def report(self) -> Report:
+        self.reports += 1
         return Report(
             replica_id=self.replica_id,
             incarnation=self.incarnation,
@@ -91,19 +97,34 @@ class FakeReplica:
             world_size=self.world_size,
             staged_round=self.staged_round,
             retained_version=self.retained_version,
+            loading_version=self.loading_version,
             store_result=self.store_result,
+            updates_in_place=self.updates_in_place,
+            draining=Draining(drain_ids=tuple(self.drains), running=self.running) if self.drains else None,
             acknowledgements=tuple(self.acknowledgements.values()),
+            number=self.reports,
+            fenced=self.fenced is not None,
+            leaving=self.leaving,
+            drained=self.drained,
+            ended=self.ended,
         )
 
     def take(self, directive: Directive) -> None:
+        if self.fenced is not None:
+            return  # for good
         for seq in directive.acknowledged:
             self.acknowledgements.pop(seq, None)
         self.fenced = directive.fenced
-        self.admitted = directive.admitted and self.fenced is None
+        self.admitted = directive.admitted and self.fenced is None and not self.uncertain
+        self.may_leave, self.wanted = directive.may_leave, directive.wish.wanted
         hangs = False
+        if self.fenced is not None:
+            return
         for instruction in directive.instructions:
             if instruction.seq not in self.seen:
                 hangs = hangs or type(instruction.body) in self.hangs_in
+                if hangs and isinstance(instruction.body, CatchUp):
+                    self.loading_version = instruction.body.version
                 if not hangs or isinstance(instruction.body, Drop):  # which overtakes
                     self.seen.add(instruction.seq)
                     self._run(instruction)
@@ -116,6 +137,8 @@ class FakeReplica:
         self.ran.append(instruction)
         value: Value = None
         outcome, message = Outcome.DONE, ""
+        if isinstance(instruction.body, CatchUp):
+            self.loading_version = None
         injected = self.outcomes.get(type(instruction.body), Outcome.DONE)
         if injected is not Outcome.DONE:
             outcome, message = injected, f"{injected.value} here"
@@ -124,8 +147,15 @@ class FakeReplica:
                 value = self._carry_out(instruction.body)
             except Failure as failure:
                 outcome, message = failure.outcome, str(failure)
+        changes_weights = isinstance(instruction.body, Commit | CatchUp) or self.partially_updated
+        if outcome is Outcome.REPLICA_FAILED and changes_weights:
+            self.uncertain, self.admitted = True, False
         self.acknowledgements[instruction.seq] = Acknowledgement(
-            seq=instruction.seq, outcome=outcome, message=message, value=value
+            seq=instruction.seq,
+            outcome=outcome,
+            message=message,
+            value=value,
+            missing_ranks=self.missing_ranks if outcome is Outcome.TRANSFER_FAILED else (),
         )
 
     def _carry_out(self, body: Body) -> Value:
@@ -137,54 +167,95 @@ class FakeReplica:
             case Commit():
                 return self._commit(body)
             case Release():
-                self.held = False
+                self.held = self.held and self.partially_updated
+                self._begin_waiting()
+            case Drain():
+                self.drains[body.drain_id] = None
+            case EndDrain():
+                self.drains.pop(body.drain_id, None)
+                self._begin_waiting()
             case Drop():
-                self.staged_round = self.receiving_round = None
+                self._discard()
             case CatchUp():
+                self._check_unchanged()
                 if SleepTag.WEIGHTS in self.memory.asleep:
                     raise Failure(Outcome.REPLICA_FAILED, "no memory to load into")
-                self.version, self.memory.intact = body.version, True
+                self.version, self.memory.intact, self.held = body.version, True, False
+                self._begin_waiting()
             case WriteVersion():
+                self.store_result = None
                 if self.retained_version != body.version:
                     raise Failure(Outcome.REPLICA_FAILED, f"retains {self.retained_version}")
                 if self.writes_at_once:
                     self.write(body.version, body.label, body.directory)
-            case Forget() if self.retained_version == body.version:
+            case Forget() if self.retained_version is not None and self.retained_version <= body.version:
                 self.retained_version = None
             case Call():
                 return self._call(body)
+            case Connect() if not self.updates_in_place:
+                self._discard()
             case Connect() | Forget():
                 pass
         return None
+
+    @property
+    def partially_updated(self) -> bool:
+        return self.updates_in_place and self.receiving_round is not None
+
+    def _check_unchanged(self) -> None:
+        if self.partially_updated:
+            raise Failure(Outcome.REPLICA_FAILED, "its weights are a mixture of two versions")
+
+    def _discard(self) -> None:
+        self._check_unchanged()
+        self.staged_round, self.receiving_round, self.verified = None, None, False
 
     def _receive(self, body: Receive) -> None:
         if SleepTag.WEIGHTS in self.memory.asleep:
             raise Failure(Outcome.REJECTED, "its weights sleep")
         if self.receiving_round != body.round_id:
+            self._discard()
             self.receiving_round, self.staging_intact = body.round_id, True
             self.retaining = body.options.retain_version if self.retains else None
+            if self.updates_in_place:
+                self._stop_running(body.options.in_flight)
+                self.held = True
+        if self.verified and self.updates_in_place:
+            raise Failure(Outcome.REPLICA_FAILED, "start_weight_update must be called before update_weights")
+        self.staged_round, self.verified = body.round_id if self.updates_in_place else None, False
 
     def _verify(self, body: Verify) -> Staged:
         if self.receiving_round != body.round_id:
             raise Failure(Outcome.REJECTED, f"round {body.round_id} has brought no payload")
-        self.staged_round = body.round_id
+        if self.verified and self.updates_in_place:
+            raise Failure(Outcome.REPLICA_FAILED, "finish_weight_update called without start_weight_update")
+        if self.updates_in_place and SleepTag.WEIGHTS in self.memory.asleep:
+            raise Failure(Outcome.REPLICA_FAILED, "no memory to load into")
+        self.staged_round, self.verified = body.round_id, True
         return Staged(digest=self.digest, compared=self.compares, size_bytes=10, stage_s=0.5, verify_s=0.1)
 
     def _commit(self, body: Commit) -> Swapped:
         if self.version == body.version and self.receiving_round is None:
             return Swapped(swap_s=0.0, gap_s=0.0)  # it came again after a controller restart
-        if self.receiving_round != body.round_id:
-            raise Failure(Outcome.REPLICA_FAILED, "finish_weight_update called without start_weight_update")
-        if SleepTag.WEIGHTS in self.memory.asleep:
+        if self.receiving_round != body.round_id or not self.verified:
+            raise Failure(Outcome.REPLICA_FAILED, f"round {body.round_id} is not verified")
+        if not self.updates_in_place and SleepTag.WEIGHTS in self.memory.asleep:
             raise Failure(Outcome.REPLICA_FAILED, "no memory to swap into")
+        self._stop_running(body.in_flight)
+        self.drains.pop(drain_of_round(body.round_id), None)
         self.version, self.held = body.version, body.hold
-        self.staged_round = self.receiving_round = None
+        self.staged_round, self.receiving_round, self.verified = None, None, False
         self.retained_version = self.retaining
         self.memory.intact = self.staging_intact
+        self._begin_waiting()
         return Swapped(swap_s=0.01, gap_s=0.02)
 
     def _call(self, body: Call) -> str:
         operation = body.operation
+        if isinstance(operation, Disconnect) and not (self.updates_in_place and self.verified):
+            self._discard()
+        if isinstance(operation, Pause | Sleep):
+            self._stop_running(operation.mode)
         match operation:
             case Sleep():
                 self.memory.sleep(operation.level)
@@ -196,7 +267,29 @@ class FakeReplica:
                 pass
         if isinstance(operation, Pause | Resume | Sleep | WakeUp):
             self.condition = apply(self.condition, operation)
+            self._begin_waiting()
         return f"{operation.name} on {self.replica_id}"
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def take_requests(self, count: int) -> None:
+        self.waiting += count
+        self._begin_waiting()
+
+    def end_requests(self) -> None:
+        """What runs comes to its end, unless the scheduler stands still."""
+        if not (self.held or self.memory.asleep) and (self.drains or not is_paused(self.condition)):
+            self.running = 0
+
+    def _begin_waiting(self) -> None:
+        if not (self.drains or self.held or is_paused(self.condition) or asleep(self.condition)):
+            self.running, self.waiting = self.running + self.waiting, 0
+
+    def _stop_running(self, mode: InFlight) -> None:
+        """What a pause of vLLM's scheduler does; with `wait` it would hang as long as requests run."""
+        assert mode is not InFlight.WAIT or not self.running, "waits for requests without a deadline"
+        if mode is InFlight.ABORT:
+            self.running = 0
 
     def write(self, version: int, label: str | None, directory: str) -> None:
         assert self.retained_version == version, "told to write what it does not hold"

@@ -5,7 +5,7 @@ from typing import Any
 from deployments.condition import Condition
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.members import PendingCall
 from deployments.ledger.store_assignment import StoreLocation
 from deployments.protocol.instructions import Call
@@ -24,17 +24,20 @@ from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.status import FleetStatus
 from tests.deployments.ledger.fake_replica import FakeReplica
 
-STORE = StoreLocation(directory="/store", max_versions=3)
+STORE = StoreLocation(directory="/store")
 
 
 class Scene:
     """A ledger, its replicas, a clock and a disk."""
 
-    def __init__(self, replicas: int = 0, world_size: int = 1, **config: Any) -> None:
+    def __init__(
+        self, replicas: int = 0, world_size: int = 1, size: SizeLimits = FIXED, **config: Any
+    ) -> None:
         self.config = LedgerConfig(**config)
+        self.size = size
         self.now = 100.0
         self.journal: list[Decision] = []
-        self.ledger = Ledger(self.config, STORE)
+        self.ledger = Ledger(self.config, STORE, self.size)
         self.ledger.recover([], self.now)
         self.replicas: list[FakeReplica] = []
         self.token = 0
@@ -91,7 +94,7 @@ class Scene:
     def publish(self, label: str | None = None, **options: Any) -> PendingCall:
         self.connect()
         call = self.close(self.receive(**options), label)
-        self.poll(8)
+        self.poll(10)
         return call
 
     def ask(self, text: str) -> PendingCall:
@@ -105,7 +108,7 @@ class Scene:
 
     def restart(self) -> None:
         self.journal += self.ledger.take_decisions()
-        self.ledger = Ledger(self.config, STORE)
+        self.ledger = Ledger(self.config, STORE, self.size)
         self.ledger.recover(self.journal, self.now)
         self.journal += self.ledger.take_decisions()
 
@@ -128,7 +131,8 @@ def operation(text: str) -> Operation:
     name, _, argument = text.partition(" ")
     match name:
         case "sleep":
-            return Sleep(level=int(argument))
+            level, _, mode = argument.partition(" ")
+            return Sleep(level=int(level), mode=InFlight(mode or "abort"))
         case "wake_up":
             return WakeUp(tags=tuple(SleepTag(tag) for tag in argument.split(",")) if argument else None)
         case "pause":

@@ -100,6 +100,7 @@ def test_a_joiner_is_paused_before_it_takes_requests() -> None:
 def test_a_joiner_catches_up_before_it_sleeps() -> None:
     scene = Scene(replicas=1)
     scene.publish()
+    scene.now += 1  # in which no round came
     scene.ledger.set_stored(1, "/store/v1", None, scene.now)
     scene.call("sleep 1")
     scene.call("wake_up weights")

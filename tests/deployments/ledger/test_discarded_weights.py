@@ -122,6 +122,7 @@ def test_a_joiner_after_the_round_keeps_its_weights() -> None:
     scene.call("sleep 2")
     scene.call("wake_up weights")
     scene.publish()
+    scene.now += 1  # in which no round came
     scene.ledger.set_stored(1, "/store/v1", None, scene.now)
     joiner = scene.start(version=0)
     scene.poll()
@@ -180,6 +181,7 @@ def test_discarded_weights_outlive_the_controller(compacted: bool) -> None:
     assert_refused(scene)
     scene.publish()
     restart(scene, compacted=compacted)
+    scene.now += 1  # in which no round came
     scene.ledger.set_stored(1, "/store/v1", None, scene.now)
     assert scene.start(version=1).memory.intact
     scene.poll()

@@ -4,6 +4,7 @@ import pytest
 
 from deployments.errors import (
     Conflict,
+    FleetUnavailable,
     InvalidRequest,
 )
 from deployments.protocol.instructions import Connect, Receive
@@ -77,6 +78,7 @@ def test_a_joiner_behind_the_fleet_is_not_admitted_until_the_store_has_its_versi
     joiner = scene.start(version=0)
     scene.poll()
     assert not joiner.admitted
+    scene.now += 1  # in which no round came
     scene.ledger.set_stored(1, "/store/v1", "one", scene.now)
     scene.poll()
     assert joiner.admitted and joiner.version == 1 and joiner.names() == ["connect", "catch_up"]
@@ -101,6 +103,7 @@ def test_a_replica_that_registers_during_a_round_waits_for_its_end() -> None:
     scene.close(round_id)
     scene.poll(6)
     assert not late.admitted
+    scene.now += 1  # in which no round came
     scene.ledger.set_stored(1, "/store/v1", None, scene.now)
     scene.poll()
     assert late.admitted and late.version == 1
@@ -110,6 +113,7 @@ def test_a_catch_up_that_loads_something_else_fences() -> None:
     scene = Scene(replicas=1)
     scene.publish()
     joiner = scene.start(version=0)
+    scene.now += 1  # in which no round came
     scene.ledger.set_stored(1, "/store/v1", None, scene.now)
     scene.poll(1)
     joiner.version = 0
@@ -131,3 +135,14 @@ def test_a_new_incarnation_takes_the_place_of_the_old_one() -> None:
     assert scene.replicas[0].admitted
     scene.poll(1, only=[old])
     assert old.fenced is not None and not old.admitted
+
+
+def test_a_report_that_a_later_one_overtook_fences_nobody() -> None:
+    """It says what was: an old version, acknowledgements of long ago."""
+    scene = Scene(replicas=2)
+    late = scene.replicas[0].report()
+    report_of(scene.publish())
+    with pytest.raises(FleetUnavailable, match="a later report of r0 overtook this one"):
+        scene.ledger.poll(late, scene.now)
+    scene.poll()
+    assert [each.admitted for each in scene.replicas] == [True, True]

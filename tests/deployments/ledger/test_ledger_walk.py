@@ -37,7 +37,7 @@ class Walk(LedgerMoves):
     @invariant()
     def outside_a_commit_all_in_contact_serve_the_committed_version(self) -> None:
         status = self.ledger.status(self.now)
-        if status.round is None or status.round.phase in ("open", "verifying", "verified"):
+        if status.round is None or status.round.phase in ("open", "verifying", "verified", "draining"):
             for member in status.members:
                 if member.admitted:
                     assert member.version == status.committed_version
@@ -56,6 +56,7 @@ class Walk(LedgerMoves):
         assert decided[-1:] == finished[-1:]
         for replica in self.serving():
             assert replica.version == self.ledger.committed_version
+            assert not replica.drains, "it begins no request, for nobody"
         status = self.ledger.status(self.now)
         if not self.restarted:  # else some may have done what the last controller could not record
             for replica in self.serving():

@@ -82,6 +82,7 @@ def test_a_late_joiner_catches_up_with_what_a_replica_wrote() -> None:
     joiner = scene.start(version=0)
     scene.poll()
     assert not joiner.admitted
+    scene.now += 1
     scene.replicas[0].write(1, None, "/store")
     scene.poll()
     assert joiner.admitted and joiner.version == 1
@@ -190,3 +191,46 @@ def test_the_next_round_ends_the_wait_for_the_store() -> None:
     assert problem(scene) is not None
     scene.publish()
     assert joiner.admitted and joiner.version == 2 and problem(scene) is None
+
+
+def test_a_write_that_failed_everywhere_is_tried_again_until_a_joiner_has_the_version() -> None:
+    scene = scene_of(2, store_problem="OSError: No space left on device")
+    publish(scene)
+    scene.wait(1)
+    joiner = scene.start(version=0)
+    assert problem(scene) == (
+        "version 1 is not in the store: r0: OSError: No space left on device; "
+        "r1: OSError: No space left on device"
+    )
+    scene.wait(70)
+    assert problem(scene) is not None and not joiner.admitted
+    assert [each.name for each in scene.ledger.events_since(0)].count("not_stored") == 1, "said once"
+    for replica in scene.replicas:
+        replica.store_problem = ""
+    scene.wait(32)
+    assert stored(scene) == 1 and problem(scene) is None and joiner.admitted
+    assert [each.retained_version for each in scene.replicas] == [None, None, None]
+
+
+def test_the_replica_that_failed_last_is_not_the_first_to_be_asked_again() -> None:
+    scene = scene_of(2, store_problem="disk full")
+    publish(scene)
+    scene.wait(1)
+    scene.replicas[0].store_problem = ""
+    scene.replicas[0].outcomes[WriteVersion] = Outcome.REPLICA_FAILED
+    scene.replicas[1].store_problem = ""
+    scene.wait(100)
+    assert stored(scene) == 1
+
+
+def test_the_status_says_at_once_that_the_trainer_could_not_write_its_version() -> None:
+    scene = scene_of(1)
+    scene.publish()
+    scene.ledger.set_unstored(1, "OSError: No space left on device", scene.now)
+    assert problem(scene) == "version 1 is not in the store: OSError: No space left on device"
+    scene.ledger.set_unstored(0, "too late", scene.now)
+    scene.publish()
+    assert problem(scene) is None, "joiners take part in the next round"
+    scene.ledger.set_unstored(2, "disk full", scene.now)
+    scene.ledger.set_stored(2, "/store/v2", None, scene.now)
+    assert problem(scene) is None

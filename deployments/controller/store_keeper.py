@@ -1,0 +1,114 @@
+"""The store as the controller keeps it: only this fleet's versions, and no more of them than are needed.
+
+Whose a version is, and which may go, is the ledger's decision (`deployments.ledger.promises`). It is taken on
+the event loop, between two calls; the disk is read and changed in a thread, off the critical path.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from deployments.controller.state_lock import JournalError
+from deployments.errors import InvalidRequest
+from deployments.ledger.promises import Promises
+from deployments.logs import serve_logger
+from deployments.weights.store.versions import Store
+
+logger = serve_logger()
+
+Owners = Mapping[int, str | None]
+
+
+class StoreKeeper:
+    """Checks, reads and empties the store.
+
+    Args:
+        keep: how many versions stay; beside them those that a joiner was told to load.
+    """
+
+    def __init__(self, store: Store, promises: Promises, keep: int) -> None:
+        self._store = store
+        self._promises = promises
+        self._keep = keep
+        self._known: dict[int, str | None] = {}  # a version never changes: its manifest is read once
+        self._pass: asyncio.Task[None] | None = None
+        self._problem: str | None = None
+
+    def check_owner(self, state_dir: Path, otherwise: Callable[[], None]) -> None:
+        """To be called when the controller starts; `otherwise` is called before it raises.
+
+        Raises:
+            JournalError: the store has versions of another fleet.
+        """
+        foreign = self._promises.foreign(self._owners())
+        if not foreign:
+            return
+        otherwise()
+        owners = " and ".join(sorted({_name(owner) for owner in foreign.values()}))
+        raise JournalError(
+            f"store {self._store.directory} has versions {sorted(foreign)} of {owners}, and the journal in "
+            f"{state_dir} is of {_name(self._promises.fleet_id)}. To start anew, move them away or set "
+            "'store.path' to another directory; to begin with the weights of one, move it away and set "
+            "'model' to it; to go on as the other fleet, bring its journal back"
+        )
+
+    def source(self, version: int) -> str:
+        """The directory of a stored version of this fleet. Reads the disk.
+
+        Raises:
+            InvalidRequest: it is not in the store, or is another fleet's.
+        """
+        stored = list(self._store.list())
+        own = [each for each in stored if each not in self._promises.foreign(self._owners())]
+        if version not in own:
+            others = f"; {sorted({*stored} - {*own})} are another fleet's" if own != stored else ""
+            raise InvalidRequest(
+                f"version: expected one in the store {own}, got {version}{others}",
+                {"expected": own, "actual": version},
+            )
+        return str(self._store.path_of(version))
+
+    def start(self) -> None:
+        """Begin to remove what nobody needs, unless that goes on."""
+        if self._pass is None or self._pass.done():
+            self._pass = asyncio.get_running_loop().create_task(self._run())
+
+    async def aclose(self) -> None:
+        """Wait for the removal that goes on."""
+        if self._pass is not None:
+            await asyncio.gather(self._pass, return_exceptions=True)
+
+    async def _run(self) -> None:
+        before, self._problem = self._problem, None
+        try:
+            for version in self._promises.removable(await asyncio.to_thread(self._owners), self._keep):
+                await asyncio.to_thread(self._remove, version)
+        except OSError as error:
+            self._problem = str(error)
+        if self._problem is not None and before is None:
+            logger.warning("old versions stay in the store: %s", self._problem)
+
+    def _remove(self, version: int) -> None:
+        try:
+            with suppress(FileNotFoundError):  # somebody else removed it
+                self._store.remove(version)  # one that is being read stays until a later pass
+        except OSError as error:
+            self._problem = str(error)
+
+    def _owners(self) -> Owners:
+        """The fleet id of each stored version, None where the manifest names none.
+
+        Versions whose manifest cannot be read are left out: they are nobody's, and stay.
+        """
+        stored = self._store.list()
+        for version in stored:
+            if version not in self._known:
+                with suppress(OSError, ValueError):
+                    self._known[version] = self._store.manifest_of(version).fleet_id
+        self._known = {version: self._known[version] for version in stored if version in self._known}
+        return dict(self._known)
+
+
+def _name(owner: str | None) -> str:
+    return "a fleet without an id" if owner is None else f"fleet {owner}"

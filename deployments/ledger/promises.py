@@ -1,0 +1,155 @@
+"""What joiners were promised: the stored version that each was told to load stays on the disk meanwhile.
+
+    join, or CATCH_UP ─► promised ─► it holds the version, is gone, or had `join_timeout_s`: ended
+
+A starting engine takes long, and quick rounds store several versions meanwhile. Which versions may be
+removed is therefore decided here and not by those who write them. Promises are decisions: a restarted
+controller keeps them. Beside `keep` versions at most one for each replica that starts or catches up stays.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deployments.ledger.decisions import DecisionLog, Promised, PromiseEnded
+from deployments.ledger.event_log import EventLog
+from deployments.ledger.members import MemberState
+from deployments.ledger.membership import Membership
+from deployments.ledger.version_state import VersionState
+
+
+@dataclass(slots=True)
+class _Promise:
+    promised: Promised
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refusal:
+    replica_id: str
+    version: int
+    reason: str
+    since: float
+
+
+class Promises:
+    """The versions that joiners were told to load, and those that they could not load; by incarnation."""
+
+    def __init__(
+        self, membership: Membership, versions: VersionState, decisions: DecisionLog, events: EventLog
+    ) -> None:
+        self._membership = membership
+        self._versions = versions
+        self._decisions = decisions
+        self._events = events
+        self._promises: dict[str, _Promise] = {}
+        self._refusals: dict[str, _Refusal] = {}
+
+    @property
+    def problem(self) -> str | None:
+        """Which joiner cannot load the committed version from the store."""
+        committed = self._versions.committed_version
+        for each in self._refusals.values():
+            if each.version == committed:
+                return f"{each.replica_id} cannot load version {each.version} from the store: {each.reason}"
+        return None
+
+    def promise(self, replica_id: str, incarnation: str, version: int, now: float) -> None:
+        """This process is told to load a stored version; an earlier promise to it ends."""
+        promised = Promised(replica_id=replica_id, incarnation=incarnation, version=version)
+        before = self._promises.get(incarnation)
+        if before is None or before.promised != promised:
+            self._decisions.append(promised)
+        self._promises[incarnation] = _Promise(promised, now)
+
+    def refuse(self, replica_id: str, incarnation: str, version: int, reason: str, now: float) -> None:
+        """This process cannot load a version: it is not told to again."""
+        self.end(incarnation)
+        self._refusals[incarnation] = _Refusal(
+            replica_id=replica_id, version=version, reason=reason, since=now
+        )
+        self._events.record("unloadable", now, replica=replica_id, version=version, reason=reason)
+
+    def refused(self, incarnation: str, version: int) -> bool:
+        """Whether this process could not load this version."""
+        refusal = self._refusals.get(incarnation)
+        return refusal is not None and refusal.version == version
+
+    def end(self, incarnation: str) -> None:
+        """The process is gone, or holds what it was promised."""
+        if self._promises.pop(incarnation, None) is not None:
+            self._decisions.append(PromiseEnded(incarnation=incarnation))
+        self._refusals.pop(incarnation, None)
+
+    def starting(self, before: float) -> list[tuple[str, str]]:
+        """(replica id, incarnation) of those that asked before this time and have not registered."""
+        asked = [(each.promised.replica_id, key, each.since) for key, each in self._promises.items()]
+        asked += [(each.replica_id, key, each.since) for key, each in self._refusals.items()]
+        return [
+            (replica_id, incarnation)
+            for replica_id, incarnation, since in asked
+            if since < before and self._membership.find(replica_id, incarnation) is None
+        ]
+
+    @property
+    def fleet_id(self) -> str:
+        return self._versions.fleet_id
+
+    def foreign(self, on_disk: Mapping[int, str | None]) -> dict[int, str | None]:
+        """Of the versions in the store, with the fleet id of each, those of another fleet."""
+        fleet_id, owner_of = self._versions.fleet_id, self._versions.owner_of
+        return {
+            version: owner
+            for version, owner in on_disk.items()
+            if owner != fleet_id and (owner is not None or owner_of(version) is not None)
+        }
+
+    def removable(self, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
+        """Of the versions in the store, with the fleet id of each, those that nobody needs, oldest first.
+
+        All of this fleet but the newest `keep`, the newest that is known to be complete, and those that were
+        promised.
+        """
+        stored = self._versions.stored_version
+        ordered = sorted(on_disk.keys() - self.foreign(on_disk).keys())
+        needed = {*ordered[-keep:], *(each.promised.version for each in self._promises.values())}
+        return [version for version in ordered if version < stored and version not in needed]
+
+    def advance(self, now: float) -> None:
+        """End the promises that are kept, and those that nobody can want any more."""
+        limit_s = self._membership.config.join_timeout_s
+        for incarnation, each in list(self._promises.items()):
+            replica_id, version = each.promised.replica_id, each.promised.version
+            if self._is_over(replica_id, incarnation, version):
+                self.end(incarnation)
+            elif now - each.since > limit_s:
+                self._events.record(
+                    "promise_lapsed", now, replica=replica_id, version=version, limit_s=limit_s
+                )
+                self.end(incarnation)
+        for incarnation, refusal in list(self._refusals.items()):
+            member = self._membership.find(refusal.replica_id, incarnation)
+            serves = member is not None and member.state is MemberState.SERVING
+            if serves or now - refusal.since > limit_s or self._is_gone(refusal.replica_id, incarnation):
+                del self._refusals[incarnation]
+
+    def credit(self, stalled_s: float) -> None:
+        """No joiner could say for so long what it holds."""
+        for each in self._promises.values():
+            each.since += stalled_s
+
+    def recover(self, promised: Promised, now: float) -> None:
+        self._promises[promised.incarnation] = _Promise(promised, now)
+
+    def recover_end(self, incarnation: str) -> None:
+        self._promises.pop(incarnation, None)
+
+    def _is_over(self, replica_id: str, incarnation: str, version: int) -> bool:
+        member = self._membership.find(replica_id, incarnation)
+        holds = member is not None and member.alive and member.version >= version
+        return holds or self._is_gone(replica_id, incarnation)
+
+    def _is_gone(self, replica_id: str, incarnation: str) -> bool:
+        if self._membership.fence_of(incarnation) is not None:
+            return True
+        member = self._membership.get(replica_id)
+        return member is not None and member.incarnation != incarnation

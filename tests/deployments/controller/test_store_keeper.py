@@ -1,0 +1,161 @@
+"""The controller removes the versions that nobody needs, and no others; and it keeps out another fleet's."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from deployments.controller.journal import NAME, Journal
+from deployments.controller.state_lock import JournalError
+from deployments.controller.store_keeper import StoreKeeper
+from deployments.errors import InvalidRequest
+from deployments.ledger.decisions import Decision, Stored
+from deployments.ledger.ledger import Ledger
+from deployments.weights.store.manifest import VersionManifest
+from deployments.weights.store.versions import Store
+from tests.deployments.controller.fleet import Fleet, publish
+
+OURS = "fleet"
+HERE = Path(__file__).parent
+GOLDEN_JOURNAL = HERE / "golden" / "decisions-0.1.jsonl"
+GOLDEN_STORE = HERE.parent / "weights" / "store" / "golden" / "store-0.1"
+
+
+def write(store: Store, version: int, fleet_id: str | None = OURS) -> None:
+    with store.writing(VersionManifest(version=version, fleet_id=fleet_id, tensors={})):
+        pass
+
+
+def keeper(store: Store, *decisions: Decision, keep: int = 1, stored: int = 0) -> StoreKeeper:
+    """Of a fleet whose journal has these decisions."""
+    ledger = Ledger()
+    newest = [Stored(version=stored, path="", label=None)] if stored else []
+    ledger.recover([*decisions, *newest], 0.0, OURS)
+    return StoreKeeper(store, ledger.promises, keep)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    await fleet.aclose()
+
+
+async def settled(store: Store, versions: list[int]) -> None:
+    async with asyncio.timeout(5):
+        while list(store.list()) != versions:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_promised_version_outlives_the_newest_until_its_joiner_is_gone(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    store = Store(tmp_path / "store")
+    fleet.start("a")
+    await fleet.admitted("a")
+    fleet_id = (await fleet.controller.fleet()).fleet_id
+    for version in range(1, 7):
+        await publish(fleet)
+        write(store, version, fleet_id)
+        await fleet.controller.stored(version, str(store.path_of(version)))
+        if version == 2:
+            assert (await fleet.controller.join("b", "b-1")).version == 2
+    await settled(store, [2, 4, 5, 6])
+    fleet.dead.add("b")
+    await fleet.elapse(3.0)
+    await settled(store, [4, 5, 6])
+
+
+async def test_a_version_that_is_being_read_goes_later(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    for version in (1, 2):
+        write(store, version)
+    removing = keeper(store, stored=2)
+    with store.reading(1):
+        removing.start()
+        await removing.aclose()
+        assert list(store.list()) == [1, 2]
+    removing.start()
+    await removing.aclose()
+    assert list(store.list()) == [2]
+
+
+async def test_versions_of_another_fleet_are_not_counted_and_not_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    for version in (10, 11, 12):
+        write(store, version, "another")
+    for version in (1, 2, 3):
+        write(store, version)
+    removing = keeper(store, keep=2, stored=3)
+    removing.start()
+    await removing.aclose()
+    assert list(store.list()) == [2, 3, 10, 11, 12]
+
+
+async def test_a_disk_that_fails_is_one_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path / "store")
+    for version in (1, 2):
+        write(store, version)
+    (store.directory / ".v00000001.partial").write_text("in the way")
+    removing = keeper(store, stored=2)
+    for _ in range(3):
+        removing.start()
+        await removing.aclose()
+    assert len([each for each in caplog.records if "old versions stay" in each.message]) == 1
+
+
+async def test_another_fleet_is_never_rolled_back_to(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    write(store, 1)
+    write(store, 10, "another")
+    assert keeper(store).source(1) == str(store.path_of(1))
+    with pytest.raises(InvalidRequest, match=r"in the store \[1\], got 10; \[10\] are another fleet's"):
+        keeper(store).source(10)
+
+
+async def test_a_controller_with_a_new_journal_refuses_an_old_store(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    for version in (10, 11):
+        write(store, version, "another")
+    write(store, 12, None)
+    for _ in range(2):
+        with pytest.raises(
+            JournalError,
+            match=r"has versions \[10, 11, 12\] of a fleet without an id and fleet another, and the journal "
+            r"in .*state is of fleet .*To start anew, move them away or set 'store.path'",
+        ):
+            Fleet(tmp_path)
+
+
+async def test_a_controller_that_restarts_knows_its_store(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet_id = (await fleet.controller.fleet()).fleet_id
+    write(Store(tmp_path / "store"), 1, fleet_id)
+    await fleet.aclose()
+    fleet = Fleet(tmp_path)
+    assert (await fleet.controller.fleet()).fleet_id == fleet_id
+    await fleet.aclose()
+
+
+def test_a_store_of_release_0_1_stays_open_to_its_journal(tmp_path: Path) -> None:
+    """Its versions are as old as its journal's; a newer one without an id is not this fleet's."""
+    store = Store(shutil.copytree(GOLDEN_STORE, tmp_path / "store"))
+    shutil.copyfile(GOLDEN_JOURNAL, tmp_path / NAME)
+    with Journal(tmp_path) as journal:
+        ledger = Ledger()
+        ledger.recover(journal.recovered, 0.0, OURS)
+        upgraded = StoreKeeper(store, ledger.promises, 1)
+        upgraded.check_owner(tmp_path, otherwise=journal.close)
+        assert upgraded.source(1) == str(store.path_of(1))
+        journal.append(ledger.take_decisions())
+    write(store, 3, None)
+    with Journal(tmp_path) as journal:
+        ledger = Ledger()
+        ledger.recover(journal.recovered, 0.0, "a new id would be wrong")
+        assert ledger.status(0.0).fleet_id == OURS
+        with pytest.raises(JournalError, match=r"has versions \[3\] of a fleet without an id"):
+            StoreKeeper(store, ledger.promises, 1).check_owner(tmp_path, otherwise=journal.close)

@@ -1,0 +1,27 @@
+"""What sleeping does to a fake replica's weights."""
+
+from dataclasses import dataclass
+
+from deployments.condition import MEMORY_TAGS
+from deployments.protocol.operations import SleepTag
+
+
+@dataclass(slots=True)
+class Memory:
+    """What `Engine` and vLLM do with an engine's memory, and whether the weights in it are a version's."""
+
+    asleep: frozenset[SleepTag] = frozenset()
+    intact: bool = True
+
+    def sleep(self, level: int) -> None:
+        if level == 0 or SleepTag.WEIGHTS in self.asleep:
+            return
+        self.intact = self.intact and level == 1
+        self.asleep = MEMORY_TAGS
+
+    def wake_up(self, tags: tuple[SleepTag, ...] | None) -> None:
+        self.asleep -= MEMORY_TAGS if tags is None else set(tags)
+
+    @property
+    def computes_noise(self) -> bool:
+        return not self.asleep and not self.intact
