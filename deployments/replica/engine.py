@@ -7,31 +7,29 @@ the caches and the new version happen inside one pause.
 import asyncio
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 from fastapi import FastAPI
-from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import kill_process_tree
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.condition import MEMORY_TAGS, Condition, apply, asleep, is_paused
-from deployments.logs import serve_logger
-from deployments.protocol.instructions import Commit, KvCache
+from deployments.logs import kept_log_file, serve_logger
+from deployments.protocol.instructions import Commit, KvCache, drain_of_round
 from deployments.protocol.operations import InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
-from deployments.protocol.reports import Swapped
-from deployments.replica.engine_core import COMMIT
-from deployments.replica.spans import RECORDER, SpanRecorder
+from deployments.protocol.reports import Draining, Swapped
+from deployments.replica.engine_core import COMMIT, END_DRAIN, RESET_CACHES
+from deployments.replica.engine_drain import EngineDrain
+from deployments.replica.recording_llm import RecordingLLM, new_llm
 
 WORKER_EXTENSION = "deployments.weights.staging.worker_extension.StagingWorkerExtension"
 FIRST_CALL_S = 60.0  # of an engine that is up, to the calls that only read or set a value
@@ -68,38 +66,6 @@ class EngineSpec:
         return replace(self, model=checkpoint, arguments={**self.arguments, "load_format": "auto"})
 
 
-class RecordingLLM(AsyncLLM):
-    """An AsyncLLM that tells the request's `SpanRecorder` which versions made its tokens."""
-
-    salt_prefixes = False
-
-    def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        recorder = RECORDER.get()
-        if recorder is None:
-            return super().generate(prompt, sampling_params, request_id, **options)
-        if self.salt_prefixes and isinstance(prompt, dict):
-            # With `kv_cache: keep` a running request's blocks hold keys and values of two versions.
-            # The salt keeps requests that start later from reusing them as a prefix.
-            prompt["cache_salt"] = f"{recorder.version}/{prompt.get('cache_salt', '')}"
-        stream = super().generate(prompt, sampling_params, request_id, **options)
-        return self._recorded(stream, recorder, recorder.open_call(sampling_params.n))
-
-    async def _recorded(
-        self, stream: AsyncGenerator[RequestOutput, None], recorder: SpanRecorder, first_choice: int
-    ) -> AsyncGenerator[RequestOutput, None]:
-        async for output in stream:
-            for completion in output.outputs:
-                if completion.weight_versions is not None:
-                    spans = [
-                        {"version": int(span.version), "start": span.start, "end": span.end}
-                        for span in completion.weight_versions
-                    ]
-                    recorder.record(first_choice + completion.index, spans)
-            yield output
-
-
 class Engine:
     """An engine that is up. `version` names the weights that it computes with."""
 
@@ -110,6 +76,7 @@ class Engine:
         self.staging_share = 1.0
         self._condition: Condition = ()  # what users did to it: paused, asleep
         self.held = False  # stays paused until `release`, whatever users ask for meanwhile
+        self._drain = EngineDrain(self._ask_cores)
         self._lifespan = app.router.lifespan_context(app)
         self._stopping: asyncio.Task[None] | None = None
 
@@ -118,8 +85,9 @@ class Engine:
         """Start the engine's processes and build its application; about 30 s on a CPU."""
         args = _server_arguments(spec)
         engine_args = AsyncEngineArgs.from_cli_args(args)
-        config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-        llm = cast(RecordingLLM, _new_llm(config, engine_args))
+        with kept_log_file():
+            config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+            llm = new_llm(config, engine_args)
         tasks = await asyncio.wait_for(llm.get_supported_tasks(), FIRST_CALL_S)
         app = build_app(args, tasks, llm.model_config)
         await init_app_state(llm, app.state, args, tasks)
@@ -137,7 +105,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether requests are being served."""
-        return self._may_resume and self.llm.output_processor.has_unfinished_requests()
+        return self.may_resume and self.llm.output_processor.has_unfinished_requests()
 
     @property
     def asleep(self) -> frozenset[SleepTag]:
@@ -165,14 +133,16 @@ class Engine:
         begin = time.perf_counter()
         recompute = args.kv_cache is KvCache.RECOMPUTE
         self.held = args.hold
-        resume = self._may_resume
         one_rank = self.llm.vllm_config.parallel_config.data_parallel_size == 1
-        if one_rank and args.in_flight is InFlight.KEEP:
+        self._drain.end(drain_of_round(args.round_id))
+        resume = self.may_resume
+        if one_rank and args.in_flight is not InFlight.ABORT:
             core: Any = self.llm.engine_core
             swap_s = await core.call_utility_async(COMMIT, str(args.version), recompute, resume)
         else:
             swap_s = await self._commit_by_calls(args, recompute, resume)
         self.version = args.version
+        await self._resume_drained()
         return Swapped(swap_s=swap_s, gap_s=time.perf_counter() - begin)
 
     async def _commit_by_calls(self, args: Commit, recompute: bool, resume: bool) -> float:
@@ -180,11 +150,14 @@ class Engine:
         core = self.llm.engine_core
         # Not llm.pause_generation: it sleeps 20 ms after the pause for the sake of tidy logs. The
         # answer is awaited, because a step in flight would be labelled with the new version.
-        await core.pause_scheduler_async(mode=args.in_flight.value, clear_cache=recompute)
+        mode = InFlight.ABORT if args.in_flight is InFlight.ABORT else InFlight.KEEP  # drained, if it waits
+        await core.pause_scheduler_async(mode=mode.value, clear_cache=False)
         paused = time.perf_counter()
-        calls = [self.workers("finish_weight_update"), core.set_weight_version_async(str(args.version))]
-        if not recompute:
-            calls.append(self.llm.reset_prefix_cache())
+        calls: list[Any] = [
+            self.workers("finish_weight_update"),
+            self.reset_caches(recompute=recompute),
+            core.set_weight_version_async(str(args.version)),
+        ]
         if resume:
             calls.append(core.resume_scheduler_async())
         # Sent without waiting in between: the engine core handles them in this order.
@@ -195,6 +168,10 @@ class Engine:
             raise failures[0]
         return time.perf_counter() - paused
 
+    async def reset_caches(self, *, recompute: bool) -> None:
+        """Drop what was computed with weights that are replaced; in the pause in which they are."""
+        await self._ask_cores(RESET_CACHES, recompute)
+
     async def release(self) -> None:
         """End a hold. A user's pause or sleep goes on."""
         self.held = False
@@ -203,16 +180,32 @@ class Engine:
     async def load(self, path: str, version: int) -> None:
         """Load a checkpoint directory into the running engine (a joiner that catches up)."""
         core = self.llm.engine_core
-        await core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self.workers("load_checkpoint", path=path)
+        await self.reset_caches(recompute=True)
         await core.set_weight_version_async(str(version))
         self.version = version
         await self.release()
 
+    @property
+    def draining(self) -> Draining | None:
+        """What it drains for, and what still runs; None: nothing."""
+        return self._drain.state
+
+    async def drain(self, drain_id: str) -> None:
+        """Begin no request until `end_drain`, and let those that run end; see `draining`."""
+        await self._drain.begin(drain_id, may_run=not (self.held or self.asleep))
+
+    async def end_drain(self, drain_id: str) -> None:
+        """Begin requests again if nothing else forbids it."""
+        if self._drain.end(drain_id) and not (self.held or self.asleep):
+            await self._ask_cores(END_DRAIN, is_paused(self._condition))
+
     async def pause(self, operation: Pause) -> None:
-        """Stop scheduling until `resume`."""
+        """Stop scheduling until `resume`. With mode `wait` the engine was drained before."""
         await self.llm.pause_generation(mode=operation.mode.value, clear_cache=operation.clear_cache)
         self._condition = apply(self._condition, operation)
+        await self._resume_drained()
 
     async def resume(self) -> None:
         """End a pause. An engine that sleeps goes on sleeping, and one that is held waits for its release."""
@@ -239,15 +232,29 @@ class Engine:
                 calls.append(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
             await asyncio.gather(*calls)
         self._condition = apply(self._condition, WakeUp(tags=tags))
+        await self._resume_drained()
 
     @property
-    def _may_resume(self) -> bool:
+    def may_resume(self) -> bool:
         # A step without its KV cache's memory would end the engine.
-        return not (self.held or is_paused(self._condition) or self.asleep)
+        return not (self.held or self._drain or is_paused(self._condition) or self.asleep)
 
     async def _resume_if_allowed(self) -> None:
-        if self._may_resume:
+        await self._resume_drained()
+        if self.may_resume:
             await self.llm.engine_core.resume_scheduler_async()
+
+    async def _resume_drained(self) -> None:
+        """What runs while it is drained goes on, whatever else has stopped the scheduler meanwhile."""
+        if self._drain and not (self.held or self.asleep):
+            await self._drain.resumed()
+
+    async def _ask_cores(self, utility: str, *arguments: Any) -> list[Any]:
+        core: Any = self.llm.engine_core
+        if self.llm.vllm_config.parallel_config.data_parallel_size == 1:
+            # The call to all ranks is sent later than one to a single core: the order would be lost.
+            return [await core.call_utility_async(utility, *arguments)]
+        return list(await core.call_utility_all_async(utility, *arguments))
 
     async def stop(self, limit_s: float = STOP_S) -> None:
         """End the engine's processes, by force after `limit_s`. Later calls wait for the first."""
@@ -270,15 +277,6 @@ class Engine:
                 for process in processes:
                     if process.is_alive():
                         kill_process_tree(process.pid)
-
-
-def _new_llm(config: VllmConfig, engine_args: AsyncEngineArgs) -> AsyncLLM:
-    return RecordingLLM.from_vllm_config(
-        vllm_config=config,
-        usage_context=UsageContext.OPENAI_API_SERVER,
-        enable_log_requests=engine_args.enable_log_requests,
-        disable_log_stats=engine_args.disable_log_stats,
-    )
 
 
 def _server_arguments(spec: EngineSpec) -> Namespace:

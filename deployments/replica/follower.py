@@ -6,22 +6,37 @@
 
 The controller waits for acknowledgements, with a deadline; the follower waits for its engine. A DROP
 overtakes the instruction that is running, because that one may be waiting for a dead peer. A fence overtakes
-everything: it takes effect before anything that waits for the engine, which may hang.
+everything: it takes effect before anything that waits for the engine, which may hang. A last report says so:
+until it has come the controller cannot know that this replica takes no request.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from deployments.errors import PayloadRejected, TransferFailed
 from deployments.logs import serve_logger
-from deployments.protocol.instructions import Body, Connect, Directive, Drop, Instruction, Receive, Verify
-from deployments.protocol.reports import Acknowledgement, Outcome, Report, StoreResult, Value
+from deployments.protocol.instructions import (
+    Body,
+    CatchUp,
+    Commit,
+    Connect,
+    Directive,
+    Drop,
+    Instruction,
+    Receive,
+    Verify,
+)
+from deployments.protocol.reports import Acknowledgement, Draining, Outcome, Report, StoreResult, Value
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5
+FENCED_REPORTS = (
+    5  # attempts to say that the fence is known; the heartbeat ends the controller's wait otherwise
+)
 INTERRUPT_S = 10.0  # shorter than the time without contact after which the fleet counts a replica as lost
 
 logger = serve_logger()
@@ -44,10 +59,26 @@ class Member(Protocol):
         """Its live weights are being changed: any failure now is a failure of the replica."""
 
     @property
+    def updates_in_place(self) -> bool:
+        """RECEIVE changes its live weights."""
+
+    @property
+    def draining(self) -> Draining | None: ...
+
+    @property
     def retained_version(self) -> int | None: ...
 
     @property
+    def loading_version(self) -> int | None: ...
+
+    @property
     def store_result(self) -> StoreResult | None: ...
+
+    @property
+    def leaving(self) -> bool: ...
+
+    @property
+    def drained(self) -> bool: ...
 
     async def execute(self, body: Body) -> Value:
         """Carry out one instruction; the value is acknowledged.
@@ -76,6 +107,11 @@ class Follower:
         heartbeat_s: how often it reports while an instruction runs.
         retry_s: how long it waits after a poll that failed.
         interrupt_s: how long the engine may take to interrupt an instruction.
+        clock: seconds, monotonic.
+
+    Attributes:
+        last_contact: when the last report was sent that was answered. The controller counts from a report's
+            arrival, which is later: it never takes a replica for lost that still takes requests.
     """
 
     def __init__(
@@ -88,6 +124,7 @@ class Follower:
         heartbeat_s: float = HEARTBEAT_S,
         retry_s: float = RETRY_S,
         interrupt_s: float = INTERRUPT_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replica_id = replica_id
         self._incarnation = incarnation
@@ -99,7 +136,11 @@ class Follower:
         self._acknowledgements: dict[int, Acknowledgement] = {}
         self._seen: set[int] = set()
         self._fenced: str | None = None
-        self.last_contact = time.monotonic()
+        self._reports = 0
+        self._directive: Directive | None = None
+        self._uncertain = False  # its weights may be a mixture: no request until the controller has fenced it
+        self._clock = clock
+        self.last_contact = clock()
 
     async def run(self) -> None:
         while self._fenced is None:
@@ -108,31 +149,63 @@ class Follower:
                 await asyncio.sleep(self._retry_s)
             elif directive.fenced is None:
                 await self._run_new(directive)
-        await self._member.fence(self._fenced)
+        confirming = asyncio.create_task(self._confirm_fence())
+        try:
+            await self._member.fence(self._fenced)
+            await confirming
+        finally:
+            confirming.cancel()
+
+    async def _confirm_fence(self) -> None:
+        for _ in range(FENCED_REPORTS):
+            if await self._report() is not None:
+                return
+            await asyncio.sleep(self._retry_s)
+
+    async def goodbye(self) -> None:
+        """The last report, once nothing runs here; raises when the controller cannot be reached."""
+        await self._poll(self._state(ended=True))
 
     async def _report(self) -> Directive | None:
         """One poll; None when the controller cannot be reached (it may be restarting)."""
-        report = Report(
+        sent = self._clock()
+        try:
+            directive = await self._poll(self._state())
+        except Exception as error:  # Serve has many exceptions for a controller that is away
+            logger.debug("controller not reached: %s", error)
+            return None
+        self.last_contact = sent
+        for seq in directive.acknowledged:
+            self._acknowledgements.pop(seq, None)
+        if self._fenced is not None:  # for good, whatever a controller says that has forgotten it
+            return directive
+        self._fenced, self._directive = directive.fenced, directive
+        self._member.on_directive(self._trusted(directive))
+        return directive
+
+    def _trusted(self, directive: Directive) -> Directive:
+        return replace(directive, admitted=False) if self._uncertain else directive
+
+    def _state(self, *, ended: bool = False) -> Report:
+        self._reports += 1
+        return Report(
             replica_id=self._replica_id,
             incarnation=self._incarnation,
             version=self._member.version,
             world_size=self._member.world_size,
             staged_round=self._member.staged_round,
             retained_version=self._member.retained_version,
+            loading_version=self._member.loading_version,
             store_result=self._member.store_result,
+            updates_in_place=self._member.updates_in_place,
+            draining=self._member.draining,
             acknowledgements=tuple(self._acknowledgements.values()),
+            number=self._reports,
+            fenced=self._fenced is not None,
+            leaving=self._member.leaving,
+            drained=self._member.drained,
+            ended=ended,
         )
-        try:
-            directive = await self._poll(report)
-        except Exception as error:  # Serve has many exceptions for a controller that is away
-            logger.debug("controller not reached: %s", error)
-            return None
-        self.last_contact = time.monotonic()
-        for seq in directive.acknowledged:
-            self._acknowledgements.pop(seq, None)
-        self._fenced = directive.fenced
-        self._member.on_directive(directive)
-        return directive
 
     async def _run_new(self, directive: Directive) -> None:
         for instruction in directive.instructions:
@@ -185,12 +258,13 @@ class Follower:
     async def _execute(self, instruction: Instruction) -> None:
         name, outcome, message = instruction.body.name, Outcome.DONE, ""
         value: Value = None
+        missing: tuple[int, ...] = ()
         try:
             value = await asyncio.wait_for(self._member.execute(instruction.body), instruction.deadline_s)
         except PayloadRejected as error:
             outcome, message = Outcome.REJECTED, str(error)
         except TransferFailed as error:
-            outcome, message = Outcome.TRANSFER_FAILED, str(error)
+            outcome, message, missing = Outcome.TRANSFER_FAILED, str(error), error.missing_ranks
         except TimeoutError:
             message = f"{name} took longer than {instruction.deadline_s:g} s"
             outcome = Outcome.REPLICA_FAILED
@@ -203,6 +277,11 @@ class Follower:
                     message += ", and its engine does not answer"
         except Exception as error:  # the controller decides what to do with a replica that failed
             outcome, message = Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}"
+        changes_weights = isinstance(instruction.body, Commit | CatchUp) or self._member.partially_updated
+        if outcome is Outcome.REPLICA_FAILED and changes_weights:
+            self._uncertain = True  # the fence takes a while to come
+            if self._directive is not None:
+                self._member.on_directive(self._trusted(self._directive))
         self._acknowledgements[instruction.seq] = Acknowledgement(
-            seq=instruction.seq, outcome=outcome, message=message, value=value
+            seq=instruction.seq, outcome=outcome, message=message, value=value, missing_ranks=missing
         )

@@ -4,11 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from deployments.errors import Conflict, ReplicaUnavailable
 from deployments.replica.follower import Follower
-from deployments.replica.member import EngineMember
 from deployments.request_headers import Demand
+
+if TYPE_CHECKING:  # it loads vLLM
+    from deployments.replica.member import EngineMember
 
 RECHECK_S = 0.5  # nothing notifies a waiter of lost contact, or of an engine that has died
 
@@ -26,7 +29,7 @@ class Gate:
     def __init__(
         self,
         replica_id: str,
-        member: EngineMember,
+        member: "EngineMember",
         follower: Follower,
         *,
         self_fence_s: float,

@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from deployments.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
+from deployments.passed_routes import require_passed
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 from deployments.request_headers import KEY_HEADER, LOST, NOT_BEGUN, REFUSED_HEADER, Demand, demand_of
 
@@ -38,6 +39,7 @@ class ReplicaFront:
         gate: returns when a request with this demand may be answered; raises SlipstreamError.
         refusal: why nothing may be answered now; None if it may.
         version: that of the engine's weights.
+        require_passed: raises SlipstreamError for a method and path that routers do not pass on.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class ReplicaFront:
         gate: Callable[[Demand], Awaitable[None]],
         refusal: Callable[[], str | None],
         version: Callable[[], int],
+        require_passed: Callable[[str, str], None] = require_passed,
     ) -> None:
         self._app = app
+        self._require_passed = require_passed
         self._replica_id = replica_id
         self._gate = gate
         self._refusal = refusal
@@ -74,7 +78,7 @@ class ReplicaFront:
                 task.cancel()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http"
+        assert scope["type"] == "http"  # the server takes no websockets
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(KEY_HEADER, b""), self.key.encode()):
             return await _send_error(send, InvalidRequest("this port is for the fleet's routers"))
@@ -83,6 +87,7 @@ class ReplicaFront:
         answer: _Answer | None = None
         self._running[task] = answer
         try:
+            self._require_passed(scope["method"], scope["path"])
             await self._gate(
                 demand_of({name.decode(): text.decode("latin-1") for name, text in headers.items()}, 0)
             )
@@ -196,6 +201,7 @@ class ReplicaServer:
             log_config=None,
             log_level="critical",  # faults are reported by the router
             access_log=False,
+            ws="none",
             lifespan="off",  # the engine's own is entered where it starts
             timeout_keep_alive=KEEP_ALIVE_S,
         )

@@ -4,6 +4,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from deployments.errors import PayloadRejected
 from deployments.logs import serve_logger
 from deployments.protocol.instructions import (
@@ -13,15 +15,18 @@ from deployments.protocol.instructions import (
     Commit,
     Connect,
     Directive,
+    Drain,
     Drop,
+    EndDrain,
     Forget,
     Receive,
     Release,
     Verify,
+    Wish,
     WriteVersion,
 )
 from deployments.protocol.operations import SleepTag
-from deployments.protocol.reports import Staged, StoreResult, Swapped, Value
+from deployments.protocol.reports import Draining, Staged, StoreResult, Swapped, Value
 from deployments.replica.engine import Engine
 from deployments.replica.operations import carry_out
 from deployments.weights.store.integrity import check_files
@@ -35,19 +40,28 @@ class EngineMember(ABC):
     Implements the follower's port `Member`. Subclasses stage updates.
     """
 
+    updates_in_place = False
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.staged_round: int | None = None
         self.partially_updated = False
         self.retained_version: int | None = None
+        self.loading_version: int | None = None
         self.store_result: StoreResult | None = None
         self.admitted = False
         self.fenced: str | None = None
+        self.leaving = self.drained = self.may_leave = False
+        self.wish = Wish()
         self.changed = asyncio.Condition()  # notified when admission or the version may have changed
 
     @property
     def version(self) -> int:
         return self._engine.version
+
+    @property
+    def draining(self) -> Draining | None:
+        return self._engine.draining
 
     @property
     def world_size(self) -> int:
@@ -66,6 +80,7 @@ class EngineMember(ABC):
 
     def on_directive(self, directive: Directive) -> None:
         self.fenced = directive.fenced
+        self.may_leave, self.wish = directive.may_leave, directive.wish
         self.admitted = directive.admitted and directive.fenced is None
 
     async def fence(self, reason: str) -> None:
@@ -85,6 +100,10 @@ class EngineMember(ABC):
                 await self.receive(body)
             case Verify():
                 return await self.verify(body)
+            case Drain():
+                await self._engine.drain(body.drain_id)
+            case EndDrain():
+                await self._engine.end_drain(body.drain_id)
             case Commit():
                 return await self.commit(body)
             case Release():
@@ -92,15 +111,38 @@ class EngineMember(ABC):
             case Drop():
                 await self.drop(body)
             case CatchUp():
-                await asyncio.to_thread(check_files, Path(body.path), body.version)
-                await self._engine.load(body.path, body.version)
+                await self._load(body)
             case Call():
-                return await carry_out(self._engine, body.operation)
+                return await self.call(body)
             case WriteVersion():
                 await self.write_version(body)
             case Forget():
                 await self.forget(body)
         return None
+
+    async def call(self, body: Call) -> JsonValue:
+        return await carry_out(self._engine, body.operation)
+
+    async def _load(self, body: CatchUp) -> None:
+        """Load a stored version.
+
+        Raises:
+            PayloadRejected: it cannot be read, or vLLM cannot load it into a running engine; the engine is as
+                it was.
+        """
+        refusals = [each for each in await self._engine.workers("reload_refusal") if each is not None]
+        if refusals:
+            raise PayloadRejected(refusals[0])
+        self.loading_version = body.version
+        try:
+            await asyncio.to_thread(check_files, Path(body.path), body.version, body.fleet_id, body.digest)
+        except (OSError, ValueError) as error:
+            self.loading_version = None
+            raise PayloadRejected(str(error)) from error
+        try:
+            await self._engine.load(body.path, body.version)
+        finally:
+            self.loading_version = None
 
     def _check_awake(self) -> None:
         if SleepTag.WEIGHTS in self._engine.asleep:

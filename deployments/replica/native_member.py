@@ -20,21 +20,27 @@ from pydantic import JsonValue
 
 from deployments.errors import PayloadRejected
 from deployments.protocol.instructions import (
+    Body,
+    CatchUp,
     Commit,
     Connect,
     Drop,
     Forget,
     KvCache,
     Receive,
+    Release,
     StagingOptions,
     Verify,
     WriteVersion,
+    drain_of_round,
 )
-from deployments.protocol.reports import Staged, Swapped
+from deployments.protocol.operations import InFlight
+from deployments.protocol.publishing import LACKING
+from deployments.protocol.reports import Staged, Swapped, Value
 from deployments.replica.engine import Engine, EngineSpec
 from deployments.replica.member import EngineMember
 from deployments.replica.staged_member import StagedMember
-from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, read_schema, repeated
+from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, read_schema, repeated, torn
 from deployments.weights.wire.chunk_layout import parse
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -48,21 +54,36 @@ class NativeMember(EngineMember):
         one_payload: a version comes as one payload, so what is missing is known before the first byte.
     """
 
+    updates_in_place = True
+
     def __init__(self, engine: Engine, model: str, *, one_payload: bool) -> None:
         super().__init__(engine)
         self._expected = read_schema(Path(model))
         self._one_payload = one_payload
         self._receiving: int | None = None
+        self._loaded: int | None = None  # the round whose loading ended
         self._offered: Offered = {}
+        self._lacking: frozenset[str] = frozenset()  # what the connected publisher does not have
         self._paused_at = 0.0
         self._stage_s = 0.0
 
     async def interrupt(self) -> None:
         """Nothing can: vLLM's engine waits for its peer inside the engine's own loop."""
 
+    async def _execute(self, body: Body) -> Value:
+        match body:
+            case CatchUp():
+                self._check_unchanged()
+            case Release() if self.partially_updated:
+                return None  # it stays held until its commit
+        return await super()._execute(body)
+
     async def connect(self, body: Connect) -> None:
         """Raises RuntimeError if vLLM has disabled its NCCL communicator."""
-        await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
+        init_info = dict(body.init_info)
+        lacking = init_info.pop(LACKING, None)  # vLLM's own engines do not know of it
+        self._lacking = frozenset(map(str, lacking)) if isinstance(lacking, list) else frozenset()
+        await self._engine.workers("init_weight_transfer_engine", init_info=init_info)
         await self._engine.workers("native_check_connected")
 
     async def receive(self, body: Receive) -> None:
@@ -70,9 +91,11 @@ class NativeMember(EngineMember):
 
         Raises:
             PayloadRejected: it does not fit the model, and no byte was loaded.
-            RuntimeError: it does not fit, or the transfer failed, and the weights are partially updated.
+            RuntimeError: it does not fit, the transfer failed, or another round ended in the middle; the
+                weights are partially updated.
         """
         if self._receiving != body.round_id:
+            self._check_unchanged()
             self._receiving, self._offered, self._stage_s = body.round_id, {}, 0.0
         offered = _tensors_of(body.payload)
         self._refuse(repeated(self._offered, offered))
@@ -97,6 +120,7 @@ class NativeMember(EngineMember):
         begin = time.perf_counter()
         await self._engine.workers("finish_weight_update")
         digests = await self._engine.workers("native_digest")
+        self._loaded = body.round_id
         return Staged(
             digest=",".join(digests),
             compared=False,
@@ -106,13 +130,22 @@ class NativeMember(EngineMember):
         )
 
     async def commit(self, body: Commit) -> Swapped:
-        """Set the version, and resume unless the commit holds."""
+        """Set the version, and resume unless the commit holds. One that comes again finds it set.
+
+        Raises:
+            RuntimeError: the round's weights are not loaded, or only a part of them.
+        """
+        if not self.partially_updated and self._engine.version == body.version:
+            return Swapped(swap_s=0.0, gap_s=0.0)
+        if self._loaded != body.round_id:
+            raise RuntimeError(f"expected round {body.round_id}, verified; loaded is {self._loaded}")
         begin = time.perf_counter()
+        await self._engine.reset_caches(recompute=body.kv_cache is KvCache.RECOMPUTE)
         await self._engine.llm.engine_core.set_weight_version_async(str(body.version))
-        if body.kv_cache is KvCache.KEEP:
-            await self._engine.llm.reset_prefix_cache()
         self._engine.version = body.version
         self.partially_updated, self.staged_round, self._receiving = False, None, None
+        self._loaded = None
+        await self._engine.end_drain(drain_of_round(body.round_id))
         if not body.hold:  # else it stays held, as it is since the first byte
             await self._engine.release()
         end = time.perf_counter()
@@ -120,9 +153,12 @@ class NativeMember(EngineMember):
 
     async def drop(self, body: Drop) -> None:
         """Raises RuntimeError if the weights are partially updated."""
+        self._check_unchanged()
+        self._receiving = None
+
+    def _check_unchanged(self) -> None:
         if self.partially_updated:
             raise RuntimeError("its weights are a mixture of two versions ('staging: none' cannot undo)")
-        self._receiving = None
 
     async def write_version(self, body: WriteVersion) -> None:
         """Raises RuntimeError: the tensors were never seen here."""
@@ -135,15 +171,17 @@ class NativeMember(EngineMember):
         """Stop generating, and begin vLLM's update of the live model."""
         self._paused_at = time.perf_counter()
         self._engine.held = True  # a user's resume would let it generate with a mixture of two versions
-        await self._engine.llm.engine_core.pause_scheduler_async(
-            mode=options.in_flight.value, clear_cache=options.kv_cache is KvCache.RECOMPUTE
-        )
+        # With `wait` it was drained before.
+        mode = InFlight.ABORT if options.in_flight is InFlight.ABORT else InFlight.KEEP
+        await self._engine.llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
         self.partially_updated, self.staged_round = True, self._receiving
         await self._engine.workers("start_weight_update")
 
     def _check(self, offered: Offered, *, complete: bool) -> None:
         if self._expected is not None:
-            self._refuse(mismatches(self._expected, offered, complete=complete))
+            expected = {name: spec for name, spec in self._expected.items() if name not in self._lacking}
+            problems = mismatches(expected, offered, complete=complete)
+            self._refuse(problems + torn(self._lacking, offered))
 
     def _refuse(self, problems: list[str]) -> None:
         """Raises PayloadRejected before the first byte, RuntimeError after it."""

@@ -8,31 +8,31 @@ fenced or its engine is dead, so that Serve replaces it.
 import asyncio
 import contextlib
 import os
-import time
 import uuid
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 
-from deployments.logs import serve_logger
 from deployments.placement import take_slot, use_gpus
-from deployments.protocol.instructions import Directive, JoinAnswer, KvCache
-from deployments.protocol.reports import Report
+from deployments.protocol.instructions import Directive, JoinAnswer
+from deployments.protocol.reports import Report, Unloadable
 from deployments.replica.engine import Engine, EngineSpec
+from deployments.replica.farewell import Farewell
+from deployments.replica.first_weights import find_first_weights
 from deployments.replica.follower import Follower
 from deployments.replica.gate import Gate
 from deployments.replica.http_front import ReplicaFront, ReplicaServer
+from deployments.replica.load import watch_load
 from deployments.replica.native_member import member_of
-from deployments.replica.parent_death import own_engine
+from deployments.replica.parent_death import disown_engine, own_engine
 from deployments.replica_info import ReplicaEndpoint, RoutingStats
-from deployments.weights.store.integrity import check_files
+from deployments.scaling import ScalingStats
 
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
-logger = serve_logger()
 
 
 class Replica:
@@ -41,20 +41,20 @@ class Replica:
     Args:
         engine: what the engine is started with.
         controller: the fleet's controller.
-        kv_cache: what the fleet does with running requests' caches at an update.
         self_fence_s: see `Gate`.
         drain_s: how long requests that are running may go on when the replica is stopped.
         slots: where the engine's GPUs come from; None: Serve assigned this process its own.
+        cores_shared_by: replicas that this host's cores are divided among; None: the engine needs no cores.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         engine: EngineSpec,
         controller: DeploymentHandle,
-        kv_cache: KvCache = KvCache.RECOMPUTE,
         self_fence_s: float = 20.0,
         drain_s: float = 10.0,
         slots: DeploymentHandle | None = None,
+        cores_shared_by: int | None = None,
     ) -> None:
         self._controller = controller
         self._drain_s = drain_s
@@ -63,13 +63,13 @@ class Replica:
         if slots is not None:
             self._slot = await take_slot(await slots.plan.remote())
             use_gpus(self._slot)
-        answer = await self._join()
-        if answer.path is not None:
-            await asyncio.to_thread(check_files, Path(answer.path), answer.version)
+        answer = await find_first_weights(self._join)
         spec = engine if answer.path is None else engine.at(answer.path)
+        if cores_shared_by is not None:  # Ray allows an actor without CPUs, and its children, one thread
+            os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
         own_engine()
         self._engine = await Engine.start(spec, version=answer.version)
-        self._engine.llm.salt_prefixes = kv_cache is KvCache.KEEP
+        self._load = watch_load(self._engine.llm)
         self._member = member_of(self._engine, spec)
         self._follower = Follower(
             replica_id=self._replica_id, incarnation=self._incarnation, member=self._member, poll=self._poll
@@ -105,6 +105,20 @@ class Replica:
         )
         return asdict(stats)
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve sends to `FleetScaling` periodically."""
+        load, wish = self._load.load, self._member.wish
+        stats = ScalingStats(
+            running=load.running,
+            waiting=load.waiting,
+            places=load.places,
+            kv_use=load.kv_use,
+            halted=float(not self._engine.may_resume),
+            wanted=float(wish.wanted or 0),
+            wish=float(wish.number),
+        )
+        return asdict(stats)
+
     def check_health(self) -> None:
         if self._member.fenced is not None:
             raise RuntimeError(f"fenced: {self._member.fenced}")
@@ -117,24 +131,22 @@ class Replica:
         return os.getpid()
 
     async def __del__(self) -> None:
-        gate = getattr(self, "_gate", None)
-        if gate is not None:
-            gate.close()
-        await self._drain()
+        await self._leave()
         following = getattr(self, "_following", None)
         if following is not None:
             following.cancel()
         engine = getattr(self, "_engine", None)
-        if engine is not None:  # a fenced one is being stopped already
-            await engine.stop()
+        try:
+            if engine is not None:  # a fenced one is being stopped already
+                await engine.stop()
+        finally:
+            disown_engine()
 
-    async def _join(self) -> JoinAnswer:
-        while True:
-            try:
-                return await self._controller.join.remote(self._replica_id, self._incarnation)
-            except Exception as error:  # the controller may start after us, or be restarting
-                logger.debug("controller not reached: %s", error)
-                await asyncio.sleep(1.0)
+    async def _join(self, unloadable: Unloadable | None) -> JoinAnswer:
+        answer: JoinAnswer = await self._controller.join.remote(
+            self._replica_id, self._incarnation, unloadable
+        )
+        return answer
 
     async def _poll(self, report: Report) -> Directive:
         response = self._controller.poll.remote(report)
@@ -150,13 +162,36 @@ class Replica:
             self.check_health()
             await asyncio.sleep(0.02)
 
-    async def _drain(self) -> None:
-        """Wait for running requests. Serve cannot: they do not pass through its handles."""
-        server = getattr(self, "_server", None)
+    async def _leave(self) -> None:
+        """Wait for running requests, which Serve cannot: they do not pass through its handles."""
+        gate, server = getattr(self, "_gate", None), getattr(self, "_server", None)
+        if gate is not None:
+            gate.close()
         if server is None:
             return
-        deadline = time.monotonic() + self._drain_s
-        while self._front.in_flight and self._member.fenced is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        self._front.stop(in_order=self._member.fenced is None and not self._engine.dead)
+        farewell = Farewell(
+            self._member,
+            last_contact=lambda: self._follower.last_contact,
+            in_flight=lambda: self._front.in_flight,
+            failed=self._has_failed,
+            stop=lambda: self._front.stop(in_order=not self._has_failed()),
+            goodbye=self._goodbye,
+            fleet_ends=lambda: asyncio.to_thread(_application_ends),
+            drain_s=self._drain_s,
+        )
+        await farewell.run()
         await server.close()
+
+    def _has_failed(self) -> bool:
+        return self._member.fenced is not None or self._engine.dead
+
+    async def _goodbye(self) -> None:
+        self._following.cancel()  # a later report would register it again
+        await self._follower.goodbye()
+
+
+def _application_ends() -> bool:
+    """Whether Serve stops the whole application, and not this replica alone."""
+    name = serve.get_replica_context().app_name
+    application = serve.status().applications.get(name)
+    return application is None or application.status == ApplicationStatus.DELETING

@@ -41,7 +41,7 @@ def annotate_json(body: bytes, recorder: SpanRecorder, status: int) -> bytes:
     """
     try:
         answer = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body
     if not isinstance(answer, dict):
         return body
@@ -53,7 +53,7 @@ def annotate_json(body: bytes, recorder: SpanRecorder, status: int) -> bytes:
             answer["error"].setdefault("detail", {})
     else:
         _annotate(answer, recorder)
-    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+    return _encode(answer)
 
 
 class StreamAnnotator:
@@ -74,17 +74,26 @@ class StreamAnnotator:
             return event
         try:
             data = json.loads(event[len(b"data: ") :])
-        except ValueError:  # an event that the transport split: leave it as it is
+        except (ValueError, RecursionError):  # an event that the transport split: leave it as it is
             return event
         if "error" not in data:
             _annotate(data, self._recorder)
-        return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
+        return b"data: " + _encode(data)
+
+
+def _encode(answer: dict[str, Any]) -> bytes:
+    # "replace": half of a surrogate pair, which JSON may name and UTF-8 has no bytes for.
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 def _annotate(answer: dict[str, Any], recorder: SpanRecorder) -> None:
     answer["weight_version"] = recorder.version
-    for choice in answer.get("choices", []):
-        spans = recorder.spans.get(choice.get("index", 0))
+    choices = answer.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        if not isinstance(choice, dict):
+            continue
+        index = choice.get("index", 0)
+        spans = recorder.spans.get(index) if isinstance(index, int) else None
         # /inference/v1/generate has vLLM's own spans already, with its string labels.
         if spans is not None and choice.get("finish_reason") and not choice.get("weight_versions"):
             choice["weight_versions"] = spans

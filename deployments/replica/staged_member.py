@@ -4,8 +4,20 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from pydantic import JsonValue
+
 from deployments.errors import PayloadRejected, TransferFailed
-from deployments.protocol.instructions import Commit, Connect, Drop, Forget, Receive, Verify, WriteVersion
+from deployments.protocol.instructions import (
+    Call,
+    Commit,
+    Connect,
+    Drop,
+    Forget,
+    Receive,
+    Verify,
+    WriteVersion,
+)
+from deployments.protocol.operations import Disconnect
 from deployments.protocol.reports import Outcome, Staged, StoreResult, Swapped
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
@@ -39,6 +51,7 @@ class StagedMember(EngineMember):
         Raises:
             TransferFailed: one did not come.
         """
+        await self._discard_leftover()  # later it would end the new group's waits, too
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         states = await self._ask_until(lambda state: state.done, "staging_connected", ConnectState)
         raise_failure(states)
@@ -52,7 +65,9 @@ class StagedMember(EngineMember):
             TransferFailed: a peer is gone.
         """
         begins = self._receiving != body.round_id
+        self.staged_round = None
         if begins:
+            await self._discard_leftover()
             self._receiving, self._payloads = body.round_id, 0
             self._retaining = body.options.retain_version
         share = self._engine.staging_share if self._engine.busy else 1.0
@@ -100,26 +115,45 @@ class StagedMember(EngineMember):
         )
 
     async def commit(self, body: Commit) -> Swapped:
-        """Swap. One that comes again, from a restarted controller, is answered from what is live."""
+        """Swap. One that comes again, from a restarted controller, is answered from what is live.
+
+        Raises:
+            RuntimeError: another round is staged here, or this one was not verified. Nothing is swapped.
+        """
         if self._receiving is None and self._engine.version == body.version:
             return Swapped(swap_s=0.0, gap_s=0.0)
+        if self.staged_round != body.round_id:
+            raise RuntimeError(f"expected round {body.round_id}, verified; staged is {self.staged_round}")
         swapped = await self._engine.commit(body)
         self.staged_round = self._receiving = None
         self.retained_version = self._retaining
         return swapped
 
     async def drop(self, body: Drop) -> None:
-        self.staged_round = self._receiving = None
+        self.staged_round = None
         await self._engine.workers("staging_drop")
+        self._receiving = None
+
+    async def call(self, body: Call) -> JsonValue:
+        if isinstance(body.operation, Disconnect):
+            await self._discard_leftover()  # vLLM keeps the connection while an update is active
+        return await super().call(body)
+
+    async def _discard_leftover(self) -> None:
+        """Discard a round whose controller is gone; while it was received, no report named it."""
+        if self._receiving is not None:
+            await self.drop(Drop(round_id=self._receiving))
 
     async def write_version(self, body: WriteVersion) -> None:
-        """Begin to write; `store_result` says how it ended."""
+        """Begin to write; `store_result` says how it ended, and nothing of an earlier attempt."""
+        self.store_result = None
         await self._engine.workers(
             "staging_store",
             version=body.version,
             label=body.label,
             directory=body.directory,
-            max_versions=body.max_versions,
+            fleet_id=body.fleet_id,
+            digest=body.digest,
         )
         if self._watching is not None:
             self._watching.cancel()
@@ -165,7 +199,7 @@ def raise_failure(states: Sequence[ConnectState | StagingState]) -> None:
             case Outcome.REJECTED:
                 raise PayloadRejected(state.message)
             case Outcome.TRANSFER_FAILED:
-                raise TransferFailed(state.message)
+                raise TransferFailed(state.message, state.missing_ranks)
             case Outcome.REPLICA_FAILED:
                 raise RuntimeError(state.message)
             case Outcome.DONE:

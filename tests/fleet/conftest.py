@@ -20,6 +20,7 @@ from tests.tiny_models import save_tiny_llama
 PORT = 8327
 MODEL = "tiny"
 MAX_IN_FLIGHT = 240
+KEPT = 12  # versions: those of a test of ten rounds, and fewer than end while an engine starts
 LEARNING_RATE = 0.02  # a step changes the greedy answers
 
 
@@ -64,7 +65,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
                 "request_timeout_s": 30,
             },
             "trainer": {"optimizer": {"learning_rate": LEARNING_RATE}},
-            "store": {"keep": 30},
+            "store": {"keep": KEPT},
         }
     )
     try:

@@ -3,7 +3,8 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import httpx
 import psutil
@@ -22,6 +23,27 @@ def a_replica(application: str = "slipstream") -> psutil.Process:
         for process in psutil.process_iter(["name"])
         if f"ServeReplica:{application}:rollout" in " ".join(process.cmdline()[:1])
     )
+
+
+def process_of(deployment: str, application: str = "slipstream") -> psutil.Process:
+    """The process of a deployment of one replica."""
+    wanted = f"ServeReplica:{application}:{deployment}"
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):  # also a zombie
+            if wanted in " ".join(process.cmdline()[:1]):
+                return process
+    raise AssertionError(f"there is no process {wanted!r}")
+
+
+def kill_controller_when(journal: Path, decision: str, timeout_s: float = 60.0) -> None:
+    """As soon as the next decision of a kind is on the disk."""
+    controller, wanted = process_of("controller"), f'"kind":"{decision}"'.encode()
+    before = journal.read_bytes().count(wanted)
+    deadline = time.monotonic() + timeout_s
+    while journal.read_bytes().count(wanted) == before:
+        assert time.monotonic() < deadline, f"no {decision!r} was decided"
+        time.sleep(0.001)
+    controller.kill()
 
 
 def engine_of(replica: psutil.Process) -> psutil.Process:
@@ -57,7 +79,7 @@ def kill_a_replica(application: str = "slipstream") -> None:
     assert not orphans, "the engine of a killed replica must not live on"
 
 
-def wait_for_another(client: httpx.Client, before: set[str], timeout_s: float = 150.0) -> None:
+def wait_for_another(client: httpx.Client, before: set[str], timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while len(now := members(client)) < len(before) or now == before:
         assert time.monotonic() < deadline, f"the replica did not come back: {before} before, {now} now"

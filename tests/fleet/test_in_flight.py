@@ -1,14 +1,19 @@
 """What a round does with the requests that are running when it commits."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
+import torch
 from ray import serve
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
+from deployments.errors import RoundAborted
+from deployments.protocol.instructions import KvCache
 from deployments.protocol.operations import InFlight
-from deployments.protocol.publishing import RoundOptions, RoundReport
+from deployments.protocol.publishing import DrainFallback, RoundOptions, RoundReport
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo
@@ -20,15 +25,27 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 register()
 
 
-def publish(seed: int, in_flight: InFlight) -> RoundReport:
+def publish(seed: int, in_flight: InFlight, **options: Any) -> RoundReport:
     controller = serve.get_deployment_handle("controller", app_name="slipstream")
-    client = FleetWeightSyncClient(controller, "test", RoundOptions(in_flight=in_flight))
+    client = FleetWeightSyncClient(controller, "test", RoundOptions(in_flight=in_flight, **options))
     source = ModuleSource(tiny_llama(seed))
     WeightTransferTrainerFactory.trainer_init(
         ShmTrainerInitInfo(rank=0), client=client, source=source
     ).send_weights()
     assert client.report is not None
     return client.report
+
+
+def members(fleet: Fleet) -> dict[str, Any]:
+    """By incarnation."""
+    status = httpx.get(f"{fleet.url}/fleet").json()
+    return {each["incarnation"]: each for each in status["members"]}
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not await asyncio.to_thread(reached):
+            await asyncio.sleep(0.05)
 
 
 async def running_during_a_round(fleet: Fleet, seed: int, in_flight: InFlight) -> list[dict[str, object]]:
@@ -52,6 +69,84 @@ def test_wait_lets_running_requests_end_with_the_version_they_began_with(fleet: 
         assert complete(client).version == before + 1
 
 
+async def long_answers(client: httpx.AsyncClient, count: int = 16) -> list["asyncio.Task[httpx.Response]"]:
+    calls = [
+        asyncio.create_task(client.post("/v1/completions", json=body([80 + index, 4], 900)))
+        for index in range(count)
+    ]
+    await asyncio.sleep(1.0)
+    return calls
+
+
+async def publish_over_long_answers(
+    fleet: Fleet, seed: int, fallback: DrainFallback
+) -> tuple[RoundReport | RoundAborted, list[dict[str, Any]]]:
+    """What the publisher got, and the answers that ran, and one that came meanwhile."""
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=200) as client:
+        calls = await long_answers(client)
+        publishing = asyncio.create_task(
+            asyncio.to_thread(publish, seed, InFlight.WAIT, drain_timeout_s=0.5, drain_fallback=fallback)
+        )
+        await until(lambda: any(each["draining"] for each in members(fleet).values()))
+        calls.append(asyncio.create_task(client.post("/v1/completions", json=body([99], 4))))
+        outcome: RoundReport | RoundAborted
+        try:
+            outcome = await publishing
+        except RoundAborted as error:
+            outcome = error
+        answers = await asyncio.gather(*calls)
+    assert all(answer.status_code == 200 for answer in answers)
+    return outcome, [answer.json()["choices"][0] for answer in answers]
+
+
+def test_a_round_that_waits_too_long_is_aborted_and_costs_nobody_anything(fleet: Fleet) -> None:
+    before, replicas = fleet.version(), members(fleet)
+    outcome, choices = asyncio.run(publish_over_long_answers(fleet, 33, DrainFallback.ABORT))
+    assert isinstance(outcome, RoundAborted), "900 tokens take longer than half a second"
+    assert "requests still ran after drain_timeout_s = 0.5 s" in outcome.message
+    for choice, tokens in zip(choices, [900] * 16 + [4], strict=True):
+        assert choice["weight_versions"] == [{"version": before, "start": 0, "end": tokens}]
+    asyncio.run(until(lambda: not any(each["draining"] for each in members(fleet).values())))
+    assert fleet.version() == before and members(fleet).keys() == replicas.keys()
+
+
+def test_a_round_that_waits_too_long_is_committed_over_requests_if_so_configured(fleet: Fleet) -> None:
+    before, replicas = fleet.version(), members(fleet)
+    outcome, choices = asyncio.run(publish_over_long_answers(fleet, 34, DrainFallback.KEEP))
+    assert isinstance(outcome, RoundReport)
+    assert outcome.not_drained and all(count > 0 for count in outcome.not_drained.values())
+    spans = [[span["version"] for span in choice["weight_versions"]] for choice in choices]
+    assert [before, before + 1] in spans[:16]
+    assert spans[16] == [before + 1], "what came while replicas drained waited for the swap"
+    assert members(fleet).keys() == replicas.keys()
+
+
+async def drained_pause(fleet: Fleet) -> None:
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=200) as client:
+        calls = await long_answers(client, 2)
+        paused = await client.post("/pause", params={"mode": "wait"})
+        assert paused.status_code == 200, paused.text
+        assert all(call.done() for call in calls), "they had come to their end"
+        waits = asyncio.create_task(client.post("/v1/completions", json=body([99], 4)))
+        await asyncio.sleep(0.5)
+        assert not waits.done() and (await client.get("/is_paused")).json()["is_paused"]
+        assert (await client.post("/resume")).status_code == 200
+        assert (await waits).status_code == 200
+        calls = await long_answers(client, 2)
+        late = asyncio.create_task(client.post("/pause", params={"mode": "wait"}))
+        await until(lambda: all(each["draining"] for each in members(fleet).values()))
+        assert (await client.post("/resume")).status_code == 200
+        superseded = await late
+        assert superseded.status_code == 409 and "gave way to a later resume" in superseded.text
+        assert all(answer.status_code == 200 for answer in await asyncio.gather(*calls))
+
+
+def test_a_pause_that_waits_lets_running_requests_end(fleet: Fleet) -> None:
+    replicas = members(fleet)
+    asyncio.run(drained_pause(fleet))
+    assert members(fleet).keys() == replicas.keys()
+
+
 def test_abort_ends_running_requests_with_what_they_have(fleet: Fleet) -> None:
     before = fleet.version()
     choices = asyncio.run(running_during_a_round(fleet, 32, InFlight.ABORT))
@@ -63,3 +158,51 @@ def test_abort_ends_running_requests_with_what_they_have(fleet: Fleet) -> None:
         assert len(choice["token_ids"]) < 300  # type: ignore[arg-type]
     with fleet.client() as client:
         assert complete(client).version == before + 1
+
+
+SHARED = list(range(10, 10 + 64))  # four blocks that all requests begin with
+
+
+async def keep_rounds_under_one_prefix(fleet: Fleet, seeds: list[int]) -> list[dict[str, Any]]:
+    """Short requests with one prefix, while rounds replace the weights under longer ones with the same."""
+    ended = asyncio.Event()
+
+    async def ask_on(client: httpx.AsyncClient, last: int, count: int) -> list[dict[str, Any]]:
+        choices = []
+        while not ended.is_set():
+            answer = await client.post("/v1/completions", json=body([*SHARED, last], count))
+            assert answer.status_code == 200, answer.text
+            choices.append({"last": last, **answer.json()["choices"][0]})
+        return choices
+
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=200) as client:
+        asking = [asyncio.create_task(ask_on(client, 100 + index, 4)) for index in range(6)]
+        asking += [asyncio.create_task(ask_on(client, 120 + index, 200)) for index in range(4)]
+        for seed in seeds:
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(publish, seed, InFlight.KEEP, kv_cache=KvCache.KEEP)
+        await asyncio.sleep(0.5)
+        ended.set()
+        return [choice for choices in await asyncio.gather(*asking) for choice in choices]
+
+
+def test_an_answer_of_one_version_owes_nothing_to_another_though_caches_are_kept(fleet: Fleet) -> None:
+    before, seeds = fleet.version(), [51, 52, 53]
+    choices = asyncio.run(keep_rounds_under_one_prefix(fleet, seeds))
+    models = {before + 1 + index: tiny_llama(seed) for index, seed in enumerate(seeds)}
+    compared = set()
+    for choice in choices:
+        versions = {span["version"] for span in choice["weight_versions"]}
+        if len(versions) == 1 and (version := versions.pop()) in models and choice["last"] < 120:
+            prompt = torch.tensor([[*SHARED, choice["last"]]])
+            expected = models[version].generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=4,
+                min_new_tokens=4,
+                do_sample=False,
+                eos_token_id=None,
+            )[0, prompt.shape[1] :]
+            assert choice["token_ids"] == expected.tolist(), f"version {version}"
+            compared.add(version)
+    assert compared == set(models), "each version answered something alone"

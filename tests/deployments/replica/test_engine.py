@@ -1,5 +1,6 @@
 """An engine that sleeps: what an update may do to it, and when it goes on."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,11 @@ from fastapi import FastAPI
 from deployments.errors import PayloadRejected
 from deployments.protocol.instructions import Call, Commit, KvCache, Receive, StagingOptions
 from deployments.protocol.operations import InFlight, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.reports import Draining
+from deployments.replica import engine_drain
 from deployments.replica.engine import Engine
-from deployments.replica.engine_core import COMMIT
+from deployments.replica.engine_core import COMMIT, RESET_CACHES
+from deployments.replica.engine_drain import DRAIN_POLL_S
 from deployments.replica.staged_member import StagedMember
 
 
@@ -18,21 +22,40 @@ class Core:
     """Stands where vLLM's engine core client does; `running` is what its scheduler would do."""
 
     def __init__(self) -> None:
-        self.running = True
+        self.running = True  # begins requests
+        self.generating = 0
+        self.did: list[str] = []
         self.asleep: set[str] = set()
 
     async def pause_scheduler_async(self, **options: Any) -> None:
         self.running = False
 
     async def set_weight_version_async(self, version: str) -> None:
-        pass
+        self.did.append("version")
 
     async def resume_scheduler_async(self) -> None:
+        self.did.append("resume")
         assert not self.asleep, "a step without its memory ends the engine"
         self.running = True
 
-    async def call_utility_async(self, method: str, version: str, recompute: bool, resume: bool) -> float:
-        assert method == COMMIT
+    async def call_utility_all_async(self, method: str, *arguments: bool) -> list[int]:
+        # As vLLM's: a task for each engine, which sends its message later than who calls one engine at once.
+        return list(await asyncio.gather(self._call(method, *arguments)))
+
+    async def _call(self, method: str, *arguments: bool) -> int:
+        self.did.append(method)
+        match method:
+            case "slipstream_drain":
+                assert not self.asleep, "a step without its memory ends the engine"
+                self.running = False
+            case "slipstream_end_drain":
+                self.running = not arguments[0]
+        return self.generating
+
+    async def call_utility_async(self, method: str, *arguments: Any) -> float:
+        if method != COMMIT:
+            return await self._call(method, *arguments)
+        _, _, resume = arguments
         self.running = False
         if resume:
             await self.resume_scheduler_async()
@@ -64,6 +87,7 @@ class Llm:
         return not core.asleep
 
     async def collective_rpc(self, method: str, kwargs: Any) -> list[Any]:
+        self.engine_core.did.append(method)
         return [None]
 
 
@@ -178,3 +202,82 @@ async def test_a_commit_that_does_not_hold_ends_the_hold_before(engine: Engine) 
     await commit(engine, hold=True)
     await commit(engine)
     assert core_of(engine).running
+
+
+async def test_caches_are_dropped_before_the_version_changes_and_requests_go_on(engine: Engine) -> None:
+    """The messages are sent without waiting for answers: the engine core handles them in the order sent."""
+    await commit(engine, in_flight=InFlight.ABORT)
+    assert core_of(engine).did == ["finish_weight_update", RESET_CACHES, "version", "resume"]
+
+
+async def test_a_drain_says_what_runs_and_begins_nothing(engine: Engine) -> None:
+    core_of(engine).generating = 2
+    await engine.drain("round 1")
+    assert not core_of(engine).running
+    assert engine.draining == Draining(drain_ids=("round 1",), running=2)
+    core_of(engine).generating = 0
+    await asyncio.sleep(3 * DRAIN_POLL_S)
+    assert engine.draining == Draining(drain_ids=("round 1",), running=0)
+    await engine.end_drain("round 1")
+    assert engine.draining is None and core_of(engine).running
+
+
+async def test_an_engine_that_hangs_is_not_waited_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_drain, "ANSWER_S", 0.05)
+    monkeypatch.setattr(core_of(engine), "call_utility_async", lambda *_: asyncio.Event().wait())
+    await engine.drain("round 1")
+    assert engine.draining == Draining(drain_ids=("round 1",), running=None)
+
+
+async def test_a_drain_ends_with_the_last_who_asked_for_it(engine: Engine) -> None:
+    await engine.drain("round 1")
+    await engine.drain("call 5")
+    await engine.end_drain("call 5")
+    await engine.end_drain("call 4")
+    assert not core_of(engine).running
+    await engine.end_drain("round 1")
+    assert core_of(engine).running
+
+
+@pytest.mark.parametrize("in_flight", list(InFlight))
+async def test_a_commit_ends_the_drain_of_its_round_only(engine: Engine, in_flight: InFlight) -> None:
+    await engine.drain("round 1")
+    await commit(engine, in_flight=in_flight)
+    assert engine.version == 4 and core_of(engine).running and engine.draining is None
+    await engine.drain("call 5")
+    await commit(engine, in_flight=in_flight)
+    assert not core_of(engine).running and engine.draining is not None
+
+
+async def test_a_drain_begins_with_the_release_if_the_engine_is_held(engine: Engine) -> None:
+    await commit(engine, hold=True)
+    await engine.drain("call 5")
+    await engine.release()
+    assert not core_of(engine).running
+    await engine.end_drain("call 5")
+    assert core_of(engine).running
+
+
+async def test_what_a_user_asked_for_outlasts_the_drain(engine: Engine) -> None:
+    await engine.drain("call 5")
+    await call(engine, Pause(mode=InFlight.WAIT))
+    await engine.end_drain("call 5")
+    assert not core_of(engine).running
+    await call(engine, Resume())
+    await engine.drain("call 6")
+    await call(engine, Sleep(level=1, mode=InFlight.WAIT))
+    await engine.end_drain("call 6")
+    assert core_of(engine).asleep and not core_of(engine).running
+    await call(engine, WakeUp())
+    assert core_of(engine).running
+
+
+@pytest.mark.parametrize("operation", [Resume(), WakeUp(), Pause(mode=InFlight.KEEP)])
+async def test_nothing_that_a_user_asks_for_ends_a_drain(engine: Engine, operation: Operation) -> None:
+    await engine.drain("round 1")
+    await call(engine, operation)
+    assert not core_of(engine).running
+    await engine.end_drain("round 1")
+    assert core_of(engine).running == (not isinstance(operation, Pause))

@@ -26,8 +26,10 @@ class Member:
     """Implements the port; what an instruction does is scripted by its payload."""
 
     version, world_size, staged_round = 3, 1, None
-    retained_version, store_result = None, None
-    partially_updated = False
+    retained_version, store_result, loading_version = None, None, None
+    partially_updated = updates_in_place = False
+    draining = None
+    leaving = drained = False
 
     def __init__(self, act: str = "") -> None:
         self.act = act
@@ -128,7 +130,7 @@ async def test_instructions_run_in_order_and_once() -> None:
 async def test_an_acknowledgement_is_repeated_until_it_has_arrived() -> None:
     script = Script([tell(1, RECEIVE)], [])
     await run(script)
-    assert [len(report.acknowledgements) for report in script.reports] == [0, 1, 0]
+    assert [len(report.acknowledgements) for report in script.reports] == [0, 1, 0, 0]
     assert script.outcomes == {1: (Outcome.DONE, "")}
 
 
@@ -147,14 +149,14 @@ async def test_the_outcome_says_whose_fault_it_was(act: str, outcome: Outcome, w
 
 
 async def test_a_deadline_before_the_commit_is_not_this_replicas_fault() -> None:
-    script = Script([tell(1, RECEIVE, 0.01)])
+    script = Script([tell(1, RECEIVE, 0.01)], *[[] for _ in range(20)])  # the fence must not overtake it
     await run(script, "hang")
     assert script.outcomes == {1: (Outcome.REJECTED, "receive took longer than 0.01 s")}
 
 
 @pytest.mark.parametrize(("body", "partially_updated"), [(COMMIT, False), (RECEIVE, True)])
 async def test_a_deadline_while_live_weights_change_is(body: Body, partially_updated: bool) -> None:
-    script = Script([tell(1, body, 0.01)])
+    script = Script([tell(1, body, 0.01)], *[[] for _ in range(20)])
     await run(script, "hang", partially_updated=partially_updated)
     assert script.outcomes[1][0] is Outcome.REPLICA_FAILED
 
@@ -189,3 +191,62 @@ async def test_a_drop_overtakes_an_instruction_that_cannot_be_interrupted() -> N
     hang, drop = tell(1, Connect(init_info={}), 60.0), tell(2, DROP)
     member = await run(Script([hang], [hang, drop], [hang, drop]), "engine hangs", interrupt_s=0.01)
     assert member.ran == ["connect", "drop"]
+
+
+async def test_a_fence_is_confirmed_until_the_controller_has_heard_it() -> None:
+    script = Script([])
+    lost = 2
+
+    async def poll(report: Report) -> Directive:
+        nonlocal lost
+        directive = await script(report)
+        if report.fenced and lost:
+            lost -= 1
+            raise ConnectionError("away")
+        return directive
+
+    member = Member("engine hangs")
+    follower = Follower(replica_id="r", incarnation="i", member=member, poll=poll, retry_s=0.01)
+    await asyncio.wait_for(follower.run(), 10)
+    assert [report.fenced for report in script.reports] == [False, False, True, True, True]
+
+
+async def test_contact_counts_from_when_the_report_was_sent() -> None:
+    """The controller counts from its arrival, and takes a replica for lost that it has not heard since."""
+    now = 100.0
+
+    async def poll(report: Report) -> Directive:
+        nonlocal now
+        now += 15.0  # a slow answer
+        return Directive(admitted=False, committed_version=3, epoch=1, fenced="the end")
+
+    contacts: list[float] = []
+
+    class Listening(Member):
+        def on_directive(self, directive: Directive) -> None:
+            contacts.append(follower.last_contact)
+
+    follower = Follower(
+        replica_id="r", incarnation="i", member=Listening(), poll=poll, retry_s=0.01, clock=lambda: now
+    )
+    await asyncio.wait_for(follower.run(), 10)
+    assert contacts == [100.0]
+
+
+@pytest.mark.parametrize(("body", "partially_updated"), [(COMMIT, False), (RECEIVE, True)])
+async def test_weights_that_may_be_a_mixture_take_no_request_before_the_fence_comes(
+    body: Body, partially_updated: bool
+) -> None:
+    """The controller's next answers may be from before it heard of the failure."""
+    admitted: list[bool] = []
+
+    class Watched(Member):
+        def on_directive(self, directive: Directive) -> None:
+            admitted.append(directive.admitted)
+
+    member = Watched("fail")
+    member.partially_updated = partially_updated
+    script = Script([], [tell(1, body)], [], [])
+    follower = Follower(replica_id="r", incarnation="i", member=member, poll=script, retry_s=0.01)
+    await asyncio.wait_for(follower.run(), 10)
+    assert admitted == [True, True, False, False, False, False]

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from deployments.errors import PayloadRejected
-from deployments.protocol.instructions import Commit, Drop, KvCache, Receive, StagingOptions, Verify
+from deployments.protocol.instructions import Commit, Connect, Drop, KvCache, Receive, StagingOptions, Verify
 from deployments.protocol.operations import InFlight
-from deployments.protocol.reports import Staged
+from deployments.protocol.publishing import LACKING
+from deployments.protocol.reports import Staged, Swapped
 from deployments.replica.native_member import NativeMember
 from deployments.weights.wire.chunk_layout import describe
 from tests.tiny_models import tiny_llama
@@ -20,12 +21,13 @@ class RecordingEngine:
 
     def __init__(self) -> None:
         self.did: list[str] = []
+        self.arguments: dict[str, Any] = {}
         self.version, self.world_size, self.asleep = 4, 1, frozenset[str]()
         self.held = False
         core = SimpleNamespace(
             pause_scheduler_async=self._core("pause"), set_weight_version_async=self._core("version")
         )
-        self.llm = SimpleNamespace(engine_core=core, reset_prefix_cache=self._core("reset prefix cache"))
+        self.llm = SimpleNamespace(engine_core=core)
         self.fails = ""
 
     def _core(self, name: str) -> Any:
@@ -36,9 +38,17 @@ class RecordingEngine:
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
         self.did.append(method)
+        self.arguments = arguments or self.arguments
         if method == self.fails:
             raise RuntimeError("the peer is gone")
         return ["aa"] if method == "native_digest" else [None]
+
+    async def reset_caches(self, *, recompute: bool) -> None:
+        assert self.held, "a request would be computed with weights that are being replaced"
+        self.did.append(f"reset caches, recompute {recompute}")
+
+    async def end_drain(self, drain_id: str) -> None:
+        assert self.held, "requests would run before the release"
 
     async def release(self) -> None:
         self.held = False
@@ -88,17 +98,28 @@ async def test_a_round_pauses_with_the_first_byte_and_resumes_with_the_commit(
     assert not member.partially_updated and member.version == 5 and member.staged_round is None
     assert engine.held is hold
     assert engine.did == [
-        *("pause keep True", "start_weight_update", "native_update"),
-        *("finish_weight_update", "native_digest", "version 5", *last),
+        *("pause keep False", "start_weight_update", "native_update"),
+        *("finish_weight_update", "native_digest", "reset caches, recompute True", "version 5", *last),
     ]
 
 
-async def test_kept_caches_are_not_cleared_but_their_prefixes_are(model: Path) -> None:
+async def test_a_commit_that_comes_again_touches_nothing(model: Path) -> None:
+    """After a controller restart; requests run by then, and dropping caches under them is not allowed."""
+    member, engine = member_of(model)
+    await member.execute(receive(payload()))
+    await member.execute(VERIFY)
+    await member.execute(commit())
+    did = list(engine.did)
+    assert await member.execute(commit()) == Swapped(swap_s=0.0, gap_s=0.0)
+    assert engine.did == did
+
+
+async def test_requests_that_are_kept_are_not_computed_again(model: Path) -> None:
     member, engine = member_of(model)
     await member.execute(receive(payload(), KvCache.KEEP))
     await member.execute(VERIFY)
     await member.execute(commit(kv_cache=KvCache.KEEP))
-    assert engine.did[0] == "pause keep False" and engine.did[-2:] == ["reset prefix cache", "release"]
+    assert engine.did[-3:] == ["reset caches, recompute False", "version 5", "release"]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +146,20 @@ async def test_a_tensor_that_never_came_is_found_at_the_end_and_breaks_the_repli
     with pytest.raises(RuntimeError, match=r"'model\.norm\.weight' is missing"):
         await member.execute(VERIFY)
     assert member.partially_updated
+
+
+async def test_what_the_publisher_lacks_may_be_missing_and_nothing_else(model: Path) -> None:
+    member, engine = member_of(model)
+    await member.execute(Connect(init_info={"rank": 0, LACKING: ["model.norm.weight"]}))
+    assert engine.did == ["init_weight_transfer_engine", "native_check_connected"]
+    assert engine.arguments == {"init_info": {"rank": 0}}
+    with pytest.raises(PayloadRejected, match=r"'lm_head\.weight' is missing"):
+        names = {"model.norm.weight", "lm_head.weight"}
+        tensors = [(n, p.dtype, tuple(p.shape)) for n, p in tiny_llama(1).named_parameters()]
+        await member.execute(receive(dict(describe([each for each in tensors if each[0] not in names]))))
+    await member.execute(DROP)
+    await member.execute(receive(payload(without="model.norm.weight")))
+    await member.execute(VERIFY)
 
 
 async def test_a_tensor_that_comes_twice_is_never_committed(model: Path) -> None:

@@ -1,5 +1,6 @@
 """What a staged member asks of its workers, and what it makes of their reports."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class Workers:
         self.states = [DONE, replace(DONE, stage_s=0.75)]
         self.stored: StoreResult | None = None
         self.active = False  # vLLM's own flag for an update
+        self.reload_refusal: str | None = None
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
         self.calls.append((method, arguments))
@@ -59,11 +61,15 @@ class Workers:
                 return [True, False]
             case "staging_receive":
                 assert arguments["begins"] or self.active, "vLLM: update_weights without a start"
+                if arguments["begins"] and self.active:
+                    raise RuntimeError("start_weight_update called while a weight update is already active")
                 self.active = True
                 done = self.states[0].payloads_done * (not arguments["begins"]) + 1
                 self.states = [replace(state, payloads_done=done) for state in self.states]
             case "staging_progress" | "staging_verify":
                 return [to_wire(state) for state in self.states]
+            case "reload_refusal":
+                return [None, self.reload_refusal]
             case "staging_drop":
                 self.active = False
             case "staging_store_state":
@@ -108,8 +114,23 @@ async def test_the_first_payload_of_a_round_begins_the_update(member: StagedMemb
         (True, 4),
         (False, 4),
     ]
+    await member.execute(Drop(round_id=1))
     await member.execute(receive(round_id=2))
     assert engine.named("staging_receive")[-1]["begins"], "another round begins its own"
+
+
+async def test_what_is_left_of_a_round_that_a_new_controller_never_heard_of_is_discarded(
+    member: StagedMember, engine: Workers
+) -> None:
+    """A round that was being received says nothing of itself in a report, so nobody has it dropped."""
+    await member.execute(receive(round_id=7))
+    assert member.staged_round is None
+    await member.execute(receive(round_id=8))
+    assert [name for name, _ in engine.calls if name in ("staging_receive", "staging_drop")] == [
+        "staging_receive",
+        "staging_drop",
+        "staging_receive",
+    ]
 
 
 async def test_staging_takes_its_share_only_beside_requests(member: StagedMember, engine: Workers) -> None:
@@ -179,22 +200,38 @@ async def test_a_commit_that_comes_again_is_answered_from_what_is_live(
 async def test_a_commit_without_its_staging_fails(member: StagedMember) -> None:
     await member.execute(receive())
     await member.execute(Drop(round_id=1))
-    with pytest.raises(RuntimeError, match="without start_weight_update"):
+    with pytest.raises(RuntimeError, match=r"^expected round 1, verified; staged is None$"):
         await member.execute(COMMIT)
 
 
 async def test_what_the_store_has_is_not_retained(member: StagedMember, engine: Workers) -> None:
     await member.execute(receive(retain=4))
+    await member.execute(Verify(round_id=1))
     await member.execute(COMMIT)
     engine.stored = StoreResult(version=4, label="l", path="/store/v4", problem="")
-    await member.execute(WriteVersion(version=4, label="l", directory="/store", max_versions=3))
+    await member.execute(WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa"))
     assert engine.named("staging_store") == [
-        {"version": 4, "label": "l", "directory": "/store", "max_versions": 3}
+        {"version": 4, "label": "l", "directory": "/store", "fleet_id": "f", "digest": "aa"}
     ]
     await member.execute(Forget(version=3))
     assert member.retained_version == 4, "an older one is not what it retains"
     await member.execute(Forget(version=4))
     assert member.retained_version is None
+
+
+async def test_a_write_that_failed_can_be_tried_again(member: StagedMember, engine: Workers) -> None:
+    await member.execute(receive(retain=4))
+    await member.execute(Verify(round_id=1))
+    await member.execute(COMMIT)
+    write = WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa")
+    for problem in ("disk full", ""):
+        engine.stored = None
+        await member.execute(write)
+        assert member.store_result is None, "nothing is known of this attempt"
+        engine.stored = StoreResult(version=4, label="l", path="", problem=problem)
+        async with asyncio.timeout(5):
+            while member.store_result != engine.stored:
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("intact", [True, False])
@@ -209,6 +246,17 @@ async def test_a_stored_version_is_loaded_only_if_it_is_intact(
         assert engine.version == 4
         return
     save_file({"w": torch.ones(3)}, path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"version 4 in .* is damaged: 'w' was written with digest"):
+    with pytest.raises(PayloadRejected, match=r"version 4 in .* is damaged: 'w' was written with digest"):
         await member.execute(catch_up)
+    assert engine.version == 3 and not engine.named("load")
+
+
+async def test_a_model_that_vllm_would_not_reload_whole_is_not_loaded_into(
+    member: StagedMember, engine: Workers, tmp_path: Path
+) -> None:
+    committed = CommittedVersion(version=4, label=None, tensors={"w": torch.zeros(3)})
+    path = write_version(committed, Store(tmp_path), lambda directory: None)
+    engine.reload_refusal = "vLLM's GptOssForCausalLM copies weights past its loaders"
+    with pytest.raises(PayloadRejected, match="copies weights past its loaders"):
+        await member.execute(CatchUp(version=4, path=str(path)))
     assert engine.version == 3 and not engine.named("load")

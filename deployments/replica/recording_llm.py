@@ -1,0 +1,49 @@
+"""vLLM's asynchronous engine client, which records the versions of each answer's tokens."""
+
+from collections.abc import AsyncGenerator
+from typing import Any, cast
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from deployments.replica.spans import RECORDER, SpanRecorder
+
+
+class RecordingLLM(AsyncLLM):
+    """An AsyncLLM that tells the request's `SpanRecorder` which versions made its tokens."""
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        recorder = RECORDER.get()
+        if recorder is None:
+            return super().generate(prompt, sampling_params, request_id, **options)
+        stream = super().generate(prompt, sampling_params, request_id, **options)
+        return self._recorded(stream, recorder, recorder.open_call(sampling_params.n))
+
+    async def _recorded(
+        self, stream: AsyncGenerator[RequestOutput, None], recorder: SpanRecorder, first_choice: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async for output in stream:
+            for completion in output.outputs:
+                if completion.weight_versions is not None:
+                    spans = [
+                        {"version": int(span.version), "start": span.start, "end": span.end}
+                        for span in completion.weight_versions
+                    ]
+                    recorder.record(first_choice + completion.index, spans)
+            yield output
+
+
+def new_llm(config: VllmConfig, engine_args: AsyncEngineArgs) -> RecordingLLM:
+    """Start the engine's processes."""
+    llm = RecordingLLM.from_vllm_config(
+        vllm_config=config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=engine_args.enable_log_requests,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+    return cast(RecordingLLM, llm)

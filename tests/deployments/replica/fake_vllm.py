@@ -1,0 +1,144 @@
+"""vLLM as far as a member's instructions reach it: it refuses what the real one refuses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from deployments.protocol.operations import SleepTag
+from deployments.protocol.reports import Outcome
+from deployments.replica.engine import Engine
+from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN
+from deployments.weights.staging.reports import ConnectState, StagingState, to_wire
+
+
+class FakeLlm:
+    """An AsyncLLM, its engine core and its only worker."""
+
+    def __init__(self) -> None:
+        self.engine_core = self
+        parallel = SimpleNamespace(data_parallel_size=1, world_size_across_dp=1)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
+        self.begins = True  # its scheduler begins requests
+        self._asleep: set[str] = set()
+        self._active = False  # the worker's `_weight_update_active`
+        self._payloads = 0
+        self._expected: int | None = None  # tensors that the open update is to retain
+        self._retained: int | None = None
+
+    # -- the scheduler ------------------------------------------------------------------------
+
+    async def pause_scheduler_async(self, **options: Any) -> None:
+        self.begins = False
+
+    async def resume_scheduler_async(self) -> None:
+        if self._asleep:
+            raise RuntimeError("a step without its memory")
+        self.begins = True
+
+    async def set_weight_version_async(self, version: str) -> None:
+        pass
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.begins = False
+
+    async def sleep(self, level: int, mode: str) -> None:
+        self.begins = False
+        if level:
+            self._asleep = {SleepTag.WEIGHTS, SleepTag.KV_CACHE}
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        # vLLM's executor does nothing if one of the named parts is awake.
+        if tags is None or set(tags) - {SleepTag.SCHEDULING} <= self._asleep:
+            self._asleep -= set(self._asleep if tags is None else tags)
+        if not self._asleep:
+            self.begins = True
+
+    async def call_utility_async(self, method: str, *arguments: Any) -> float:
+        match method:
+            case str() if method == COMMIT:
+                self.begins = False
+                await self.collective_rpc("finish_weight_update")
+                if arguments[2]:
+                    await self.resume_scheduler_async()
+            case str() if method == DRAIN:
+                if self._asleep:
+                    raise RuntimeError("a step without its memory")
+                self.begins = False
+            case str() if method == END_DRAIN:
+                self.begins = not arguments[0]
+        return 0
+
+    # -- the worker ---------------------------------------------------------------------------
+
+    async def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
+        return [self._work(method, kwargs or {})]
+
+    def _work(self, method: str, arguments: dict[str, Any]) -> Any:
+        match method:
+            case "staging_connected":
+                return to_wire(ConnectState(done=True, outcome=Outcome.DONE))
+            case "staging_report_to":
+                return False
+            case "staging_receive":
+                if arguments["begins"]:
+                    self._start()
+                    self._expected = arguments["retain_version"]
+                self._update()
+            case "staging_progress" | "staging_verify":
+                assert self._active, "StagedWeightTransferEngine has no update"
+                return to_wire(
+                    StagingState(
+                        payloads_done=self._payloads,
+                        size_bytes=1,
+                        stage_s=0.0,
+                        verify_s=0.0,
+                        outcome=Outcome.DONE,
+                        digest="aa",
+                    )
+                )
+            case "staging_drop":
+                self._active = False
+            case "staging_store":
+                if self._retained != arguments["version"]:
+                    raise ValueError(f"retained is {self._retained}")
+            case "staging_forget":
+                if self._retained is not None and self._retained <= arguments["version"]:
+                    self._retained = None
+            case "start_weight_update":
+                self._start()
+            case "native_update":
+                self._update()
+            case "native_digest":
+                return "aa"
+            case "finish_weight_update":
+                if not self._active:
+                    raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
+                self._touch_weights()
+                self._active, self._retained = False, self._expected
+            case "shutdown_weight_transfer_engine":
+                if self._active:
+                    raise RuntimeError("Cannot release a trainer connection during a weight update")
+            case "load_checkpoint":
+                self._touch_weights()
+        return None
+
+    def _start(self) -> None:
+        if self._active:
+            raise RuntimeError("start_weight_update called while a weight update is already active.")
+        self._active, self._payloads = True, 0
+
+    def _update(self) -> None:
+        if not self._active:
+            raise RuntimeError("start_weight_update must be called before update_weights.")
+        self._payloads += 1
+
+    def _touch_weights(self) -> None:
+        if SleepTag.WEIGHTS in self._asleep:
+            raise RuntimeError("no memory behind the weights")
+
+
+class FakeEngine(Engine):
+    """The real engine's rules, over a process that was never started."""
+
+    async def stop(self, limit_s: float = 0.0) -> None:
+        pass

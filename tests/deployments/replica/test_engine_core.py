@@ -1,0 +1,251 @@
+"""vLLM's own scheduler and request code around a version's change and a drain; only the model is missing."""
+
+import queue
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.structured_output import StructuredOutputManager
+
+from deployments.replica import engine_core
+from tests.tiny_models import save_tiny_llama
+
+BLOCK = 16
+PROMPT = list(range(2, 2 + 4 * BLOCK))
+
+
+class Executor:
+    """Records what the workers are asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def collective_rpc(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        self.asked.append(method)
+        return [None]
+
+    def reset_encoder_cache(self) -> None:
+        self.asked.append("reset_encoder_cache")
+
+
+class Core:
+    """An `EngineCoreProc` with its scheduler and without its processes."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        core: Any = object.__new__(EngineCoreProc)
+        structured = StructuredOutputManager(config)
+        cache = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+        core.scheduler = Scheduler(config, cache, structured, BLOCK)
+        core.structured_output_manager = structured
+        core.mm_receiver_cache = None
+        hash_fn = get_hash_fn_by_name("sha256")
+        init_none_hash(hash_fn)
+        core.request_block_hasher = get_request_block_hasher(BLOCK, hash_fn)
+        core._weight_version = "7"
+        core.model_executor = Executor()
+        core.input_queue = queue.Queue()
+        core.batch_queue = None
+        core.engines_running = False
+        core._idle_state_callbacks = []
+        self.core = core
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.scheduler
+
+    def receive(self, name: str, prompt: list[int] = PROMPT, *, salt: str | None = None, **more: Any) -> Any:
+        """What the thread that receives requests does; the busy loop adds them later."""
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            mm_features=more.get("mm_features"),
+            sampling_params=SamplingParams(max_tokens=32, ignore_eos=True),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=salt,
+            data_parallel_rank=None,
+        )
+        return self.core.preprocess_add_request(request)[0]
+
+    def add(self, name: str, prompt: list[int] = PROMPT, **options: Any) -> Any:
+        request = self.receive(name, prompt, **options)
+        self.core.add_request(request)
+        return request
+
+    def step(self) -> None:
+        """One step; each running request that is past its prompt gets a token."""
+        output = self.scheduler.schedule()
+        names = list(output.num_scheduled_tokens)
+        requests = [self.scheduler.requests[name] for name in names]
+        sampled = [[5] if each.num_computed_tokens >= each.num_tokens else [] for each in requests]
+        indices = {name: index for index, name in enumerate(names)}
+        self.scheduler.update_from_output(
+            output, ModelRunnerOutput(req_ids=names, req_id_to_index=indices, sampled_token_ids=sampled)
+        )
+
+    def commit(self, version: str, *, recompute: bool) -> None:
+        """A COMMIT between two steps."""
+        done = engine_core.commit(self.core, version, recompute, True)
+        if isinstance(done, Future):
+            self.core._notify_idle_state_callbacks()
+            done.result(timeout=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def utilities() -> None:
+    engine_core.install()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    checkpoint = save_tiny_llama(tmp_path_factory.mktemp("model"), 1)
+    arguments = EngineArgs(
+        model=str(checkpoint),
+        dtype="float32",
+        max_model_len=512,
+        max_num_batched_tokens=64,
+        max_num_seqs=2,
+        block_size=BLOCK,
+        enforce_eager=True,
+        async_scheduling=False,
+    )
+    created = arguments.create_engine_config()
+    created.cache_config.num_gpu_blocks = 64
+    created.device_config = DeviceConfig("cpu")
+    return created
+
+
+@pytest.fixture
+def core(config: VllmConfig) -> Core:
+    with set_current_vllm_config(config):
+        return Core(config)
+
+
+def hit(core: Core, request: Any) -> int:
+    """Tokens that the prefix cache has for a request that has not begun."""
+    tokens: int = core.scheduler.kv_cache_manager.get_computed_blocks(request)[1]
+    return tokens
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_request_that_arrives_before_the_swap_and_begins_after_it_finds_nothing_of_before(
+    core: Core, recompute: bool
+) -> None:
+    core.add("runs")
+    core.step()
+    core.step()
+    same = core.receive("same version")
+    assert hit(core, same) == 3 * BLOCK, "the cache works"
+    received = core.receive("received before")  # hashed in its thread, not in the busy loop yet
+    core.add("second", [9] * 20)
+    queued = core.add("queued")  # two run at most: it waits for its turn
+    core.step()
+    core.commit("8", recompute=recompute)
+    core.core.add_request(received)
+    for late in (received, queued, core.add("after")):
+        assert late.cache_salt == "8/" and len(late.block_hashes) == 4
+        assert hit(core, late) == 0, "keys and values of version 7"
+    runs = core.scheduler.requests["runs"]
+    assert (runs.num_computed_tokens > 0) is not recompute
+    assert (runs.cache_salt == "7/") is not recompute
+
+
+def test_what_is_filled_after_a_swap_is_found_by_those_that_began_after_it_alone(core: Core) -> None:
+    core.add("kept")
+    core.step()
+    core.commit("8", recompute=False)
+    for _ in range(2 * BLOCK):  # fills blocks with keys and values of both versions
+        core.step()
+    kept_tokens = [*PROMPT, *[5] * BLOCK, 9]
+    assert hit(core, core.receive("after", kept_tokens)) == 0
+    core.add("new")
+    core.step()
+    core.step()
+    assert hit(core, core.receive("like the new one")) == 3 * BLOCK
+
+
+def test_a_preempted_request_begins_again_with_the_new_version(core: Core) -> None:
+    request = core.add("preempted")
+    core.step()
+    core.scheduler.running.remove(request)
+    core.scheduler._preempt_request(request, 0.0)
+    core.commit("8", recompute=False)
+    assert request.cache_salt == "8/" and hit(core, request) == 0
+
+
+def test_a_senders_own_salt_still_separates(core: Core) -> None:
+    core.add("a", salt="tenant/1")
+    core.step()
+    core.step()
+    assert hit(core, core.receive("b", salt="tenant/1")) == 3 * BLOCK
+    assert hit(core, core.receive("c", salt="tenant/2")) == hit(core, core.receive("d")) == 0
+    other = core.receive("e", salt="tenant/1")
+    core.commit("8", recompute=False)
+    core.core.add_request(other)
+    assert other.cache_salt == "8/tenant/1"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_encoder_outputs_do_not_outlive_their_weights(core: Core, recompute: bool) -> None:
+    """A request in the middle of its image is computed again; one that has used its image up goes on."""
+    manager = core.scheduler.encoder_cache_manager
+    manager.cache_size = manager.num_free_slots = manager.num_freeable_slots = 100
+    halfway, past = core.add("halfway", [9] * 20), core.add("past", [8] * 20)
+    core.step()
+    image = MultiModalFeatureSpec(
+        data=None, modality="image", identifier="cat", mm_position=PlaceholderRange(offset=0, length=4)
+    )
+    for request in (halfway, past):
+        request.mm_features = [image]
+    manager.allocate(halfway, 0)
+    core.commit("8", recompute=recompute)
+    assert "reset_encoder_cache" in core.core.model_executor.asked
+    assert manager.cached == {} and manager.get_cached_input_ids(halfway) == set()
+    assert halfway in core.scheduler.waiting and halfway.cache_salt == "8/"
+    assert (past in core.scheduler.running) is not recompute
+
+
+def test_a_drain_begins_nothing_and_lets_preempted_requests_end(core: Core) -> None:
+    request = core.add("a")
+    core.step()
+    core.add("b", [9] * 20)
+    assert engine_core.drain(core.core) == 1
+    core.step()
+    assert [each.request_id for each in core.scheduler.running] == ["a"]
+    core.scheduler.running.remove(request)
+    core.scheduler._preempt_request(request, 0.0)
+    assert engine_core.running(core.core) == 1, "it has begun, so it is to end before the swap"
+    while engine_core.running(core.core):
+        core.step()
+    assert [each.request_id for each in core.scheduler.waiting] == ["b"]
+    core.commit("8", recompute=True)
+    core.step()
+    assert [each.request_id for each in core.scheduler.running] == ["b"]
+
+
+def test_a_drain_that_is_given_up_leaves_everything_as_it_was(core: Core) -> None:
+    core.add("a")
+    core.step()
+    core.add("b", [9] * 20)
+    engine_core.drain(core.core)
+    engine_core.end_drain(core.core, paused=True)
+    core.step()
+    assert core.scheduler.requests["a"].num_output_tokens == 1
+    engine_core.end_drain(core.core, paused=False)
+    core.step()
+    assert {each.request_id for each in core.scheduler.running} == {"a", "b"}

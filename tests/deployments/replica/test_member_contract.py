@@ -1,0 +1,276 @@
+"""The members, the ledger's FakeReplica and the simulation's SimMember do the same with the same directives.
+
+Each case says what the real member answers. After each instruction everything that can be seen of the fakes
+is what is seen of the real member; random sequences look for what no case has thought of.
+"""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+import torch
+
+from deployments.protocol.instructions import (
+    Body,
+    Call,
+    CatchUp,
+    Commit,
+    Connect,
+    Drain,
+    Drop,
+    EndDrain,
+    Forget,
+    KvCache,
+    Receive,
+    Release,
+    StagingOptions,
+    Verify,
+    WriteVersion,
+    drain_of_round,
+)
+from deployments.protocol.operations import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.reports import Outcome
+from deployments.weights.store.version_writer import CommittedVersion, write_version
+from deployments.weights.store.versions import Store
+from tests.deployments.replica.member_contract import (
+    FIRST_VERSION,
+    Fake,
+    OverEngine,
+    Seen,
+    Simulated,
+    Subject,
+    payload,
+)
+
+STORED_VERSION = 9
+Make = Callable[[], Subject]
+STAGED: dict[str, Make] = {"ledger": lambda: Fake(in_place=False), "simulation": Simulated}
+IN_PLACE: dict[str, Make] = {"ledger": lambda: Fake(in_place=True)}
+PAIRS = [
+    pytest.param(in_place, make, id=f"{'in_place' if in_place else 'staged'}-{name}")
+    for in_place, fakes in ((False, STAGED), (True, IN_PLACE))
+    for name, make in fakes.items()
+]
+ANSWERS = {
+    Outcome.DONE: "d",
+    Outcome.REJECTED: "r",
+    Outcome.TRANSFER_FAILED: "t",
+    Outcome.REPLICA_FAILED: "F",
+}
+
+
+def receive(round_id: int) -> Receive:
+    options = StagingOptions(retain_version=FIRST_VERSION + round_id)
+    return Receive(round_id=round_id, payload=payload(round_id), options=options)
+
+
+def commit(round_id: int, *, hold: bool = False) -> Commit:
+    return Commit(
+        round_id=round_id,
+        version=FIRST_VERSION + round_id,
+        hold=hold,
+        kv_cache=KvCache.RECOMPUTE,
+        in_flight=InFlight.KEEP,
+    )
+
+
+def write(round_id: int) -> WriteVersion:
+    version = FIRST_VERSION + round_id
+    return WriteVersion(version=version, label=None, directory="/store", fleet_id="f", digest=None)
+
+
+R1, R2, V1, V2, C1, C2, H1 = (
+    receive(1),
+    receive(2),
+    Verify(round_id=1),
+    Verify(round_id=2),
+    *(
+        commit(1),
+        commit(2),
+        commit(1, hold=True),
+    ),
+)
+D1, D2, LEAVE, RELEASE, CONNECT = (
+    Drop(round_id=1),
+    Drop(round_id=2),
+    Drop(round_id=None),
+    Release(round_id=1),
+    Connect(init_info={}),
+)
+DRAIN, END_DRAIN, DRAIN_1 = Drain(drain_id="a"), EndDrain(drain_id="a"), Drain(drain_id=drain_of_round(1))
+W1, FORGET = write(1), Forget(version=FIRST_VERSION + 2)
+PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, DISCONNECT = (
+    Call(operation=each) for each in (Pause(), Resume(), Sleep(), Sleep(level=0), WakeUp(), Disconnect())
+)
+WAKE_WEIGHTS = Call(operation=WakeUp(tags=(SleepTag.WEIGHTS,)))
+WAKE_CACHE = Call(operation=WakeUp(tags=(SleepTag.KV_CACHE,)))
+
+# What is told, what a staged member answers, what one does that updates in place.
+CASES: dict[str, tuple[Sequence[Body], str, str]] = {
+    "a round": ([CONNECT, R1, V1, C1, RELEASE], "ddddd", "ddddd"),
+    "a round that holds": ([R1, V1, H1, RELEASE, RELEASE], "ddddd", "ddddd"),
+    "two rounds": ([R1, V1, C1, R2, V2, C2], "dddddd", "dddddd"),
+    "an empty round": ([V1], "r", "r"),
+    "verified twice": ([R1, V1, V1, C1], "dddd", "ddF"),
+    "committed twice": ([R1, V1, H1, H1, RELEASE, C1], "dddddd", "dddddd"),
+    "released early": ([R1, RELEASE, V1, C1], "dddd", "dddd"),
+    "a commit out of nothing": ([C1], "F", "F"),
+    "a commit of what is not verified": ([R1, C1], "dF", "dF"),
+    "a commit of another round": ([R1, V1, C2], "ddF", "ddF"),
+    "a commit of what is dropped": ([R1, V1, D1, C1], "dddF", "ddF"),
+    "another round's verification": ([R1, V2], "dr", "dr"),
+    "dropped twice": ([D1, LEAVE, R1, D1, D1, R2, V2, C2], "dddddddd", "dddF"),
+    "a new controller while a round is received": ([R1, R2, V2, C2], "dddd", "dF"),
+    "a new controller while a round is verified": ([R1, V1, R2], "ddd", "ddF"),
+    "a new publisher while a round is received": ([R1, CONNECT, V1, R2, V2, C2], "ddrddd", "dddF"),
+    "a publisher that leaves while a round is received": ([R1, DISCONNECT, R2, V2, C2], "ddddd", "dF"),
+    "paused over a commit": ([PAUSE, R1, V1, C1, PAUSE, RESUME, RESUME], "ddddddd", "ddddddd"),
+    "resumed while held": ([R1, V1, H1, RESUME, RELEASE], "ddddd", "ddddd"),
+    "asleep": ([SLEEP, R1, WAKE_WEIGHTS, R1, V1, C1, WAKE_CACHE], "drddddd", "drddddd"),
+    "asleep before the commit": ([R1, V1, SLEEP, C1], "dddF", "dddd"),
+    "asleep before a stored version": ([SLEEP, CatchUp(version=STORED_VERSION, path="")], "dF", "dF"),
+    "woken twice": ([SLEEP, SLEEP, WAKE, WAKE, SLEEP_0, SLEEP, WAKE_CACHE, WAKE], "dddddddd", "dddddddd"),
+    "woken while held": ([R1, V1, H1, SLEEP, WAKE, RELEASE], "dddddd", "dddddd"),
+    "a pause and a sleep": ([PAUSE, SLEEP, RESUME, WAKE, PAUSE, SLEEP, WAKE], "ddddddd", "ddddddd"),
+    "drained twice": ([DRAIN, DRAIN, DRAIN_1, END_DRAIN, END_DRAIN, R1, V1, C1], "d" * 8, "d" * 8),
+    "drained and paused": ([DRAIN, PAUSE, END_DRAIN, DRAIN, RESUME, END_DRAIN], "d" * 6, "d" * 6),
+    "drained and asleep": ([SLEEP, DRAIN, WAKE, END_DRAIN, DRAIN, SLEEP, END_DRAIN, WAKE], "d" * 8, "d" * 8),
+    "a stored version": ([CatchUp(version=STORED_VERSION, path="")] * 2, "dd", "dd"),
+    "a stored version while held": (
+        [R1, V1, H1, PAUSE, CatchUp(version=STORED_VERSION, path=""), RESUME],
+        "dddddd",
+        "dddddd",
+    ),
+    "retained": ([R1, V1, C1, W1, FORGET, W1], "dddddF", "dddF"),
+    "retained twice": ([R1, V1, C1, R2, V2, D2, W1], "d" * 7, "dddddF"),
+    "not retained": ([W1], "F", "F"),
+}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> str:
+    committed = CommittedVersion(version=STORED_VERSION, label=None, tensors={"w": torch.zeros(2)})
+    return str(write_version(committed, Store(tmp_path_factory.mktemp("store")), lambda directory: None))
+
+
+def at(stored: str, body: Body) -> Body:
+    return CatchUp(version=body.version, path=stored) if isinstance(body, CatchUp) else body
+
+
+async def seen_of(subject: Subject, bodies: Sequence[Body]) -> list[Seen]:
+    """What is seen after each instruction, and after all of them have come again; ends with a failure."""
+    await subject.start()
+    try:
+        seen = []
+        for seq, body in enumerate(bodies):
+            seen.append(await subject.tell(body, first_seq=seq))
+            if seen[-1].begins is None:
+                break
+        again = await subject.tell(*bodies[: len(seen)], first_seq=0)
+        assert again.outcomes == (), "instructions that come again are ignored"
+        return [*seen, again] if seen[-1].begins is not None else seen
+    finally:
+        await subject.end()
+
+
+def answers(seen: Sequence[Seen]) -> str:
+    return "".join(ANSWERS[outcome] for each in seen for outcome in each.outcomes)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in_place"])
+@pytest.mark.parametrize("case", CASES)
+async def test_what_the_real_member_answers(case: str, in_place: bool, stored: str) -> None:
+    bodies, *expected = CASES[case]
+    told = [at(stored, body) for body in bodies]
+    seen = await seen_of(OverEngine(in_place=in_place), told)
+    assert answers(seen) == expected[in_place]
+
+
+@pytest.mark.parametrize(("in_place", "make"), PAIRS)
+@pytest.mark.parametrize("case", CASES)
+async def test_a_fake_answers_the_same(case: str, in_place: bool, make: Make, stored: str) -> None:
+    told = [at(stored, body) for body in CASES[case][0]]
+    assert await seen_of(make(), told) == await seen_of(OverEngine(in_place=in_place), told)
+
+
+@pytest.mark.parametrize(("in_place", "make"), PAIRS)
+async def test_no_random_sequence_tells_a_fake_from_the_real_member(
+    in_place: bool, make: Make, stored: str
+) -> None:
+    bodies = [
+        R1,
+        R1,
+        R2,
+        V1,
+        V1,
+        V2,
+        C1,
+        H1,
+        C2,
+        D1,
+        D2,
+        RELEASE,
+        CONNECT,
+        DISCONNECT,
+        DRAIN,
+        END_DRAIN,
+        DRAIN_1,
+    ]
+    bodies += [PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, WAKE_WEIGHTS, WAKE_CACHE, W1, FORGET]
+    bodies += [CatchUp(version=STORED_VERSION, path=stored)]
+    rng = Random(1)
+    for _ in range(300):
+        drawn = rng.choices(bodies, k=12)
+        # Whether the same tensors may come twice is up to what stages them, which is not here.
+        told = [
+            each for i, each in enumerate(drawn) if not isinstance(each, Receive) or each not in drawn[:i]
+        ]
+        expected = await seen_of(OverEngine(in_place=in_place), told)
+        assert await seen_of(make(), told) == expected, [each.name for each in told]
+
+
+EVERYONE = [
+    *PAIRS,
+    pytest.param(False, lambda: OverEngine(in_place=False), id="staged-real"),
+    pytest.param(True, lambda: OverEngine(in_place=True), id="in_place-real"),
+]
+
+
+@pytest.mark.parametrize(("in_place", "make"), EVERYONE)
+async def test_a_fence_is_for_good(in_place: bool, make: Make) -> None:
+    subject = make()
+    await subject.start()
+    try:
+        assert (await subject.tell(R1, first_seq=0)).admitted
+        fenced = await subject.tell(V1, first_seq=1, fenced="silent for too long")
+        assert fenced.fenced and not fenced.admitted and fenced.outcomes == (), "nothing is carried out"
+        later = await subject.tell(V1, C1, first_seq=2)
+        assert later.fenced and not later.admitted and later.outcomes == ()
+        assert later.version == FIRST_VERSION
+    finally:
+        await subject.end()
+
+
+@pytest.mark.parametrize(("in_place", "make"), EVERYONE)
+async def test_a_replica_whose_weights_are_uncertain_is_admitted_by_nobody(
+    in_place: bool, make: Make
+) -> None:
+    subject = make()
+    await subject.start()
+    try:
+        failed = await subject.tell(C1, first_seq=0)
+        assert failed.outcomes == (Outcome.REPLICA_FAILED,) and not failed.admitted and not failed.fenced
+        assert not (await subject.tell(first_seq=1)).admitted
+    finally:
+        await subject.end()
+
+
+@pytest.mark.parametrize(("in_place", "make"), EVERYONE)
+async def test_admission_is_the_controllers(in_place: bool, make: Make) -> None:
+    subject = make()
+    await subject.start()
+    try:
+        assert not (await subject.tell(first_seq=0, admitted=False)).admitted
+        assert (await subject.tell(first_seq=0)).admitted
+    finally:
+        await subject.end()
