@@ -48,9 +48,10 @@ class Policy:
     log-probabilities are not those of the sampling policy.
     """
 
-    def __init__(self, model: PreTrainedModel, directory: Path) -> None:
+    def __init__(self, model: PreTrainedModel, directory: Path, trust_remote_code: bool = False) -> None:
         self.model = model
         self.directory = directory
+        self._trust_remote_code = trust_remote_code
         self.device = next(model.parameters()).device
 
     @classmethod
@@ -61,11 +62,16 @@ class Policy:
         dtype: str = "float32",
         device: str = "cpu",
         gradient_checkpointing: bool = False,
+        trust_remote_code: bool = False,
     ) -> Self:
         """Read a checkpoint directory.
 
+        Args:
+            trust_remote_code: run the code that the checkpoint brings; else one that needs it is refused.
+
         Raises:
-            ValueError: no such directory, or an unknown dtype.
+            ValueError: no such directory, an unknown dtype, or the checkpoint stores two different tensors
+                under names that its configuration ties.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -74,14 +80,17 @@ class Policy:
             raise ValueError(
                 f"expected a Hugging Face checkpoint directory with a config.json, got {directory}"
             )
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).to(device)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+        ).to(device)
+        _check_ties(model, directory)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         # No dropout: log-probabilities of different passes are compared. Gradient checkpointing needs
         # train(), and dropout is the only thing that train() changes in models of this kind.
         _disable_dropout(model)
         model.train(gradient_checkpointing)
-        return cls(model, directory)
+        return cls(model, directory, trust_remote_code)
 
     @property
     def vocabulary_size(self) -> int:
@@ -123,19 +132,11 @@ class Policy:
         entropies = _entropies(logits.detach()).reshape(batch.response_ids.shape) if with_entropies else None
         return TokenScores(logprobs=logprobs.reshape(batch.response_ids.shape), entropies=entropies)
 
-    def copy_model_files(self, directory: Path) -> None:
-        """Copy the files of tokenizer, processors, generation settings and remote code (`MODEL_FILES`) into
-        another checkpoint directory."""
-        for pattern in MODEL_FILES:
-            for file in self.directory.glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, directory / file.name)
-
     def save_pretrained(self, directory: Path) -> None:
         """An ordinary Hugging Face checkpoint: config, weights as safetensors, `MODEL_FILES`."""
         directory.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(directory)
-        self.copy_model_files(directory)
+        copy_model_files(self.directory, directory)
 
     def load_weights(self, directory: Path) -> None:
         """Copy the weights of another checkpoint of the same model into this one, in place.
@@ -143,8 +144,30 @@ class Policy:
         Raises:
             ValueError: the checkpoint is of another model; nothing has been changed then.
         """
-        other = AutoModelForCausalLM.from_pretrained(directory, dtype=self.model.dtype)
+        other = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=self.model.dtype, trust_remote_code=self._trust_remote_code
+        )
         load_parameters(self.model, other.state_dict())
+
+
+def _check_ties(model: PreTrainedModel, directory: Path) -> None:
+    """transformers unties such weights with a warning, and vLLM ignores the second one: they would differ."""
+    output = model.get_output_embeddings()
+    tied = model.config.get_text_config().tie_word_embeddings and type(model)._tied_weights_keys
+    if tied and output is not None and output.weight is not model.get_input_embeddings().weight:
+        raise ValueError(
+            f"{directory}: config.json says tie_word_embeddings, and the checkpoint stores an output matrix "
+            "that differs from the embeddings, and which vLLM ignores: remove it, or untie them"
+        )
+
+
+def copy_model_files(source: Path, directory: Path) -> None:
+    """Copy the files of tokenizer, processors, generation settings and remote code (`MODEL_FILES`) from a
+    checkpoint directory into another."""
+    for pattern in MODEL_FILES:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, directory / file.name)
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:

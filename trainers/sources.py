@@ -7,9 +7,10 @@ tensors (`trainers.views`), nothing is converted.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import prod
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -49,12 +50,23 @@ class ParameterSource:
         dtype: floating-point tensors are cast to it on their device; None: no cast.
         convert: tensors of the model's state to tensors of its checkpoint, called with one layer at a
             time; by default transformers' conversion for this model.
+        stored: the names in the checkpoint that the model was read from. An alias of a tied weight that it
+            stores is yielded as well.
+
+    Raises:
+        ValueError: an iteration would not yield all of the model's parameters.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, dtype: torch.dtype | None = None, convert: Convert | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        dtype: torch.dtype | None = None,
+        convert: Convert | None = None,
+        stored: Container[str] = (),
     ) -> None:
         self._model = model
+        self._stored = stored
         self._dtype = dtype
         self._convert = partial(revert_weight_conversion, model) if convert is None else convert
         self._addresses: list[int] = []
@@ -117,8 +129,16 @@ class ParameterSource:
     @cached_property
     def _layers(self) -> list[_Layer]:
         state = self._model.state_dict()
-        groups = layer_groups(names_without_aliases(self._model))
-        return [self._layer({name: state[name] for name in names}) for names in groups]
+        names = names_without_aliases(self._model)
+        names += [name for name in sorted(tied_names(self._model)) if self._is_stored(name, state[name])]
+        groups = layer_groups(names)
+        layers = [self._layer({name: state[name] for name in group}) for group in groups]
+        check_complete(self._model, layers)
+        return layers
+
+    def _is_stored(self, name: str, tensor: torch.Tensor) -> bool:
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return any(converted in self._stored for converted in self._convert({name: meta}))
 
     def _layer(self, state: Mapping[str, torch.Tensor]) -> _Layer:
         meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
@@ -134,6 +154,23 @@ class ParameterSource:
 
     def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def check_complete(model: PreTrainedModel, layers: Sequence[_Layer]) -> None:
+    """Check that what is yielded has every number of every parameter.
+
+    Raises:
+        ValueError: it has not; names the first few parameters.
+    """
+    state = model.state_dict(keep_vars=True)
+    yielded = {id(state[name]) for layer in layers for name in layer.state_names}
+    wrong = [name for name, parameter in model.named_parameters() if id(parameter) not in yielded]
+    for layer in layers:
+        held = sum(state[name].numel() for name in layer.state_names)
+        if held != sum(prod(spec.shape) for spec, _ in layer.parts):
+            wrong += layer.state_names
+    if wrong:
+        raise ValueError(f"{len(wrong)} of the model's parameters would not be sent, first {wrong[:5]}")
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:

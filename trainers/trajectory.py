@@ -40,17 +40,23 @@ class Trajectory:
                 token_ids=_integers(entry["token_ids"], "token_ids"),
                 logprobs=tuple(float(value) for value in entry["logprobs"]),
                 advantage=float(entry["advantage"]),
-                weight_versions=tuple(VersionSpan(**span) for span in entry.get("weight_versions", ())),
+                weight_versions=tuple(_span(span) for span in entry.get("weight_versions", ())),
             )
         except KeyError as error:
             raise ValueError(
                 f"a trajectory needs the field {error.args[0]!r}, got {sorted(entry)}"
             ) from error
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise ValueError(f"a trajectory has a field of the wrong type: {error}") from error
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.token_ids)
+
+
+def _span(fields: Any) -> VersionSpan:
+    span = VersionSpan(**fields)
+    _integers((span.version, span.start, span.end), "weight_versions")
+    return span
 
 
 def _integers(values: Iterable[Any], field: str) -> tuple[int, ...]:

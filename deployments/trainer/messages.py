@@ -1,5 +1,6 @@
 """What a worker reports to the trainer deployment, beside the answers in `deployments.trainer_reports`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -10,6 +11,7 @@ class LoadedTrainer:
     version: int  # of the weights; 0 for the model that the trainer was configured with
     step: int  # optimizer steps done
     parameters: int  # numbers in the model, over all ranks
+    untrained: Sequence[str] = ()  # what the checkpoint has and the model lacks, in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The publisher in a trainer rank: a weight source for vLLM's trainer engines, and rounds of the fleet."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -109,17 +109,27 @@ class Publisher:
 
     Each membership needs a new connection: a process group that lost or gained a member cannot be used
     again, and a restarted controller has no connection.
+
+    Args:
+        lacking: tensors of the checkpoint that the source does not have. Replicas keep them as loaded.
     """
 
     def __init__(
-        self, spec: TrainerSpec, rank: int, source: ParameterSource, controller: DeploymentHandle
+        self,
+        spec: TrainerSpec,
+        rank: int,
+        source: ParameterSource,
+        controller: DeploymentHandle,
+        lacking: Sequence[str] = (),
     ) -> None:
         self._spec = spec
         self._rank = rank
         self.source = PublishSource(source, keep_copy=rank == 0)
         self._client = FleetWeightSyncClient(controller, PUBLISHER, RoundOptions())
+        self._client.lacking = lacking
         self._engine: TrainerWeightTransferEngine[Any] | None = None
         self._epoch: int | None = None
+        self.fleet_id: str | None = None  # as rank 0 learned it
 
     def publish(self, label: str | None) -> RoundReport | None:
         """Run one round. Returns its report on rank 0, None elsewhere.
@@ -204,6 +214,7 @@ class Publisher:
 
     def _current_membership(self) -> _Membership:
         fleet = self._client.fleet()
+        self.fleet_id = fleet.fleet_id
         connected = fleet.connection is not None and fleet.connection.publisher == PUBLISHER
         return _Membership(
             epoch=fleet.epoch,

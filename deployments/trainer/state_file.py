@@ -24,12 +24,17 @@ State = Mapping[str, Any]  # what `Learner.state_dict` returns
 
 
 class StateFile:
-    """The file of one rank, below `directory`."""
+    """The file of one rank, below `directory`.
+
+    Attributes:
+        step: of the state that this process has written; None: of none that is there.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.path = directory / f"trainer_state.rank{rank}.pt"
+        self.step: int | None = None
 
-    def write(self, state: State) -> None:
+    def write(self, state: State, step: int) -> None:
         """Replace the file; when this returns, the new one survives a crash of the host.
 
         Raises:
@@ -44,6 +49,7 @@ class StateFile:
                 os.fsync(file.fileno())
             partial.replace(self.path)
             _sync(self.path.parent)
+            self.step = step
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
             with contextlib.suppress(OSError):
                 partial.unlink()  # it may be what fills the disk
@@ -65,6 +71,7 @@ class StateFile:
         Raises:
             OSError: it cannot be removed.
         """
+        self.step = None
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
             _sync(self.path.parent)

@@ -4,28 +4,30 @@
     status, check_health          ──► answered at once, also during a step
 
 Steps and publishes change or read the same weights, so they take turns. Callers wait in the queue; no call
-is refused because another one runs.
+is refused because another one runs, and none that has begun ends with its caller (`turns`).
 """
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import SlipstreamError
+from deployments.errors import SlipstreamError, StalePublisher
 from deployments.logs import serve_logger
+from deployments.lost_calls import RESTART_WAIT_S, answered, is_lost
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer.lost_version import watch
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
+from deployments.trainer.turns import Turns
 from deployments.trainer.worker import TrainerWorker
 from deployments.trainer.worker_group import WorkerGroup
 from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from trainers.learner import Metrics
 
+SEND_ATTEMPTS = 3
 FLUSH_TIMEOUT_S = 20.0
 # Of the whole shutdown: Serve waits a few seconds for calls, then the last version is written.
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0
@@ -50,19 +52,21 @@ class Trainer:
         self._spec = spec
         self._step_timeout_s = spec.config.step_timeout_s
         self._controller = controller
-        self._queue = asyncio.Lock()  # asyncio's lock is fair: first come, first served
-        self._doing: str | None = None
-        self._since = time.monotonic()
+        self._turns = Turns()
         self._last_step: Metrics = {}
         self._last_round: RoundReport | None = None
-        plan = None if slots is None else await slots.plan.remote()
+        plan = None if slots is None else await answered(lambda: slots.plan.remote(), "slots")
         if TRANSPORTS[spec.transport].same_gpu is SameGpu.REQUIRED:  # replicas open the trainer's memory
             await self._free_shared_memory()
         self._group, self._loaded = await WorkerGroup.start(spec, controller, plan)
         self._version = self._loaded.version
         self._step = self._loaded.step
         self._watch = asyncio.create_task(
-            watch(lambda: controller.fleet.remote(), self.publish, lambda: self._version)
+            watch(
+                lambda: answered(lambda: controller.fleet.remote(), "fleet"),
+                self.publish,
+                lambda: self._version,
+            )
         )
 
     async def step(self, trajectories: Sequence[JsonValue]) -> Metrics:
@@ -72,10 +76,7 @@ class Trainer:
             InvalidRequest: the batch is malformed; nothing has changed.
             FleetUnavailable: a worker was lost; the trainer is being restarted.
         """
-        async with self._turn("step"):
-            metrics = await self._group.call(TrainerWorker.step, trajectories, timeout_s=self._step_timeout_s)
-            self._step, self._last_step = int(metrics["step"]), metrics
-            return metrics
+        return await self._turns.take("step", lambda: self._learn(trajectories))
 
     async def publish(self, label: str | None = None) -> RoundReport:
         """Move the fleet to the current weights.
@@ -84,8 +85,7 @@ class Trainer:
             RoundAborted: the fleet still serves the old version; try again.
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
-        async with self._turn("publish"):
-            return await self._publish(label)
+        return await self._turns.take("publish", lambda: self._publish(label))
 
     async def rollback(self, version: int) -> RoundReport:
         """Load the weights of a stored version, and publish them as an ordinary, newer one.
@@ -95,10 +95,7 @@ class Trainer:
             RoundAborted: the trainer has the stored weights and the fleet has not; publish again.
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
-        async with self._turn("rollback"):
-            await self._controller.rollback_source.remote(version)
-            await self._group.call(TrainerWorker.load_version, version, timeout_s=self._step_timeout_s)
-            return await self._publish(f"rollback to {version}")
+        return await self._turns.take("rollback", lambda: self._go_back(version))
 
     async def save(self, path: str | None = None) -> SavedCheckpoint:
         """Write the weights as an ordinary Hugging Face checkpoint directory on the trainer's host.
@@ -107,8 +104,9 @@ class Trainer:
             InvalidRequest: the directory cannot be written.
             FleetUnavailable: a worker was lost.
         """
-        async with self._turn("save"):
-            return await self._group.call(TrainerWorker.save, path, timeout_s=self._step_timeout_s)
+        return await self._turns.take(
+            "save", lambda: self._group.call(TrainerWorker.save, path, timeout_s=self._step_timeout_s)
+        )
 
     async def status(self) -> TrainerStatus:
         """Answered at once, also during a step.
@@ -120,8 +118,8 @@ class Trainer:
         return TrainerStatus(
             step=self._step,
             version=self._version,
-            doing=self._doing,
-            doing_s=round(time.monotonic() - self._since, 3) if self._doing is not None else 0.0,
+            doing=self._turns.doing,
+            doing_s=self._turns.doing_s,
             strategy=str(self._spec.config.strategy),
             world_size=self._spec.config.world_size,
             transport=self._spec.transport,
@@ -130,6 +128,7 @@ class Trainer:
             last_round=self._last_round,
             stored_version=store.stored_version,
             store_problem=store.store_problem,
+            untrained=tuple(self._loaded.untrained),
         )
 
     async def check_health(self) -> None:
@@ -160,22 +159,40 @@ class Trainer:
         It stays allocated until then, and this trainer's workers need it.
         """
         try:
-            lease = await self._controller.acquire.remote(PUBLISHER)
+            lease = await answered(lambda: self._controller.acquire.remote(PUBLISHER), "acquire")
             try:
-                await self._controller.disconnect.remote(lease.token)
+                await asyncio.wait_for(self._controller.disconnect.remote(lease.token), RESTART_WAIT_S)
             finally:
-                await self._controller.release.remote(lease.token)
-        except SlipstreamError as error:  # another publisher holds the lease, or a round is not over yet
-            logger.warning("GPU memory of a former trainer stays open in the replicas: %s", error)
+                await asyncio.wait_for(self._controller.release.remote(lease.token), RESTART_WAIT_S)
+        except Exception as error:
+            # Another publisher holds the lease, a round is not over yet, the controller is gone or hangs.
+            if not (is_lost(error) or isinstance(error, SlipstreamError | TimeoutError)):
+                raise
+            logger.warning(
+                "GPU memory of a former trainer stays open in the replicas: %s: %s",
+                type(error).__name__,
+                error,
+            )
+
+    async def _learn(self, trajectories: Sequence[JsonValue]) -> Metrics:
+        metrics = await self._group.call(TrainerWorker.step, trajectories, timeout_s=self._step_timeout_s)
+        self._step, self._last_step = int(metrics["step"]), metrics
+        return metrics
+
+    async def _go_back(self, version: int) -> RoundReport:
+        await answered(lambda: self._controller.rollback_source.remote(version), "rollback_source")
+        await self._group.call(TrainerWorker.load_version, version, timeout_s=self._step_timeout_s)
+        return await self._publish(f"rollback to {version}")
 
     async def _publish(self, label: str | None) -> RoundReport:
-        try:
-            report = await self._run_round(label)
-        except SlipstreamError as error:
-            if not error.detail.get("send_again") and not error.detail.get("connect_again"):
-                raise
-            logger.warning("the round is sent again, to the replicas that are left: %s", error)
-            report = await self._run_round(label)
+        for attempt in range(1, SEND_ATTEMPTS + 1):
+            try:
+                report = await self._run_round(label)
+                break
+            except SlipstreamError as error:
+                if attempt == SEND_ATTEMPTS or not _may_send_again(error):
+                    raise
+                logger.warning("the round is sent again, to the replicas that are left: %s", error)
         self._version, self._last_round = report.version, report
         await self._group.call(TrainerWorker.save_optimizer_state, timeout_s=self._step_timeout_s)
         return report
@@ -186,11 +203,11 @@ class Trainer:
         assert report is not None, "rank 0 reports every round that it completes"
         return report
 
-    @contextlib.asynccontextmanager
-    async def _turn(self, name: str) -> AsyncIterator[None]:
-        async with self._queue:
-            self._doing, self._since = name, time.monotonic()
-            try:
-                yield
-            finally:
-                self._doing = None
+
+def _may_send_again(error: SlipstreamError) -> bool:
+    """Whether a round failed without anybody's fault, or because the trainer stood still for too long.
+
+    A stale lease is acquired anew, unless another publisher has taken it meanwhile, which raises `Conflict`.
+    """
+    detail = error.detail
+    return bool(detail.get("send_again") or detail.get("connect_again")) or isinstance(error, StalePublisher)

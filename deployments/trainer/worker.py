@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Sequence
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +13,19 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
+from deployments.lost_calls import repeated
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.reports import StoreResult
+from deployments.protocol.status import FleetStatus
 from deployments.trainer.addresses import free_port, own_address
+from deployments.trainer.checkpoint import BaseCheckpoint, summary
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.publisher import Publisher
+from deployments.trainer.save_directory import directory_to_save
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.state_file import StateFile, resume
+from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import SavedCheckpoint
-from deployments.weights.store.safetensors_file import write_safetensors
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner, Metrics
@@ -32,6 +35,7 @@ from trainers.sources import ParameterSource
 from trainers.trajectory import parse_trajectories
 
 STORED_TIMEOUT_S = 60.0
+FLEET_TIMEOUT_S = 120.0  # for a controller that starts beside the trainer
 logger = serve_logger()
 
 
@@ -43,7 +47,9 @@ class TrainerWorker:
         self._spec = spec
         self._rank = rank
         self._controller = controller
-        self._store = Store(Path(spec.store_dir), max_versions=spec.max_versions)
+        self._store = Store(Path(spec.store_dir))
+        self._stored = StoredWeights(self._store, rank)
+        self._base = BaseCheckpoint(Path(spec.model))
         self._state_file = StateFile(self._store.directory.parent / "trainer", rank)
 
     def rendezvous_address(self) -> tuple[str, int]:
@@ -59,7 +65,7 @@ class TrainerWorker:
         """Join the group, load the newest stored version or the model, and be ready for steps.
 
         Raises:
-            ValueError: the model does not suit the trainer, or the manifest of the version cannot be read.
+            ValueError: the model does not suit the trainer, or no version in the store can be used.
             OSError: the checkpoint cannot be read.
         """
         spec = self._spec
@@ -67,19 +73,42 @@ class TrainerWorker:
         # One process needs no group: all collectives are among the ranks of this trainer.
         if spec.config.strategy == Strategy.FSDP2:
             self._join(rendezvous_address)
-        version = max(self._store.list(), default=0)
+        version = self._stored.newest(self._fleet_id())
         self._policy = self._read(self._store.path_of(version) if version else Path(spec.model))
         reference = self._read(Path(spec.model)) if spec.config.loss.kl_coefficient != 0.0 else None
         self._learner = Learner(self._policy, spec.config, reference=reference)
         if version:
             self._resume(version)
         wire_dtype = spec.config.wire_dtype
-        source = ParameterSource(self._policy.model, dtype=None if wire_dtype is None else DTYPES[wire_dtype])
-        self._publisher = Publisher(spec, self._rank, source, self._controller)
+        source = self._source(None if wire_dtype is None else DTYPES[wire_dtype])
+        self._lacking = self._base.lacking([spec.name for spec in source.specs()])
+        self._publisher = Publisher(spec, self._rank, source, self._controller, self._lacking)
         self._writer = VersionWriter(
-            write_files=partial(self._write_files, dtype=wire_dtype), on_stored=self._report_stored
+            write_files=partial(self._write_files, dtype=wire_dtype),
+            on_stored=self._report_stored,
+            on_failed=self._report_failed,
         )
-        return LoadedTrainer(version=version, step=self._learner.steps_done, parameters=self._parameters())
+        if self._lacking and self._rank == 0:
+            logger.warning(
+                "the trainer's model lacks %d of %d tensors of %s, which replicas keep as loaded: %s",
+                len(self._lacking),
+                len(self._base.names),
+                self._base.directory,
+                ", ".join(summary(self._lacking)),
+            )
+        return LoadedTrainer(
+            version=version,
+            step=self._learner.steps_done,
+            parameters=self._parameters(),
+            untrained=summary(self._lacking),
+        )
+
+    def _fleet_id(self) -> str:
+        def ask() -> str:
+            fleet: FleetStatus = self._controller.fleet.remote().result(timeout_s=FLEET_TIMEOUT_S)
+            return fleet.fleet_id
+
+        return repeated(ask, "fleet")
 
     def step(self, trajectories: Sequence[JsonValue]) -> Metrics:
         """One optimizer step on trajectories in their JSON form, see `trainers.trajectory`.
@@ -112,7 +141,10 @@ class TrainerWorker:
         version = CommittedVersion(
             version=report.version,
             label=report.label,
+            fleet_id=self._publisher.fleet_id,
+            digest=report.digest,
             tensors=self._publisher.source.take_copy(),
+            added=self._base.tensors(self._lacking),
             trainer_step=self._learner.steps_done,
         )
         self._writer.put(version, self._store)
@@ -122,10 +154,10 @@ class TrainerWorker:
         """Write the optimizer's state and master weights for a restart, after every n-th step
         (`optimizer_state_every`). If that fails, the former state stays and training goes on."""
         every, step = self._spec.optimizer_state_every, self._learner.steps_done
-        if every == 0 or step % every != 0:
-            return
+        if step in (0, self._state_file.step) or every == 0 or step % every != 0:
+            return  # nothing new: before the first step there are no moments. 15 s at 1.7B in float32
         try:
-            self._state_file.write(self._learner.state_dict(wire_dtype=self._spec.config.wire_dtype))
+            self._state_file.write(self._learner.state_dict(wire_dtype=self._spec.config.wire_dtype), step)
         except OSError as error:
             logger.warning(
                 "trainer rank %d: the optimizer's state of step %d is not saved, the former one stays: %s",
@@ -139,11 +171,14 @@ class TrainerWorker:
         restart.
 
         Raises:
-            InvalidRequest: the version is not in the store.
+            InvalidRequest: the version is not in the store, or damaged; nothing has changed.
             OSError: the state file of the former weights cannot be removed.
         """
         try:
             with self._store.reading(version) as directory:
+                problem = self._stored.problem(version)
+                if problem is not None:
+                    raise InvalidRequest(f"version {version} is not loaded: {problem}")
                 self._policy.load_weights(directory)
         except FileNotFoundError as error:
             raise InvalidRequest(str(error)) from error
@@ -154,27 +189,20 @@ class TrainerWorker:
         """Write an ordinary checkpoint of the weights as they are now.
 
         Args:
-            path: the directory; None: one beside the store, named by the step.
+            path: an absolute path of a new or empty directory; None: one beside the store, named by the step.
 
         Raises:
-            InvalidRequest: `path` is not a directory that can be written.
+            InvalidRequest: `path` is not such a directory, or its disk is full.
         """
-        default = self._store.directory.parent / f"checkpoint-{self._learner.steps_done:06d}"
-        directory = default if path is None else Path(path).expanduser()
         started = time.perf_counter()
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InvalidRequest(
-                f"path must be a directory that can be written, got {path}: {error}"
-            ) from error
+        default = self._store.directory.parent / f"checkpoint-{self._learner.steps_done:06d}"
+        directory = directory_to_save(path, default)
         weights = {}
-        for name, tensor in ParameterSource(self._policy.model):  # every rank gathers, rank 0 writes
+        for name, tensor in self._source(None):  # every rank gathers, rank 0 writes
             if self._rank == 0:
                 weights[name] = tensor.to("cpu")
         if self._rank == 0:
-            self._write_files(directory, dtype=None)
-            write_safetensors(weights, directory / "model.safetensors")
+            self._base.write(directory, self._policy.model, self._spec.config.dtype, weights)
         return SavedCheckpoint(
             path=str(directory.absolute()),
             step=self._learner.steps_done,
@@ -206,13 +234,17 @@ class TrainerWorker:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
 
     def _read(self, directory: Path) -> Policy:
+        dtype, trusts = self._spec.config.dtype, self._spec.trust_remote_code
         if self._spec.config.strategy == Strategy.SINGLE:
-            return Policy.load(directory, dtype=self._spec.config.dtype, device=self._device())
+            return Policy.load(directory, dtype=dtype, device=self._device(), trust_remote_code=trusts)
         from trainers.fsdp2 import shard_policy
 
-        policy = Policy.load(directory, dtype=self._spec.config.dtype)
+        policy = Policy.load(directory, dtype=dtype, trust_remote_code=trusts)
         shard_policy(policy, device=self._device())
         return policy
+
+    def _source(self, dtype: torch.dtype | None) -> ParameterSource:
+        return ParameterSource(self._policy.model, dtype=dtype, stored=self._base.names)
 
     def _device(self) -> str:
         return "cuda:0" if self._spec.device == "cuda" else "cpu"
@@ -234,13 +266,21 @@ class TrainerWorker:
 
     def _write_files(self, directory: Path, dtype: str | None) -> None:
         """All but the weights of a checkpoint, whose weights have `dtype`; None: the trainer's own."""
-        model = self._policy.model
-        config = deepcopy(model.config)
-        config.dtype = self._spec.config.dtype if dtype is None else dtype
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        config.save_pretrained(directory)
-        self._policy.copy_model_files(directory)
+        self._base.write_files(
+            directory, self._policy.model, self._spec.config.dtype if dtype is None else dtype
+        )
+
+    def _report_failed(self, result: StoreResult) -> None:
+        """Joiners wait for it: the fleet's status says why, and the trainer may publish again."""
+        try:
+            response = self._controller.not_stored.remote(result.version, result.problem)
+            response.result(timeout_s=STORED_TIMEOUT_S)
+        except Exception as error:  # whatever it was, the status says so later
+            logger.warning("the controller does not know that version %d failed: %s", result.version, error)
 
     def _report_stored(self, result: StoreResult) -> None:
-        response = self._controller.stored.remote(result.version, result.path, result.label)
-        response.result(timeout_s=STORED_TIMEOUT_S)
+        def report() -> None:
+            response = self._controller.stored.remote(result.version, result.path, result.label)
+            response.result(timeout_s=STORED_TIMEOUT_S)
+
+        repeated(report, f"stored version {result.version}")

@@ -17,25 +17,28 @@ from ray.serve.handle import DeploymentHandle
 from ray.util.placement_group import get_placement_group
 
 from deployments.errors import FleetUnavailable, SlipstreamError
+from deployments.logs import serve_logger
 from deployments.placement import SlotPlan, in_bundle
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 
-PING_TIMEOUT_S = 30.0
+PING_TIMEOUT_S = 20.0  # shorter than Serve's own limit: the reason must be known when it replaces the trainer
 # After one rank has failed, the others may be blocked in a collective for good.
 STRAGGLER_S = 10.0
 # A second concurrency group, so that a ping is answered during a step; the default group has one thread.
 _ACTOR = ray.remote(concurrency_groups={"control": 1})(TrainerWorker)
 
 Result = TypeVar("Result")
+logger = serve_logger()
 
 
 class WorkerGroup:
     """All ranks of the trainer. A call runs on every rank and returns what rank 0 returns."""
 
-    def __init__(self, workers: Sequence[Any]) -> None:
+    def __init__(self, workers: Sequence[Any], *, ping_timeout_s: float = PING_TIMEOUT_S) -> None:
         self._workers = list(workers)
+        self._ping_timeout_s = ping_timeout_s
         self.broken: str | None = None  # why the group cannot be used any more
 
     @classmethod
@@ -111,13 +114,27 @@ class WorkerGroup:
             RuntimeError: a worker is gone.
         """
         if self.broken is None:
-            try:
-                pings = [_result(worker.process_id.remote()) for worker in self._workers]
-                await asyncio.wait_for(asyncio.gather(*pings), PING_TIMEOUT_S)
-            except (RayError, TimeoutError) as error:
-                self.broken = f"a worker does not answer: {type(error).__name__}"
+            problems = await self._silent()
+            if problems and self.broken is None:
+                self.broken = "; ".join(problems)
+                logger.error("the trainer is replaced, and resumes from the store: %s", self.broken)
         if self.broken is not None:
             raise RuntimeError(f"the trainer's worker group is broken: {self.broken}")
+
+    async def _silent(self) -> list[str]:
+        """One sentence for each worker that is gone, or hangs."""
+        pings = [asyncio.ensure_future(_result(worker.process_id.remote())) for worker in self._workers]
+        await asyncio.wait(pings, timeout=self._ping_timeout_s)
+        problems = []
+        for rank, ping in enumerate(pings):
+            if not ping.done():
+                ping.cancel()
+                problems.append(f"rank {rank} has not answered for {self._ping_timeout_s:g} s")
+            elif isinstance(error := ping.exception(), RayError):
+                problems.append(f"rank {rank} is gone ({type(error).__name__})")
+            elif error is not None:
+                raise error
+        return problems
 
     async def store_status(self) -> StoreStatus:
         """What rank 0 wrote to the store; answered also during a step.
@@ -127,13 +144,14 @@ class WorkerGroup:
         """
         try:
             status = _result(self._workers[0].store_status.remote())
-            return cast(StoreStatus, await asyncio.wait_for(status, PING_TIMEOUT_S))
+            return cast(StoreStatus, await asyncio.wait_for(status, self._ping_timeout_s))
         except (RayError, TimeoutError) as error:
             raise FleetUnavailable(f"the trainer's rank 0 does not answer: {type(error).__name__}") from error
 
     async def process_ids(self) -> list[int]:
-        """By rank."""
-        return list(await asyncio.gather(*[_result(each.process_id.remote()) for each in self._workers]))
+        """By rank. Raises TimeoutError if a rank hangs."""
+        async with asyncio.timeout(self._ping_timeout_s):
+            return list(await asyncio.gather(*[_result(each.process_id.remote()) for each in self._workers]))
 
     def kill(self) -> None:
         """End all workers at once."""

@@ -5,24 +5,34 @@ Time is virtual: `takes_s` says how long a call takes, and waiting for its resul
 """
 
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from ray.exceptions import ActorDiedError
 
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError, StalePublisher
+from deployments.errors import (
+    Conflict,
+    InvalidRequest,
+    RoundAborted,
+    SlipstreamError,
+    StalePublisher,
+    TransferAborted,
+)
 from deployments.protocol.publishing import Lease, RoundOptions, RoundReport
-from deployments.protocol.status import ConnectionStatus, FleetStatus, MemberStatus
+from deployments.protocol.status import ConnectionStatus, FleetStatus, MemberStatus, SizeStatus
 from deployments.weights.transports.shm import open_segment
 from deployments.weights.wire.chunk_layout import parse, plan_chunks
 
 LEASE_S = 60.0
+RESTART_S = 5.0
 
 
 class FakeController:
     """Stands where a `DeploymentHandle` does: `handle.method.remote(...).result()`, or awaited.
 
     Attributes for tests: `abort_next` is raised by the next close; `takes_s` has the duration of calls by
-    method; `calls` has the methods in the order in which they began.
+    method; `calls` has the methods in the order in which they began; `dies_in` names methods in whose next
+    call the process dies, before or after it carried the call out; its successor answers `RESTART_S` later.
     """
 
     def __init__(self) -> None:
@@ -33,10 +43,15 @@ class FakeController:
         self.calls: list[str] = []
         self.received: dict[str, torch.Tensor] = {}
         self.stored_versions: dict[int, str] = {}
+        self.problems: dict[int, str] = {}  # of versions that could not be stored
         self.abort_next: RoundAborted | None = None
         self.abort_reasons: list[str] = []
+        self.dies_in: dict[str, Literal["before", "after"]] = {}
+        self.member_states = ["serving"]
+        self.up_at = 0.0  # when the successor answers
         self.options: RoundOptions | None = None  # of the last round
         self.connected_to: str | None = None  # the publisher's name
+        self.init_info: dict[str, Any] = {}  # of the connection
         self.lease: Lease | None = None
         self.open_round_id: int | None = None
         self._connected_epoch = 0
@@ -44,6 +59,7 @@ class FakeController:
         self._last_round_id = 0
         self._payloads = 0  # of the open round
         self._aborted: dict[int, SlipstreamError] = {}  # round id -> why
+        self._committed: dict[int, RoundReport] = {}  # by round id
         self._lease_ends = 0.0
         self._scheduled: list[tuple[float, Callable[[], object]]] = []
 
@@ -54,7 +70,25 @@ class FakeController:
 
     def answer(self, method: str, *args: Any) -> Any:
         self.calls.append(method)
-        return getattr(self, f"on_{method}")(*args)
+        fate = self.dies_in.pop(method, None)
+        if fate == "before":
+            self.restart()
+            raise ActorDiedError
+        result = getattr(self, f"on_{method}")(*args)
+        if fate == "after":
+            self.restart()
+            raise ActorDiedError
+        return result
+
+    def restart(self) -> None:
+        """A new process: it knows what was decided, and no lease and no connection."""
+        if self.open_round_id is not None:
+            self._aborted[self.open_round_id] = TransferAborted(
+                f"round {self.open_round_id} aborted: the controller restarted",
+                {"round_id": self.open_round_id, "send_again": True},
+            )
+        self.open_round_id, self.lease, self.connected_to = None, None, None
+        self.up_at = self.now + RESTART_S
 
     # -- time ---------------------------------------------------------------------------------
 
@@ -102,6 +136,7 @@ class FakeController:
         if self.open_round_id is not None:
             raise Conflict(f"cannot connect while round {self.open_round_id} is open")
         self.connected_to, self._connected_epoch = publisher, self.epoch
+        self.init_info = dict(init_info)
         return 1
 
     def on_disconnect(self, token: int) -> dict[str, Any]:
@@ -138,6 +173,10 @@ class FakeController:
             self.received[entry.name] = data.view(entry.dtype).reshape(entry.shape)
 
     def on_close_round(self, token: int, round_id: int, label: str | None) -> RoundReport:
+        if round_id in self._aborted:
+            raise self._aborted[round_id]
+        if round_id in self._committed:
+            return self._committed[round_id]
         self._require_open(token, round_id)
         self.open_round_id = None
         error: SlipstreamError | None = self.abort_next
@@ -147,7 +186,7 @@ class FakeController:
             self.abort_next, self._aborted[round_id] = None, error
             raise error
         self.version += 1
-        return RoundReport(
+        self._committed[round_id] = report = RoundReport(
             round_id=round_id,
             version=self.version,
             label=label,
@@ -156,6 +195,7 @@ class FakeController:
             reason="",
             duration_s=0.0,
         )
+        return report
 
     def on_abort_round(self, token: int, round_id: int, reason: str) -> None:
         self._require_open(token, round_id)
@@ -179,6 +219,9 @@ class FakeController:
     def on_stored(self, version: int, path: str, label: str | None) -> None:
         self.stored_versions[version] = path
 
+    def on_not_stored(self, version: int, reason: str) -> None:
+        self.problems[version] = reason
+
     def on_rollback_source(self, version: int) -> str:
         if version not in self.stored_versions:
             raise InvalidRequest(f"version {version} is not in the store")
@@ -195,14 +238,19 @@ class FakeController:
                 replicas=("r0",),
             )
         return FleetStatus(
+            fleet_id="fleet",
             committed_version=self.version,
             label=None,
             stored_version=max(self.stored_versions, default=None),
             epoch=self.epoch,
             ready=True,
             min_replicas=1,
+            size=SizeStatus(wanted=1, least=1, most=1, running=1, joining=0, leaving=0, problem=None),
             workers=1,
-            members=(member_status("serving", self.version),),
+            members=tuple(
+                member_status(state, self.version, f"r{number}")
+                for number, state in enumerate(self.member_states)
+            ),
             round=None,
             lease=None,
             connection=connection,
@@ -240,7 +288,7 @@ class _Response:
     def __init__(self, controller: FakeController, method: str, args: tuple[Any, ...]) -> None:
         self._controller = controller
         self._token = args[0] if method in ("open_round", "send") else None
-        self._ends = controller.now + controller.takes_s.get(method, 0.0)
+        self._ends = max(controller.now, controller.up_at) + controller.takes_s.get(method, 0.0)
         self._result: Any = None
         self._error: Exception | None = None
         try:

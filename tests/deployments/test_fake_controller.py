@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError, StalePublisher
+from deployments.errors import (
+    Conflict,
+    InvalidRequest,
+    RoundAborted,
+    SlipstreamError,
+    StalePublisher,
+    TransferAborted,
+)
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.status import FleetStatus
 from tests.deployments.fake_controller import LEASE_S, FakeController
@@ -35,6 +42,10 @@ class Ledger:
 
     def wait(self, elapsed_s: float) -> None:
         self.scene.wait(elapsed_s)
+
+    def restart(self) -> None:
+        self.scene.restart()
+        self.scene.poll()
 
     def abort_next_round(self) -> None:
         self.scene.replicas.clear()
@@ -101,7 +112,6 @@ def test_a_round_that_is_closed_is_the_next_version_with_its_label(controller: E
         lambda token, round_id: ("connect", token, {}),
         lambda token, round_id: ("open_round", token, OPTIONS),
         lambda token, round_id: ("send", token, round_id, {}),
-        lambda token, round_id: ("close_round", token, round_id, None),
         lambda token, round_id: ("abort_round", token, round_id, "reason"),
         lambda token, round_id: ("disconnect", token),
         lambda token, round_id: ("renew", token),
@@ -115,9 +125,10 @@ def test_a_token_is_stale_once_its_publisher_took_a_new_lease(controller: Either
 
 
 def test_a_new_lease_ends_the_open_round_of_the_old_one(controller: Either) -> None:
-    _, round_id = opened(controller)
+    old, round_id = opened(controller)
     token = controller.answer("acquire", "trainer").token
     refused(controller, RoundAborted, "close_round", token, round_id, None)
+    refused(controller, RoundAborted, "close_round", old, round_id, None)
     controller.answer("open_round", token, OPTIONS)
 
 
@@ -175,11 +186,31 @@ def test_a_round_that_the_fleet_aborted_is_not_open(controller: Either, call: Ca
     assert controller.answer("fleet").committed_version == 0
 
 
-@CALLS_OF_A_ROUND
-def test_a_call_to_a_committed_round_is_out_of_order(controller: Either, call: Call) -> None:
+@pytest.mark.parametrize("method", ["send", "abort_round"])
+def test_a_call_to_a_committed_round_is_out_of_order(controller: Either, method: str) -> None:
     token, round_id = opened(controller)
     controller.answer("close_round", token, round_id, None)
-    refused(controller, Conflict, *call(token, round_id))
+    refused(controller, Conflict, method, token, round_id, {})
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_close_that_comes_again_is_answered_from_the_record(controller: Either, restarted: bool) -> None:
+    token, round_id = opened(controller)
+    report = controller.answer("close_round", token, round_id, "one")
+    if restarted:
+        controller.restart()
+    assert controller.answer("close_round", token, round_id, "one") == report
+    assert controller.answer("fleet").committed_version == 1
+
+
+def test_a_restart_aborts_the_open_round_and_ends_lease_and_connection(controller: Either) -> None:
+    token, round_id = opened(controller)
+    controller.restart()
+    error = refused(controller, TransferAborted, "close_round", token, round_id, None)
+    assert error.detail == {"round_id": round_id, "send_again": True}
+    refused(controller, StalePublisher, "send", token, round_id, {})
+    again, next_round = opened(controller)
+    assert again > token and next_round > round_id
 
 
 @CALLS_OF_A_ROUND

@@ -25,7 +25,7 @@ from deployments.placement import (
 from deployments.trainer.worker_group import resources
 from tests.deployments.trainer.trainer_specs import trainer_spec
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(480)]
 PORT = 8361
 PLAN = SlotPlan(name="slots-test", slots=2, gpus_per_slot=2, engine_share=0.6, trainer_share=0.4)
 
@@ -100,7 +100,7 @@ def start_ranks() -> list[Any]:
 
 def test_a_trainer_rank_and_an_engine_rank_share_each_gpu_and_die_apart(replicas: Any) -> None:
     ranks = start_ranks()
-    gpus, pids = zip(*ray.get([rank.gpu.remote() for rank in ranks], timeout=60), strict=True)
+    gpus, pids = zip(*ray.get([rank.gpu.remote() for rank in ranks], timeout=150), strict=True)
     assert sorted(gpus) == ["0", "1", "2", "3"]
     before = slots_of(replicas)
     assert sorted(before) == [0, 1]
@@ -111,12 +111,12 @@ def test_a_trainer_rank_and_an_engine_rank_share_each_gpu_and_die_apart(replicas
     after = slots_of(replicas, without=before[1][1])
     assert after[0] == before[0]
     assert after[1][0] == before[1][0] and after[1][1] != before[1][1]
-    assert [pid for _, pid in ray.get([rank.gpu.remote() for rank in ranks], timeout=60)] == list(pids)
+    assert [pid for _, pid in ray.get([rank.gpu.remote() for rank in ranks], timeout=150)] == list(pids)
 
     for pid in pids:  # the trainer dies: its successor gets the same GPUs, the replicas are not affected
         os.kill(pid, signal.SIGKILL)
     successors = start_ranks()
-    assert [gpu for gpu, _ in ray.get([rank.gpu.remote() for rank in successors], timeout=60)] == list(gpus)
+    assert [gpu for gpu, _ in ray.get([rank.gpu.remote() for rank in successors], timeout=150)] == list(gpus)
     assert slots_of(replicas) == after
 
 

@@ -113,3 +113,18 @@ def test_a_missing_checkpoint_and_an_unknown_dtype_are_named(tmp_path: Path) -> 
         Policy.load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"dtype must be one of .*, got 'int3'"):
         Policy.load(tmp_path, dtype="int3")
+
+
+def test_the_code_that_a_checkpoint_brings_is_run_only_if_asked_for(tmp_path: Path) -> None:
+    directory = tmp_path / "with_code"
+    directory.mkdir()
+    (directory / "config.json").write_text(
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnModel"}}'
+    )
+    (directory / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        Policy.load(directory)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(Exception, match="Own"):  # the code runs, and has no such class
+        Policy.load(directory, trust_remote_code=True)
+    assert (tmp_path / "ran").exists()

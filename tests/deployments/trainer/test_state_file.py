@@ -52,7 +52,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
 
     monkeypatch.setattr(os, "fsync", recorded)
     file = StateFile(tmp_path / "trainer", 1)
-    file.write({"steps_done": 4})
+    file.write({"steps_done": 4}, 4)
     assert file.path == tmp_path / "trainer" / "trainer_state.rank1.pt"
     assert synced == [str(file.path.with_suffix(".partial")), str(file.path.parent)]
     assert file.read() == {"steps_done": 4}
@@ -64,10 +64,10 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
 
 def test_a_full_disk_leaves_the_former_state(tmp_path: Path) -> None:
     file = StateFile(tmp_path, 0)
-    file.write({"steps_done": 4})
+    file.write({"steps_done": 4}, 4)
     file.path.with_suffix(".partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"^[^\n]+$"):
-        file.write({"steps_done": 5, "weights": torch.zeros(1 << 20)})
+        file.write({"steps_done": 5, "weights": torch.zeros(1 << 20)}, 5)
     assert file.read() == {"steps_done": 4}
     assert [entry.name for entry in tmp_path.iterdir()] == [file.path.name]
 
@@ -76,7 +76,7 @@ def test_weights_of_the_same_step_that_are_not_those_of_the_state_stay(tmp_path:
     learner = Learner(tiny.policy(tmp_path), CONFIG)
     learner.step(BATCH)
     file = StateFile(tmp_path, 0)
-    file.write(learner.state_dict(wire_dtype="bfloat16"))
+    file.write(learner.state_dict(wire_dtype="bfloat16"), 1)
     resumed = Learner(Policy.load(tmp_path), CONFIG)
     load(resumed.policy, weights(tiny.policy(tmp_path / "other", seed=1)), dtype=torch.bfloat16)
     before = weights(resumed.policy)
@@ -88,7 +88,7 @@ def test_a_state_of_another_model_is_not_restored(tmp_path: Path) -> None:
     learner = Learner(tiny.policy(tmp_path / "a", "llama"), CONFIG)
     learner.step(BATCH)
     file = StateFile(tmp_path, 0)
-    file.write(learner.state_dict())
+    file.write(learner.state_dict(), 1)
     other = Learner(tiny.policy(tmp_path / "b", "qwen3-moe"), CONFIG)
     assert "must have shape" in str(resume(other, file, 1))
     assert other.step(BATCH)["step"] == 2
@@ -126,7 +126,7 @@ def _train_and_resume(rank: int, directory: Path) -> list[object]:
     file = StateFile(directory, rank)
     straight = _sharded(directory)
     straight.step(BATCH)
-    file.write(straight.state_dict(wire_dtype="bfloat16"))
+    file.write(straight.state_dict(wire_dtype="bfloat16"), 1)
     trained = weights(straight.policy)
     straight.step(BATCH)
 

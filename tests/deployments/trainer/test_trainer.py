@@ -147,6 +147,20 @@ async def test_a_round_whose_transfer_broke_is_sent_again_by_all_ranks(
         assert (await trainer.publish(None)).version == 2
 
 
+@pytest.mark.parametrize(
+    "method", ["fleet", "acquire", "connect", "open_round", "send", "close_round", "release"]
+)
+async def test_a_publish_survives_a_controller_that_dies_in_any_of_its_calls(
+    spec: TrainerSpec, method: str, tmp_path: Path
+) -> None:
+    controller = FakeController()
+    controller.dies_in[method] = "after"
+    async with running(spec, controller) as trainer:
+        report = await trainer.publish("mine")
+        assert (report.version, report.label) == (1, "mine")
+        await until_stored(trainer, 1)
+
+
 async def test_a_round_that_was_aborted_for_another_reason_is_not_sent_again(spec: TrainerSpec) -> None:
     controller = FakeController()
     controller.abort_next = RoundAborted("replicas disagree")
@@ -173,3 +187,26 @@ async def test_workers_end_with_the_process_that_owns_them(spec: TrainerSpec) ->
     assert workers and all(exists(pid) for pid in workers)
     os.kill(own, signal.SIGKILL)
     await until_gone(workers)
+
+
+async def test_a_step_whose_caller_is_gone_is_done_and_counted(spec: TrainerSpec) -> None:
+    async with running(spec) as trainer:
+        step = asyncio.ensure_future(trainer.step(BATCH))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert (await trainer.step(BATCH))["step"] == 2
+        assert (await trainer.status()).step == 2
+
+
+async def test_a_worker_that_hangs_is_found_and_ends_with_its_trainer(spec: TrainerSpec) -> None:
+    async with running(spec) as trainer:
+        (pid,) = await trainer.process_ids()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match="rank 0 has not answered for 20 s"):
+            await trainer.check_health()
+        with pytest.raises(FleetUnavailable, match="rank 0 has not answered"):
+            await trainer.step(BATCH)
+    await until_gone([pid])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from deployments.errors import InvalidRequest, RoundAborted
 from deployments.trainer.messages import StoreStatus
 from deployments.trainer.spec import TrainerSpec
+from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
 from tests.deployments.fake_controller import FakeController
@@ -51,9 +52,27 @@ def test_the_manifest_of_a_stored_version_says_what_it_is(spec: TrainerSpec) -> 
     assert worker.flush(30.0)
     manifest = Store(Path(spec.store_dir)).manifest_of(1)
     assert (manifest.version, manifest.label, manifest.trainer_step) == (1, "first", 1)
+    assert manifest.fleet_id == "fleet" and manifest.digest is not None
     assert {name: tensor.digest for name, tensor in manifest.tensors.items()} == {
         name: f"{digest(tensor):016x}" for name, tensor in controller.received.items()
     }
+
+
+def test_the_controller_hears_of_a_version_that_could_not_be_written(spec: TrainerSpec) -> None:
+    controller = FakeController()
+    worker = started(spec, controller)
+    Path(spec.store_dir).parent.mkdir(exist_ok=True)
+    Path(spec.store_dir).write_text("a file where the store was to be")
+    published(worker)
+    assert worker.flush(30.0)
+    assert controller.problems[1].startswith("NotADirectoryError: ")
+
+
+def test_a_trainer_does_not_go_on_from_another_fleets_weights(spec: TrainerSpec) -> None:
+    foreign = CommittedVersion(version=12, label=None, fleet_id="another", tensors={"w": torch.ones(1)})
+    write_version(foreign, Store(Path(spec.store_dir)), lambda directory: None)
+    with pytest.raises(ValueError, match=r"version 12 in .* is of fleet another, this is fleet fleet"):
+        started(spec, FakeController())
 
 
 def test_a_checkpoint_is_saved_beside_the_store_by_default(spec: TrainerSpec) -> None:
@@ -148,6 +167,7 @@ def test_a_disk_that_fails_does_not_end_training(spec: TrainerSpec) -> None:
     controller = FakeController()
     worker = started(spec, controller)
     Path(spec.store_dir).parent.mkdir(parents=True, exist_ok=True)
+    Path(spec.store_dir).parent.mkdir(exist_ok=True)
     Path(spec.store_dir).write_text("a file where a directory should be")
     worker.publish(None)
     assert worker.flush(30.0)
@@ -158,3 +178,24 @@ def test_a_disk_that_fails_does_not_end_training(spec: TrainerSpec) -> None:
     worker.publish(None)
     assert worker.flush(30.0)
     assert worker.store_status() == StoreStatus(stored_version=2, store_problem=None)
+
+
+@pytest.mark.parametrize(
+    "path", ["relative", "../up", "", "~nobody-of-this-name/x", "/tmp/\0", "/proc/1/x/y"]
+)
+def test_a_checkpoint_is_not_saved_just_anywhere(spec: TrainerSpec, path: str) -> None:
+    worker = started(spec, FakeController())
+    with pytest.raises(InvalidRequest, match="path must be"):
+        worker.save(path)
+
+
+def test_a_checkpoint_is_never_saved_over_what_is_there(spec: TrainerSpec, tmp_path: Path) -> None:
+    worker = started(spec, FakeController())
+    taken, link = tmp_path / "taken", tmp_path / "link"
+    taken.mkdir()
+    (taken / "config.json").write_text("mine")
+    link.symlink_to(taken)
+    for path in (taken, link, tmp_path / "new" / ".." / "taken", taken / "config.json"):
+        with pytest.raises(InvalidRequest, match="path must be a"):
+            worker.save(str(path))
+    assert (taken / "config.json").read_text() == "mine" and len(list(taken.iterdir())) == 1

@@ -64,6 +64,27 @@ def test_a_restart_without_optimizer_state_resumes_the_schedule(spec: TrainerSpe
     assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(1e-3 * 2 / 5)
 
 
+def test_before_the_first_step_there_is_no_state_to_save(spec: TrainerSpec) -> None:
+    worker = started(spec, FakeController())
+    worker.publish(None)
+    worker.save_optimizer_state()
+    assert not state_file(spec).exists()
+    assert worker.flush(30.0)
+
+
+def test_one_step_that_is_published_twice_is_saved_once(spec: TrainerSpec) -> None:
+    worker = trained(spec, steps=1)
+    before = state_file(spec).stat().st_mtime_ns
+    worker.publish(None)
+    worker.save_optimizer_state()
+    assert state_file(spec).stat().st_mtime_ns == before
+    worker.load_version(1)
+    worker.publish("rollback to 1")
+    worker.save_optimizer_state()
+    assert state_file(spec).is_file(), "the state of before the rollback is gone, and this one is new"
+    assert worker.flush(30.0)
+
+
 def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
     spec: TrainerSpec, tmp_path: Path
 ) -> None:
@@ -76,7 +97,7 @@ def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
     assert equal(saved(resumed, tmp_path / "resumed"), before)
     resumed.step(BATCH)
     worker.step(BATCH)
-    assert equal(saved(resumed, tmp_path / "resumed"), saved(worker, tmp_path / "trained"))
+    assert equal(saved(resumed, tmp_path / "resumed again"), saved(worker, tmp_path / "trained on"))
 
 
 def test_master_weights_of_another_step_are_not_restored(
@@ -105,7 +126,7 @@ def test_a_damaged_state_file_costs_the_moments_and_not_the_trainer(
     (line,) = lines(caplog)
     assert line.startswith("the trainer resumes from version 1, step 1; moments start at zero: ")
     assert str(file) in line and "\n" not in line
-    assert equal(saved(resumed, tmp_path / "resumed"), saved(worker, tmp_path / "trained"))
+    assert equal(saved(resumed, tmp_path / "resumed again"), saved(worker, tmp_path / "trained on"))
     assert resumed.step(BATCH)["step"] == 2
 
 

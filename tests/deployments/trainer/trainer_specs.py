@@ -20,7 +20,6 @@ def trainer_spec(
     return TrainerSpec(
         model=str(model),
         store_dir=str(store_dir),
-        max_versions=3,
         transport=transport,
         device=device,
         chunk_bytes=chunk_bytes,

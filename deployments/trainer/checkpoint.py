@@ -1,0 +1,130 @@
+"""The checkpoint that the fleet and its trainer start from, and what the trainer's model lacks of it.
+
+    sent     what the model has, also under a second name (`lm_head` stored beside tied embeddings)
+    lacking  the rest: layers of multi-token prediction, a vision tower, rotary tables
+
+Replicas keep what is lacking as they loaded it. A version in the store is a complete checkpoint: it gets
+these tensors from the one of the start.
+"""
+
+import contextlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from deployments.errors import InvalidRequest
+from deployments.weights.store.safetensors_file import read_tensors, write_safetensors
+from deployments.weights.wire.checkpoint_schema import join_reasons, read_schema, torn
+from trainers.policy import copy_model_files
+
+CONFIG = "config.json"
+
+
+class BaseCheckpoint:
+    """A checkpoint directory whose model a trainer trains, or a part of it.
+
+    Attributes:
+        names: of its tensors; empty if it has no safetensors files.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file has no safetensors header.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        schema = read_schema(directory)
+        self.names: frozenset[str] = frozenset() if schema is None else frozenset(schema)
+
+    def lacking(self, sent: Collection[str]) -> Sequence[str]:
+        """The tensors that are not in `sent`, which must be all that the trainer's model has.
+
+        Raises:
+            ValueError: a module is sent in part; the rest of it would be of another version.
+        """
+        lacking = sorted(self.names - set(sent))
+        problems = torn(lacking, sent)
+        if problems:
+            raise ValueError(
+                f"{self.directory} is more than a part can be trained of: {join_reasons(problems)}"
+            )
+        return lacking
+
+    def tensors(self, names: Collection[str]) -> Mapping[str, torch.Tensor]:
+        """As `read_tensors`."""
+        return read_tensors(self.directory, names)
+
+    def write_files(self, directory: Path, model: PreTrainedModel, dtype: str) -> None:
+        """All but the weights of a checkpoint of `model`, or of the whole of which it is a part.
+
+        Args:
+            dtype: of the weights.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        if self._config.get("model_type") == model.config.model_type:
+            config = type(model.config).from_dict(model.config.to_dict())
+            config.dtype = dtype
+            config.architectures = [type(model).__name__.removeprefix("FSDP")]
+            config.save_pretrained(directory)
+        else:  # the model is a part, such as the language model of one that also sees
+            (directory / CONFIG).write_text(json.dumps(_with_dtype(self._config, dtype), indent=2))
+        copy_model_files(self.directory, directory)
+
+    def write(
+        self, directory: Path, model: PreTrainedModel, dtype: str, weights: Mapping[str, torch.Tensor]
+    ) -> None:
+        """A complete checkpoint of `model`, and of what it lacks.
+
+        Raises:
+            InvalidRequest: the directory cannot be written; it has no weights then, or those of before.
+        """
+        partial = directory / "model.safetensors.partial"
+        complete = {**weights, **self.tensors(self.names - weights.keys())}
+        try:
+            self.write_files(directory, model, dtype)
+            write_safetensors(complete, partial)
+            partial.replace(directory / "model.safetensors")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink()  # it may be what fills the disk
+            raise InvalidRequest(f"the checkpoint cannot be written to {directory}: {error}") from error
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads((self.directory / CONFIG).read_text(encoding="utf-8"))
+        return config
+
+
+def summary(names: Sequence[str]) -> Sequence[str]:
+    """A few words for each group of tensors, for a person."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(_group(name), []).append(name)
+    return tuple(
+        f"{group} ({len(members)} tensors)" if len(members) > 1 else members[0]
+        for group, members in groups.items()
+    )
+
+
+def _group(name: str) -> str:
+    """The name up to a layer's number, or its first two parts."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:2])
+
+
+def _with_dtype(config: Any, dtype: str) -> Any:
+    """The configuration with another dtype, also of its parts."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: dtype if key in ("dtype", "torch_dtype") else _with_dtype(value, dtype)
+        for key, value in config.items()
+    }

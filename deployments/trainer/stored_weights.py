@@ -1,0 +1,89 @@
+"""The versions in the store that a trainer may load: its own fleet's, with the bytes that were committed.
+
+Rank 0 reads and compares them; all ranks load the same one, or none does.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from deployments.logs import serve_logger
+from deployments.weights.store.integrity import check_files
+from deployments.weights.store.versions import Store
+
+Value = TypeVar("Value")
+logger = serve_logger()
+
+
+class StoredWeights:
+    """The store as one rank of the trainer sees it."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+
+    def newest(self, fleet_id: str) -> int:
+        """The newest version that can be used, 0 if the store is empty. Called on every rank.
+
+        Raises:
+            ValueError: the newest is another fleet's, its manifest cannot be read, or none can be used.
+        """
+        versions = _of_rank_0(list(self._store.list()))
+        if versions:
+            self._check_owner(versions[-1], fleet_id)
+        problems: list[str] = []
+        for version in reversed(versions):
+            problem = self.problem(version)
+            if problem is None:
+                self._say(version, problems)
+                return version
+            problems.append(problem)
+        if problems:
+            raise ValueError(
+                f"no version in {self._store.directory} can be used: {'; '.join(problems)}; move them away "
+                "to start from the model again"
+            )
+        return 0
+
+    def problem(self, version: int) -> str | None:
+        """Why a version cannot be used; None if it can. Called on every rank.
+
+        Raises:
+            FileNotFoundError: it is not in the store.
+        """
+        path = self._store.path_of(version)
+        return _of_rank_0(_problem(path, version) if self._rank == 0 else None)
+
+    def _check_owner(self, version: int, fleet_id: str) -> None:
+        owner = self._store.manifest_of(version).fleet_id
+        if owner not in (None, fleet_id):
+            raise ValueError(
+                f"version {version} in {self._store.directory} is of fleet {owner}, this is fleet "
+                f"{fleet_id}: move it away, or set 'store.path' to another directory"
+            )
+
+    def _say(self, version: int, problems: Sequence[str]) -> None:
+        if problems and self._rank == 0:
+            logger.warning(
+                "the trainer resumes from version %d, and what was trained since is lost: %s",
+                version,
+                "; ".join(problems),
+            )
+
+
+def _problem(path: Path, version: int) -> str | None:
+    try:
+        check_files(path, version)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _of_rank_0(value: Value) -> Value:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values[0]

@@ -1,0 +1,174 @@
+"""Checkpoints with tensors that the trainer's model lacks, or has under another name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from deployments.errors import InvalidRequest
+from deployments.protocol.publishing import LACKING
+from deployments.trainer.checkpoint import BaseCheckpoint, summary
+from deployments.trainer.spec import TrainerSpec
+from deployments.weights.store.integrity import check_files
+from tests.deployments.fake_controller import FakeController
+from tests.deployments.trainer.one_worker import BATCH, equal, published, started
+from tests.deployments.trainer.trainer_specs import trainer_spec
+from tests.tiny_models import (
+    save_tiny_llama,
+    save_tiny_mtp,
+    save_tiny_tied_twice,
+    save_tiny_vision_language,
+)
+from trainers.policy import Policy
+from trainers.settings import OptimizerConfig, TrainerConfig
+from trainers.sources import ParameterSource
+
+Save = Callable[[Path, int], Path]
+KINDS: list[tuple[Save, list[str]]] = [
+    (
+        save_tiny_tied_twice,
+        [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)],
+    ),
+    (save_tiny_mtp, ["model.layers.2 (27 tensors)"]),
+    (
+        save_tiny_vision_language,
+        ["model.visual.blocks.0 (12 tensors)", "model.visual (9 tensors)", "mtp.fc.weight"],
+    ),
+]
+every_kind = pytest.mark.parametrize(
+    ("save", "untrained"), [pytest.param(*kind, id=kind[0].__name__) for kind in KINDS]
+)
+
+
+def spec_of(model: Path, tmp_path: Path) -> TrainerSpec:
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2))
+    return trainer_spec(model, tmp_path / "state" / "store", config=config, chunk_bytes=1 << 18)
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+@every_kind
+def test_what_is_sent_and_what_is_lacking_are_the_checkpoint(
+    save: Save, untrained: list[str], tmp_path: Path
+) -> None:
+    controller = FakeController()
+    model = save(tmp_path / "model", 0)
+    worker = started(spec_of(model, tmp_path), controller)
+    before = tensors_of(model)
+    worker.step(BATCH)
+    published(worker)
+    lacking = controller.init_info[LACKING]
+    assert set(lacking) | controller.received.keys() == before.keys()
+    assert not set(lacking) & controller.received.keys()
+    assert sorted(summary(lacking)) == sorted(untrained)
+    changed = [name for name, tensor in controller.received.items() if not torch.equal(tensor, before[name])]
+    assert "lm_head.weight" in changed, "every name of a trained tensor is sent"
+
+
+@every_kind
+def test_a_stored_version_is_a_complete_checkpoint(save: Save, untrained: list[str], tmp_path: Path) -> None:
+    controller = FakeController()
+    model = save(tmp_path / "model", 0)
+    spec = spec_of(model, tmp_path)
+    worker = started(spec, controller)
+    worker.step(BATCH)
+    published(worker)
+    saved = Path(worker.save(str(tmp_path / "saved")).path)
+    assert worker.flush(30.0)
+    stored = Path(controller.stored_versions[1])
+    check_files(stored, 1)
+    lacking = controller.init_info[LACKING]
+    expected = {**controller.received, **{name: tensors_of(model)[name] for name in lacking}}
+    assert equal(tensors_of(stored), expected) and equal(tensors_of(saved), expected)
+    for directory in (stored, saved):
+        config = AutoConfig.from_pretrained(directory)
+        assert type(config) is type(AutoConfig.from_pretrained(model))
+        assert config.architectures == AutoConfig.from_pretrained(model).architectures
+    assert not AutoModelForCausalLM.from_pretrained(stored, output_loading_info=True)[1]["missing_keys"]
+    # It is what a restarted trainer resumes from, and publishes as it is.
+    again = started(spec, successor := FakeController())
+    published(again)
+    assert equal(successor.received, controller.received)
+    assert successor.init_info[LACKING] == lacking
+
+
+def test_tied_weights_that_differ_in_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    model = save_tiny_tied_twice(tmp_path / "model", 0)
+    tensors = tensors_of(model)
+    tensors["lm_head.weight"] += 1.0
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="says tie_word_embeddings, and the checkpoint stores an output"):
+        Policy.load(model)
+
+
+def test_a_module_of_which_the_trainer_has_a_part_is_refused(tmp_path: Path) -> None:
+    model = save_tiny_llama(tmp_path / "model", 0)
+    tensors = tensors_of(model)
+    tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(256)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"up_proj\.weight' came without '\S+up_proj\.bias' of the same"):
+        started(spec_of(model, tmp_path), FakeController())
+
+
+def test_a_parameter_that_would_not_be_sent_is_refused(tmp_path: Path) -> None:
+    model = Policy.load(save_tiny_llama(tmp_path / "model", 0)).model
+
+    def forgetful(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name}
+
+    with pytest.raises(ValueError, match=r"parameters would not be sent, first \['model\.layers"):
+        ParameterSource(model, convert=forgetful).specs()
+    model._keys_to_ignore_on_save = {"model.norm.weight"}
+    with pytest.raises(ValueError, match=r"would not be sent, first \['model\.norm\.weight'\]"):
+        ParameterSource(model).specs()
+
+
+def test_a_checkpoint_without_safetensors_has_no_names(tmp_path: Path) -> None:
+    assert BaseCheckpoint(tmp_path).names == frozenset() and BaseCheckpoint(tmp_path).lacking(["a"]) == []
+
+
+def test_versions_have_a_tokenizer_though_the_version_that_was_resumed_from_is_gone(tmp_path: Path) -> None:
+    model = save_tiny_llama(tmp_path / "model", 0)
+    spec = spec_of(model, tmp_path)
+    first = started(spec, FakeController())
+    first.step(BATCH)
+    published(first)
+    assert first.flush(30.0)
+    controller = FakeController()
+    controller.version = 1
+    worker = started(spec, controller)  # resumes from version 1
+    shutil.rmtree(Path(spec.store_dir) / "v00000001")  # as retention does after a few rounds
+    published(worker)
+    assert worker.flush(30.0)
+    assert (Path(controller.stored_versions[2]) / "tokenizer.json").is_file()
+
+
+def test_the_configuration_of_a_whole_gets_the_dtype_of_its_weights(tmp_path: Path) -> None:
+    model = save_tiny_vision_language(tmp_path / "model", 0)
+    policy = Policy.load(model)
+    target = tmp_path / "target"
+    target.mkdir()
+    BaseCheckpoint(model).write_files(target, policy.model, "bfloat16")
+    config: dict[str, Any] = json.loads((target / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    assert config["text_config"]["dtype"] == "bfloat16"
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_of_a_checkpoint(tmp_path: Path) -> None:
+    model = save_tiny_llama(tmp_path / "model", 0)
+    policy, target = Policy.load(model), tmp_path / "target"
+    target.mkdir()
+    (target / "model.safetensors.partial").symlink_to("/dev/full")
+    with pytest.raises(InvalidRequest, match=r"cannot be written to \S+/target: .*No space left on device"):
+        BaseCheckpoint(model).write(target, policy.model, "float32", tensors_of(model))
+    assert not list(target.glob("model.safetensors*"))
+    BaseCheckpoint(model).write(target, policy.model, "float32", tensors_of(model))
+    assert equal(tensors_of(target), tensors_of(model))

@@ -1,0 +1,56 @@
+"""Workers that are gone or hang, without Ray."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from deployments.errors import FleetUnavailable
+from deployments.trainer.worker import TrainerWorker
+from deployments.trainer.worker_group import WorkerGroup
+
+
+class FakeWorker:
+    """Where an actor handle is; `state` says how it answers."""
+
+    def __init__(self, state: str = "up") -> None:
+        self.state = state
+
+    def __getattr__(self, name: str) -> "FakeWorker":
+        return self
+
+    async def remote(self, *args: Any) -> int:
+        if self.state == "hangs":
+            await asyncio.Event().wait()
+        if self.state == "gone":
+            raise ActorDiedError
+        return 7
+
+
+async def test_a_group_whose_workers_answer_is_well() -> None:
+    group = WorkerGroup([FakeWorker(), FakeWorker()])
+    await group.ping()
+    assert group.broken is None and await group.process_ids() == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"), [("hangs", "rank 1 has not answered for 0.05 s"), ("gone", "rank 1 is gone")]
+)
+async def test_a_worker_that_is_lost_is_named_in_one_line_and_the_group_is_broken(
+    state: str, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = WorkerGroup([FakeWorker(), FakeWorker(state)], ping_timeout_s=0.05)
+    with caplog.at_level("ERROR", "ray.serve"):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"the trainer's worker group is broken: {words}"):
+                await group.ping()
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert line.startswith(f"the trainer is replaced, and resumes from the store: {words}")
+    with pytest.raises(FleetUnavailable, match=words):
+        await group.call(TrainerWorker.step, [], timeout_s=1.0)
+
+
+async def test_a_hung_worker_does_not_hold_the_question_for_process_ids() -> None:
+    with pytest.raises(TimeoutError):
+        await WorkerGroup([FakeWorker("hangs")], ping_timeout_s=0.05).process_ids()
