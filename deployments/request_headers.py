@@ -9,6 +9,8 @@ from deployments.errors import InvalidRequest
 KEY_HEADER = b"x-slipstream-key"  # a router proves that it belongs to the fleet
 REFUSED_HEADER = b"x-slipstream-refused"  # another replica may answer; one of the two values below
 NOT_BEGUN = b"not-begun"  # the request did not reach the engine, or the replica is being stopped
+MAX_SESSION_ID = 256
+MAX_NUMBER = 10**9  # of a version; and of seconds, which is thirty years
 LOST = b"lost"  # the engine had the request when it failed
 
 
@@ -40,8 +42,14 @@ def demand_of(headers: Mapping[str, str], weight_timeout_s: float) -> Demand:
     return Demand(
         min_version=int(_number(headers, "x-min-weight-version", 0)),
         timeout_s=_number(headers, "x-weight-timeout", weight_timeout_s),
-        session_id=headers.get("x-session-id"),
+        session_id=_session(headers.get("x-session-id")),
     )
+
+
+def _session(given: str | None) -> str | None:
+    if given is not None and len(given) > MAX_SESSION_ID:
+        raise InvalidRequest(f"x-session-id must have at most {MAX_SESSION_ID} characters, got {len(given)}")
+    return given
 
 
 def _number(headers: Mapping[str, str], name: str, default: float) -> float:
@@ -52,6 +60,6 @@ def _number(headers: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf or (name == "x-min-weight-version" and not value.is_integer()):
-        raise InvalidRequest(f"{name} must be a number of at least 0, got {text!r}")
+    if not 0 <= value <= MAX_NUMBER or (name == "x-min-weight-version" and not value.is_integer()):
+        raise InvalidRequest(f"{name} must be a number from 0 to {MAX_NUMBER:,}, got {text[:40]!r}")
     return value

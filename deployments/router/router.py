@@ -8,10 +8,9 @@ retried after the first byte. A request under which replicas are lost again and 
 
 import asyncio
 import json
-import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from urllib.parse import quote
@@ -25,19 +24,24 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from deployments.errors import DeadlyRequest, FleetUnavailable, PayloadTooLarge, ReplicaUnavailable
+from deployments.errors import DeadlyRequest, FleetUnavailable, ReplicaUnavailable
 from deployments.logs import serve_logger
+from deployments.passed_routes import route_path
 from deployments.replica_info import ReplicaEndpoint
 from deployments.request_headers import KEY_HEADER, LOST, REFUSED_HEADER, Demand, demand_of
+from deployments.router.body import read_body
+from deployments.router.bounds import check_headers, check_sequences
+from deployments.router.connections import connections
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
+from deployments.router.silence import PROBE_TIMEOUT_S, SILENCE_S, Patience, Probes
 
-# Headers of one connection, or set anew for the next one.
+# Headers of one connection, or set anew for the next one; and tokens, which were for the router.
 NOT_FORWARDED = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "host", "content-length"}
+    | {"authorization", "cookie", "proxy-authorization"}
 )
 NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
 RETRY_PAUSE_S = 0.05
-CONNECT_TIMEOUT_S = 10.0
 MAX_REFUSALS = 8  # that a request remembers
 logger = serve_logger()
 
@@ -48,9 +52,20 @@ class RouterLimits:
 
     max_in_flight: int
     max_body_bytes: int
+    max_sequences: int  # of one request: prompts times answers to each
     retry_after_s: float
     find_replica_timeout_s: float  # how long a request looks for a replica; generating is not looking
     weight_timeout_s: float  # how long it waits for a version, without x-weight-timeout
+
+    def with_settings(self, settings: Mapping[str, float]) -> "RouterLimits":
+        """The same with what a live fleet may change, by the names of the settings."""
+        return replace(
+            self,
+            max_in_flight=int(settings["max_ongoing_requests"] + settings["max_queued_requests"]),
+            retry_after_s=settings["retry_after_s"],
+            find_replica_timeout_s=settings["request_timeout_s"],
+            weight_timeout_s=settings["request_timeout_s"],
+        )
 
 
 class _NotBegun(Exception):
@@ -67,9 +82,19 @@ class Router:
     As an ASGI application it counts a request for exactly as long as its response is being sent.
     """
 
-    def __init__(self, rollout: DeploymentHandle, limits: RouterLimits) -> None:
+    def __init__(
+        self,
+        rollout: DeploymentHandle,
+        limits: RouterLimits,
+        *,
+        silence_s: float = SILENCE_S,
+        probe_timeout_s: float = PROBE_TIMEOUT_S,
+    ) -> None:
+        self._silence_s = silence_s
+        self._probe_timeout_s = probe_timeout_s
+        self._probes = Probes(self._answers)
         self._rollout = rollout
-        self._limits = limits
+        self.limits = limits
         self._session: aiohttp.ClientSession | None = None
         self._per_replica: Counter[str] = Counter()  # requests in flight
         self._deadly = DeadlyRequests()
@@ -83,20 +108,22 @@ class Router:
             DeadlyRequest: replicas were lost under it.
             InvalidRequest: a header or the body is wrong.
         """
-        if self.in_flight >= self._limits.max_in_flight:
+        if self.in_flight >= self.limits.max_in_flight:
             raise FleetUnavailable(
-                f"the router takes at most {self._limits.max_in_flight} requests at once; try again",
-                {"retry_after_s": self._limits.retry_after_s},
+                f"the router takes at most {self.limits.max_in_flight} requests at once; try again",
+                {"retry_after_s": self.limits.retry_after_s},
             )
         self.in_flight += 1
         try:
             request = Request(scope, receive)
-            demand = demand_of(request.headers, self._limits.weight_timeout_s)
-            body = await read_body(request, self._limits.max_body_bytes)
-            answer, connection = await self._forward(request, demand, body)
+            check_headers(request)
+            demand = demand_of(request.headers, self.limits.weight_timeout_s)
+            body = await read_body(request, self.limits.max_body_bytes)
+            check_sequences(body, self.limits.max_sequences)
+            answer, patience, connection = await self._forward(request, demand, body)
             # Closing the connection early ends the request in the engine.
             async with connection:
-                response = await _response(answer)
+                response = await _response(answer, patience)
                 await response(scope, receive, send)
         finally:
             self.in_flight -= 1
@@ -106,16 +133,14 @@ class Router:
         if self._session is not None:
             await self._session.close()
 
-    async def _forward(
-        self, request: Request, demand: Demand, body: bytes
-    ) -> tuple[aiohttp.ClientResponse, AsyncExitStack]:
+    async def _forward(self, request: Request, demand: Demand, body: bytes) -> "_Begun":
         """The first response that is not a refusal, and its connection; tries replica after replica.
 
         Raises:
             FleetUnavailable: `find_replica_timeout_s` went by without a replica that could answer.
             DeadlyRequest: replicas were lost under it.
         """
-        deadline = time.monotonic() + self._limits.find_replica_timeout_s
+        deadline = time.monotonic() + self.limits.find_replica_timeout_s
         identity = RequestIdentity(request.method, _target(request).partition("?")[0], body)
         reason = "no replica is ready"
         lost: list[str] = []
@@ -142,8 +167,8 @@ class Router:
                 demand = replace(demand, refused=(*demand.refused, replica_id)[-MAX_REFUSALS:])
             if time.monotonic() > deadline:
                 raise FleetUnavailable(
-                    f"no replica could answer within {self._limits.find_replica_timeout_s:g} s: {reason}",
-                    {"retry_after_s": self._limits.retry_after_s},
+                    f"no replica could answer within {self.limits.find_replica_timeout_s:g} s: {reason}",
+                    {"retry_after_s": self.limits.retry_after_s},
                 )
             await asyncio.sleep(RETRY_PAUSE_S)
 
@@ -156,7 +181,7 @@ class Router:
 
     async def _attempt(
         self, replica_id: str, endpoint: ReplicaEndpoint, request: Request, demand: Demand, body: bytes
-    ) -> tuple[aiohttp.ClientResponse, AsyncExitStack]:
+    ) -> "_Begun":
         """The response of one replica, and its connection.
 
         Raises:
@@ -168,21 +193,42 @@ class Router:
         headers[KEY_HEADER.decode()] = endpoint.key
         try:
             async with AsyncExitStack() as connection:
-                answer = await connection.enter_async_context(
-                    self._request(replica_id, request.method, url, headers, body)
-                )
-                refusal = answer.headers.get(REFUSED_HEADER.decode())
-                if refusal is not None:
-                    reason = (await answer.json())["error"]["message"]
-                    raise _Lost(reason) if refusal == LOST.decode() else _NotBegun(reason)
-                if answer.content_length is not None:
-                    await answer.read()  # a replica that is lost here can still be replaced
-                return answer, connection.pop_all()
+                async with asyncio.timeout(None) as limit:
+                    patience = self._patience(endpoint, lambda: limit.reschedule(0))
+                    connection.callback(patience.close)
+                    answer = await connection.enter_async_context(
+                        self._request(replica_id, request.method, url, headers, body)
+                    )
+                    refusal = answer.headers.get(REFUSED_HEADER.decode())
+                    if refusal is not None:
+                        reason = (await answer.json())["error"]["message"]
+                        raise _Lost(reason) if refusal == LOST.decode() else _NotBegun(reason)
+                    if answer.content_length is not None:
+                        await answer.read()  # a replica that is lost here can still be replaced
+                patience.give_up = answer.close
+                return answer, patience, connection.pop_all()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise _NotBegun(f"replica {replica_id} does not answer: {_first_line(error)}") from error
         except aiohttp.ClientError as error:
             # Whether its engine had begun, a broken connection does not say: it counts.
             raise _Lost(f"replica {replica_id} does not answer: {_first_line(error)}") from error
+        except TimeoutError as error:
+            raise _Lost(f"replica {replica_id} is silent, and answers nothing else either") from error
+
+    def _patience(self, endpoint: ReplicaEndpoint, give_up: Callable[[], None]) -> Patience:
+        return Patience(lambda: self._probes.alive(endpoint.address, endpoint.key), give_up, self._silence_s)
+
+    async def _answers(self, address: str, key: str) -> bool:
+        """Whether a replica's server answers; what, is all the same: it has no route `/`."""
+        if self._session is None:
+            return True
+        timeout = aiohttp.ClientTimeout(total=self._probe_timeout_s)
+        headers = {KEY_HEADER.decode(): key}
+        try:
+            async with self._session.get(f"http://{address}/", headers=headers, timeout=timeout):
+                return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
     async def _choose(self, demand: Demand, deadline: float) -> tuple[str, ReplicaEndpoint]:
         """The id and the endpoint of the replica to try; waits while there is none.
@@ -201,7 +247,7 @@ class Router:
         self, replica_id: str, method: str, url: str, headers: CIMultiDict[str], body: bytes
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None:  # created here, in the event loop that serves requests
-            self._session = _connections()
+            self._session = connections()
         self._per_replica[replica_id] += 1
         try:
             async with self._session.request(
@@ -212,30 +258,12 @@ class Router:
             self._per_replica[replica_id] -= 1
 
 
-def _connections() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-        auto_decompress=False,
-        skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
-
-
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket with keepalive probes, which detect a dead host; a dead process closes its connections."""
-    family, kind, protocol, _, _ = address
-    created = socket.socket(family, kind, protocol)
-    created.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):
-            created.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return created
+_Begun = tuple[aiohttp.ClientResponse, Patience, AsyncExitStack]  # of a replica: its answer has begun
 
 
 def _target(request: Request) -> str:
     """The path, without Serve's route prefix, and the query."""
-    path = quote(request.scope["path"].removeprefix(request.scope.get("root_path", "")))
+    path = quote(route_path(request.scope["path"], request.scope.get("root_path", "")))
     query = request.scope["query_string"].decode("latin-1")
     return f"{path}?{query}" if query else path
 
@@ -246,41 +274,26 @@ def _headers(request: Request, demand: Demand) -> CIMultiDict[str]:
     return CIMultiDict([*forwarded, ("x-weight-timeout", str(demand.timeout_s))])
 
 
-async def _response(answer: aiohttp.ClientResponse) -> Response:
+async def _response(answer: aiohttp.ClientResponse, patience: Patience) -> Response:
     headers = [(name.lower(), value) for name, value in answer.raw_headers]
     response: Response
     if answer.content_length is not None:
         response = Response(await answer.read(), answer.status)
     else:
-        response = StreamingResponse(_stream(answer), answer.status)
+        response = StreamingResponse(_stream(answer, patience), answer.status)
     response.raw_headers = [(name, value) for name, value in headers if name not in NOT_RETURNED]
     return response
 
 
-async def _stream(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _stream(answer: aiohttp.ClientResponse, patience: Patience) -> AsyncIterator[bytes]:
     try:
         async for part in answer.content.iter_any():
+            patience.heard()
             yield part
     except aiohttp.ClientError as error:
         logger.warning("a replica was lost in the middle of a stream: %s", _first_line(error))
         lost = ReplicaUnavailable("the replica that streamed this answer was lost")
         yield b"data: " + json.dumps(lost.body()).encode() + b"\n\n"
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The request's body.
-
-    Raises:
-        PayloadTooLarge: it has more than `max_bytes`.
-    """
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise PayloadTooLarge(
-                f"the body must have at most {max_bytes} bytes", {"max_body_bytes": max_bytes}
-            )
-    return bytes(body)
 
 
 def _first_line(error: BaseException) -> str:

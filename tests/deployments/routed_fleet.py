@@ -110,7 +110,12 @@ class Fleet:
                 raise Conflict("x-min-weight-version asks for more", {"waited_s": demand.timeout_s})
 
         front = ReplicaFront(
-            engine.app, replica_id=name, gate=gate, refusal=lambda: engine.refusal, version=lambda: 6
+            engine.app,
+            replica_id=name,
+            gate=gate,
+            refusal=lambda: engine.refusal,
+            version=lambda: 6,
+            require_passed=lambda method, path: None,  # its routes are not vLLM's
         )
         self.fronts[name] = front
         server = ReplicaServer(front, "127.0.0.1")
@@ -137,6 +142,7 @@ async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Rout
     defaults = {
         "max_in_flight": 8,
         "max_body_bytes": 100,
+        "max_sequences": 8,
         "retry_after_s": 2.0,
         "find_replica_timeout_s": 1.0,
         "weight_timeout_s": 3.5,

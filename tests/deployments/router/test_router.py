@@ -24,6 +24,7 @@ from deployments.router.router import MAX_REFUSALS, Router, RouterLimits
 LIMITS = RouterLimits(
     max_in_flight=8,
     max_body_bytes=1000,
+    max_sequences=8,
     retry_after_s=2.0,
     find_replica_timeout_s=10.0,
     weight_timeout_s=3.5,

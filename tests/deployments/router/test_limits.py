@@ -1,0 +1,28 @@
+"""The limits that a live router takes."""
+
+from deployments.router.router import RouterLimits
+
+
+def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
+    limits = RouterLimits(
+        max_in_flight=3,
+        max_body_bytes=100,
+        max_sequences=50,
+        retry_after_s=1.0,
+        find_replica_timeout_s=5.0,
+        weight_timeout_s=5.0,
+    )
+    settings = {
+        "max_ongoing_requests": 10,
+        "max_queued_requests": 7,
+        "retry_after_s": 2.5,
+        "request_timeout_s": 60.0,
+    }
+    assert limits.with_settings(settings) == RouterLimits(
+        max_in_flight=17,
+        max_body_bytes=100,
+        max_sequences=50,
+        retry_after_s=2.5,
+        find_replica_timeout_s=60.0,
+        weight_timeout_s=60.0,
+    )
