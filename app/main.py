@@ -4,28 +4,33 @@ No `from __future__ import annotations` in this module: Serve validates the argu
 annotation, and would pass a raw dict if that were text.
 """
 
-import os
+import warnings
+from typing import Any
 
 import ray
-from pydantic import SecretStr
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from app.http.auth import Tokens, TokenSource
 from app.http.ingress import Ingress
+from app.http.serve_address import listening_host
 from app.settings.config import AppConfig
 from app.settings.devices import Device, Placement
 from app.settings.engine_args import check_engine_args
-from app.settings.gpus import check_gpus, slot_plan
+from app.settings.gpus import check_gpus, slot_plan, trainer_gpus
 from app.settings.models import resolve_model
 from app.settings.trainer import trainer_spec
 from deployments.controller.controller import Controller
 from deployments.controller.liveness import ServeReplicas
+from deployments.controller.room import GpuRoom
 from deployments.placement import FREE_TIMEOUT_S, Slots
 from deployments.replica.engine import EngineSpec
+from deployments.replica.farewell import LEAVE_S
 from deployments.replica.replica import Replica
 from deployments.router.request_router import FleetRequestRouter
 from deployments.router.router import RouterLimits
+from deployments.scaling import FleetScaling
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import STOP_TIMEOUT_S as TRAINER_STOP_TIMEOUT_S
 from deployments.trainer.trainer import Trainer
@@ -47,6 +52,7 @@ ROUTER_OPTIONS = {
 UNLIMITED = 1_000_000
 HEALTH_PERIOD_S = 1.0
 STATS_PERIOD_S = 0.5
+SCALING_PERIOD_S = 1.0  # of replicas' reports to the policy that decides how many there are
 STOP_TIMEOUT_S = 10.0  # of an engine, after its last request
 ROLLOUT = "rollout"
 # A replica that cannot reach the controller stops taking requests before the fleet continues without it.
@@ -62,7 +68,7 @@ def build(args: AppConfig) -> Application:
     check_engine_args(args.engine.extra)
     if ray.is_initialized():  # always where Serve builds; a test may build without a cluster
         check_gpus(args, [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]])
-    token = args.security.token()  # before the model, which may take minutes to prepare
+    tokens = _tokens(args)  # before the model, which may take minutes to prepare
     model = str(resolve_model(args.model))
     controller = _controller(args)
     slots = _slots(args)
@@ -70,7 +76,17 @@ def build(args: AppConfig) -> Application:
     if args.trainer is not None:
         trainer = _trainer(trainer_spec(args, args.trainer, model), controller, slots)
     rollout = _rollout(args, model, controller, slots)
-    return _router(args, token, rollout=rollout, controller=controller, trainer=trainer)
+    return _router(args, tokens, rollout=rollout, controller=controller, trainer=trainer)
+
+
+def _tokens(args: AppConfig) -> Tokens:
+    security = args.security
+    # Serve runs where it builds an application; a test may build without a cluster.
+    tokens = security.tokens(host=listening_host() if ray.is_initialized() else None)
+    return Tokens(
+        operator=TokenSource(tokens=tokens.operator, file=security.token_file),
+        user=TokenSource(tokens=tokens.user, file=security.user_token_file),
+    )
 
 
 def _controller(args: AppConfig) -> Application:
@@ -81,6 +97,8 @@ def _controller(args: AppConfig) -> Application:
         max_versions=args.store.keep,
         outside_versions=args.store.outside_versions,
         is_alive=ServeReplicas(ROLLOUT),
+        size=args.fleet_size,
+        room=GpuRoom(per_replica=_gpus(args), others=trainer_gpus(args)),
     )
 
 
@@ -105,27 +123,64 @@ def _rollout(args: AppConfig, model: str, controller: Application, slots: Applic
     return serve.deployment(
         Replica,
         name=ROLLOUT,
-        num_replicas=args.engine.num_replicas,
+        **_size(args),
         max_ongoing_requests=UNLIMITED,
         ray_actor_options=_engine_resources(args),
         health_check_period_s=HEALTH_PERIOD_S,
-        graceful_shutdown_timeout_s=args.engine.drain_timeout_s + STOP_TIMEOUT_S,
+        graceful_shutdown_timeout_s=args.engine.drain_timeout_s + LEAVE_S + STOP_TIMEOUT_S,
         request_router_config=RequestRouterConfig(
             request_router_class=FleetRequestRouter, request_routing_stats_period_s=STATS_PERIOD_S
         ),
     ).bind(
         engine_spec(args, model),
         controller,
-        kv_cache=args.weights.kv_cache,
         self_fence_s=args.weights.heartbeat_timeout_s * SELF_FENCE_FRACTION,
         drain_s=args.engine.drain_timeout_s,
         slots=slots,
+        cores_shared_by=args.engine.most_replicas if args.device is Device.CPU else None,
     )
+
+
+def _size(args: AppConfig) -> dict[str, Any]:
+    """The options of the rollout deployment that say how many replicas it has."""
+    engine = args.engine
+    if engine.max_replicas is None:
+        return {"num_replicas": engine.first_replicas}
+    with warnings.catch_warnings():  # Serve wants the interval set for all deployments at once, by a variable
+        warnings.simplefilter("ignore", DeprecationWarning)
+        config = AutoscalingConfig(
+            min_replicas=engine.min_replicas,
+            max_replicas=engine.max_replicas,
+            # Serve would go back to it with every new configuration.
+            initial_replicas=None if _is_deployed() else engine.first_replicas,
+            metrics_interval_s=SCALING_PERIOD_S,
+            look_back_period_s=10 * SCALING_PERIOD_S,
+            upscale_delay_s=0.0,  # the policy has its own delays: what the operator wants has none
+            downscale_delay_s=0.0,
+            policy=AutoscalingPolicy(
+                policy_function=FleetScaling,
+                policy_kwargs={
+                    "least": engine.min_replicas,
+                    "most": engine.max_replicas,
+                    "target_load": engine.scaling.target_load,
+                    "up_s": engine.scaling.upscale_delay_s,
+                    "down_s": engine.scaling.downscale_delay_s,
+                },
+            ),
+        )
+    return {"autoscaling_config": config}
+
+
+def _is_deployed() -> bool:
+    """Whether this configuration replaces another one of a live fleet."""
+    if not ray.is_initialized():
+        return False
+    return any(ROLLOUT in application.deployments for application in serve.status().applications.values())
 
 
 def _router(
     args: AppConfig,
-    token: SecretStr | None,
+    tokens: Tokens,
     *,
     rollout: Application,
     controller: Application,
@@ -134,6 +189,7 @@ def _router(
     limits = RouterLimits(
         max_in_flight=args.router.max_ongoing_requests + args.router.max_queued_requests,
         max_body_bytes=args.router.max_body_bytes,
+        max_sequences=args.router.max_sequences,
         retry_after_s=args.router.retry_after_s,
         find_replica_timeout_s=args.router.request_timeout_s,
         weight_timeout_s=args.router.request_timeout_s,
@@ -150,7 +206,7 @@ def _router(
         controller,
         trainer,
         limits,
-        None if token is None else token.get_secret_value(),
+        tokens,
         args.weights.allow_pickled_ipc_over_http,
     )
 
@@ -186,6 +242,7 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "enforce_eager": engine.enforce_eager,
         "load_format": engine.load_format,
+        "trust_remote_code": args.trust_remote_code,
         "quantization": engine.quantization,
         "enable_sleep_mode": engine.enable_sleep_mode,
         # vLLM would take Ray's workers when it finds itself inside a placement group.
@@ -203,20 +260,30 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
 
 
 def _engine_resources(args: AppConfig) -> dict[str, object]:
-    """The resources that Ray reserves for a replica, and the environment of its processes."""
-    environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    """The resources that Ray reserves for a replica, and the environment of its processes.
+
+    Serve restarts every replica when one of these changes: none may depend on how many there are.
+    """
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_API_KEY": "",  # one that the operator's shell has would shut the routers out: they keep tokens
+    }
     if args.device is Device.CPU:
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(args.engine.cpu_kv_cache_gib),
-            # Ray allows an actor without CPUs one thread; vLLM would bind each engine to all cores.
+            # vLLM would bind each engine to all cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.engine.num_replicas)),
         }
-    gpus = 0.0  # colocated: the replica takes a slot
-    if args.device is Device.CUDA and args.placement is Placement.SEPARATE:
-        gpus = args.engine.gpus_per_rank * args.engine.world_size
     return {
         "num_cpus": args.engine.num_cpus,
-        "num_gpus": gpus,
+        "num_gpus": _gpus(args),
         "runtime_env": {"env_vars": environment | args.engine.env},
     }
+
+
+def _gpus(args: AppConfig) -> float:
+    """GPUs that Ray reserves for a replica. Colocated: none, it takes a slot."""
+    if args.device is Device.CPU or args.placement is Placement.COLOCATED:
+        return 0.0
+    return args.engine.gpus_per_rank * args.engine.world_size

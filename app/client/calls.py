@@ -10,7 +10,7 @@ from pydantic import JsonValue, TypeAdapter
 from app.client.connection import Call, Reader
 from app.http.answers import Health, History, Status, WorldSize
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.status import FleetStatus
+from deployments.protocol.status import FleetStatus, SizeStatus
 from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
 from trainers.trajectory import Trajectory
 
@@ -36,6 +36,12 @@ def rollback(version: int) -> Call[RoundReport]:
     """Publish a stored version again."""
     body = {"version": version}
     return Call(method="POST", path="/fleet/rollback", body=body, read=typed(RoundReport), repeatable=False)
+
+
+def scale(replicas: int | Literal["auto"]) -> Call[SizeStatus]:
+    """Have so many replicas from now on, or as many as the load needs."""
+    body = {"replicas": replicas}
+    return Call(method="POST", path="/fleet/scale", body=body, read=typed(SizeStatus))
 
 
 def pause(mode: Literal["keep", "wait", "abort"] | None = None) -> Call[Status]:

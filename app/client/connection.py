@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
@@ -97,14 +98,21 @@ class AsyncFleetClient:
     Args:
         patience_s: how long a call is repeated while the fleet is short of replicas (503) or does not answer.
         retry_pause_s: between attempts, where the fleet does not say when to retry.
+        say: takes one line for a person, once for each time in which calls are repeated.
     """
 
     def __init__(
-        self, http: httpx.AsyncClient, patience_s: float = 0.0, retry_pause_s: float = RETRY_PAUSE_S
+        self,
+        http: httpx.AsyncClient,
+        patience_s: float = 0.0,
+        retry_pause_s: float = RETRY_PAUSE_S,
+        say: Callable[[str], object] | None = None,
     ) -> None:
         self.http = http
         self._patience_s = patience_s
         self._retry_pause_s = retry_pause_s
+        self._say = say
+        self._is_waiting = False
 
     @classmethod
     def connect(
@@ -115,10 +123,12 @@ class AsyncFleetClient:
         timeout_s: float | None = 600.0,
         patience_s: float = 0.0,
         max_connections: int = 100,
+        say: Callable[[str], object] | None = None,
     ) -> Self:
         """A client of the fleet at `url`; `timeout_s` None waits for an answer without limit."""
         limits = httpx.Limits(max_connections=max_connections)
-        return cls(httpx.AsyncClient(**_settings(url, token, timeout_s), limits=limits), patience_s)
+        http = httpx.AsyncClient(**_settings(url, token, timeout_s), limits=limits)
+        return cls(http, patience_s, say=say)
 
     async def __aenter__(self) -> Self:
         return self
@@ -144,11 +154,19 @@ class AsyncFleetClient:
                 lost = not call.repeatable and not isinstance(error, httpx.ConnectError)
                 if lost or time.monotonic() >= deadline:
                     raise unreachable(self.http.base_url, error) from error
+                self._waits(call, str(error) or type(error).__name__)
             else:
                 if answer.status_code != 503 or time.monotonic() >= deadline:
+                    self._is_waiting = False
                     return read(call, answer)
+                self._waits(call, answer.text[:MAX_SHOWN])
                 pause_s = float(answer.headers.get("retry-after", self._retry_pause_s))
             await asyncio.sleep(pause_s)
+
+    def _waits(self, call: Call[Any], reason: str) -> None:
+        if self._say is not None and not self._is_waiting:
+            self._say(f"{call.path}: trying again for up to {self._patience_s:g} s: {reason}")
+        self._is_waiting = True
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
         """Each server-sent event of the answer that holds an object, as `call` reads it.
@@ -179,10 +197,31 @@ async def _objects(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def token_from(environment: Mapping[str, str] | None = None) -> str | None:
-    """The fleet's token, from where the fleet itself takes it; None if there is none."""
+    """The token to carry; None if there is none.
+
+    It is in SLIPSTREAM_TOKEN, else in the file SLIPSTREAM_TOKEN_FILE, else in SLIPSTREAM_USER_TOKEN.
+
+    Raises:
+        FleetError: the file cannot be read.
+    """
     # Never an option of a program: other users can read a process's arguments.
-    token = (os.environ if environment is None else environment).get("SLIPSTREAM_TOKEN", "").strip()
+    given = os.environ if environment is None else environment
+    if token := given.get("SLIPSTREAM_TOKEN", "").strip():
+        return token
+    if file := given.get("SLIPSTREAM_TOKEN_FILE", ""):
+        try:
+            return next(iter(Path(file).read_text(encoding="utf-8").split()), None)
+        except (OSError, UnicodeDecodeError) as error:
+            raise FleetError(f"SLIPSTREAM_TOKEN_FILE: expected a readable file, got {file}") from error
+    token = given.get("SLIPSTREAM_USER_TOKEN", "").strip()
     return token if token else None
+
+
+def without_credentials(url: str) -> tuple[str, str | None]:
+    """An address, and the password that it carries as a token: messages and logs show addresses."""
+    address = httpx.URL(url)
+    password = address.password if address.password else None
+    return str(address.copy_with(username=None, password=None)).rstrip("/"), password
 
 
 def bearer(token: str | None) -> dict[str, str]:
@@ -226,9 +265,10 @@ def _refuse(call: Call[Any], answer: httpx.Response) -> NoReturn:
 
 
 def _settings(url: str, token: str | None, timeout_s: float | None) -> dict[str, Any]:
+    address, password = without_credentials(url)
     return {
-        "base_url": url.rstrip("/"),
-        "headers": bearer(token),
+        "base_url": address,
+        "headers": bearer(token if password is None else password),
         "timeout": httpx.Timeout(timeout_s, connect=10.0),
         "trust_env": False,  # a proxy of the environment is for the internet, not for a fleet nearby
     }

@@ -5,7 +5,8 @@ A handler's signature is the route's contract, and `openapi` is written from it:
 as JSON), None (an empty answer), or a whole response.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TypeVar, get_origin, get_type_hints
 
@@ -14,8 +15,9 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from app.http.auth import Access
 from deployments.errors import InvalidRequest
-from deployments.router.router import read_body
+from deployments.router.body import read_body
 
 Handler = Callable[..., Awaitable[object]]
 Model = TypeVar("Model", bound=BaseModel)
@@ -37,6 +39,7 @@ class Endpoint:
     """One method of one path.
 
     Args:
+        access: whom it is for.
         max_body_bytes: a larger body is refused.
         answer: the type of what a response that the handler makes itself carries.
         media_type: of such a response.
@@ -48,6 +51,7 @@ class Endpoint:
         path: str,
         handler: Handler,
         *,
+        access: Access = Access.OPERATOR,
         max_body_bytes: int = MAX_BODY_BYTES,
         answer: type | None = None,
         media_type: str = "application/json",
@@ -55,6 +59,7 @@ class Endpoint:
         self.method = method
         self.path = path
         self.handler = handler
+        self.access = access
         self.media_type = media_type
         self._max_body_bytes = max_body_bytes
         hints = get_type_hints(handler)
@@ -152,4 +157,17 @@ def _response(answer: object) -> Response:
         return answer
     if answer is None:
         return Response()
-    return JSONResponse(asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer)
+    body = asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer
+    try:
+        return JSONResponse(body)
+    except ValueError:  # JSON has no NaN: the loss of a step that was skipped for it
+        return JSONResponse(_finite(body))
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for each number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

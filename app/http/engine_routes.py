@@ -53,7 +53,11 @@ class EngineRoutes:
         ]
 
     async def pause(self, query: PauseQuery) -> Status:
-        """Stop generating; requests that arrive wait."""
+        """Stop generating; requests that arrive wait.
+
+        Raises:
+            Conflict: with mode `wait`, requests ran for too long, or another call came; nothing changed.
+        """
         await self._call(Pause(mode=query.mode, clear_cache=query.clear_cache))
         return Status(status="paused")
 
@@ -78,7 +82,7 @@ class EngineRoutes:
         new ones before the KV cache wakes. Refused while a round is open.
 
         Raises:
-            Conflict: a round is open.
+            Conflict: a round is open; or, with mode `wait`, as for a pause.
         """
         await self._call(Sleep(level=query.level, mode=query.mode))
 

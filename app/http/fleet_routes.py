@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from app.http.answers import Health, History
+from app.http.auth import Access
 from app.http.endpoint import Endpoint
 from app.http.metrics import exposition
-from app.http.requests import EventsQuery, RollbackBody
+from app.http.requests import EventsQuery, RollbackBody, ScaleBody
 from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.status import Event, FleetStatus
+from deployments.protocol.status import Event, FleetStatus, SizeStatus
 
 EVENTS_WAIT_S = 10.0
 
@@ -33,11 +34,12 @@ class FleetRoutes:
 
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint("GET", "/health", self.health, answer=Health),
+            Endpoint("GET", "/health", self.health, access=Access.OPEN, answer=Health),
             Endpoint("GET", "/fleet", self.fleet),
             Endpoint("GET", "/fleet/rounds", self.rounds),
             Endpoint("GET", "/fleet/events", self.events, media_type="text/event-stream"),
             Endpoint("POST", "/fleet/rollback", self.rollback),
+            Endpoint("POST", "/fleet/scale", self.scale),
             Endpoint("GET", "/metrics", self.metrics, media_type="text/plain"),
         ]
 
@@ -83,6 +85,17 @@ class FleetRoutes:
             raise InvalidRequest("a rollback needs the trainer deployment, and the fleet has none")
         report: RoundReport = await self._trainer.rollback.remote(body.version)
         return report
+
+    async def scale(self, body: ScaleBody) -> SizeStatus:
+        """Have so many replicas from now on, or as many as the load needs. Answers before they are there.
+
+        Raises:
+            Conflict: the number is fixed.
+            InvalidRequest: outside the configured bounds, or more than the cluster's GPUs hold.
+        """
+        wanted = None if body.replicas == "auto" else body.replicas
+        size: SizeStatus = await self._controller.scale.remote(wanted)
+        return size
 
     async def metrics(self) -> Response:
         """The fleet's state in Prometheus' text format."""

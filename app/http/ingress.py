@@ -1,27 +1,31 @@
 """The ingress: the routes of the fleet, the trainer and the weights; everything else goes to a replica."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.http.auth import Guard
+from app.http.auth import Access, Guard, Tokens, Unauthorized, passed_access
 from app.http.endpoint import Endpoint
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes
 from app.http.openapi import fetch, merged, own_document
 from app.http.page import page
+from app.http.serve_address import require_guarded
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
-from deployments.errors import SlipstreamError
+from deployments.errors import AnswerLost, FleetUnavailable, MethodNotAllowed, SlipstreamError
 from deployments.logs import serve_logger
+from deployments.lost_calls import is_lost
+from deployments.passed_routes import require_passed, route_path
 from deployments.router.router import Router, RouterLimits
 
 logger = serve_logger()
@@ -32,21 +36,22 @@ class Ingress:
 
     Args:
         trainer: None where an outside program publishes.
-        token: of control and train routes; None leaves them open (loopback only).
+        tokens: of the operator and of users.
         allow_pickled_ipc: read CUDA IPC handles that vLLM's client has pickled.
     """
 
-    def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         rollout: DeploymentHandle,
         controller: DeploymentHandle,
         trainer: DeploymentHandle | None,
         limits: RouterLimits,
-        token: str | None,
+        tokens: Tokens,
         allow_pickled_ipc: bool,
     ) -> None:
-        self._router = Router(rollout, limits)
-        self._guard = Guard(token)
+        self._router, self._limits = Router(rollout, limits), limits
+        self._guard = Guard(tokens)
+        await require_guarded(has_token=self._guard.asks(Access.OPERATOR))
         max_bytes = limits.max_body_bytes
         self._endpoints = [
             *FleetRoutes(controller, trainer).endpoints(),
@@ -54,6 +59,10 @@ class Ingress:
             *EngineRoutes(controller, max_bytes).endpoints(),
             *TrainRoutes(trainer, max_bytes).endpoints(),
         ]
+
+    def reconfigure(self, settings: Mapping[str, float]) -> None:
+        """Serve's call with new limits, by the names of the section `router`."""
+        self._router.limits = self._limits.with_settings(settings)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return build_app(self._endpoints, self._guard, self._router)
@@ -70,30 +79,71 @@ def build_app(endpoints: Sequence[Endpoint], guard: Guard, router: ASGIApp) -> S
     """
 
     async def openapi(request: Request) -> Response:
-        ours = own_document(endpoints, guard.guards)
+        ours = own_document(endpoints, guard.asks)
         theirs = await fetch(router)
-        return JSONResponse(ours if theirs is None else merged(theirs, ours))
+        return JSONResponse(ours if theirs is None else merged(theirs, ours, guard.asks))
 
+    own = [
+        Route("/", _guarded(page, guard, Access.OPERATOR), methods=["GET"]),
+        Route("/openapi.json", _guarded(openapi, guard, Access.USER), methods=["GET"]),
+        *[_route(each, guard) for each in endpoints],
+    ]
     return Starlette(
-        routes=[
-            Route("/", page, methods=["GET"]),
-            Route("/openapi.json", openapi, methods=["GET"]),
-            *[Route(each.path, _guarded(each, guard), methods=[each.method]) for each in endpoints],
-            Route("/{path:path}", router),
-        ],
+        routes=[*own, Route("/{path:path}", _PassedOn(router, guard, own))],
         exception_handlers={
+            ClientDisconnect: answer_nobody,
             SlipstreamError: answer_error,
             HTTPException: answer_http_error,
             RayError: answer_foreign_error,
+            RayServeException: answer_foreign_error,
             Exception: answer_foreign_error,
         },
     )
 
 
-def _guarded(endpoint: Endpoint, guard: Guard) -> Callable[[Request], Awaitable[Response]]:
+class _PassedOn:
+    """Answers what is not ours: by a replica if the route passes through, else by an error.
+
+    Whoever needs a token and has none learns nothing of the routes.
+
+    Args:
+        own: the routes that a request did not match; one of the same path takes other methods.
+    """
+
+    def __init__(self, router: ASGIApp, guard: Guard, own: Sequence[Route]) -> None:
+        self._router = router
+        self._guard = guard
+        self._methods: dict[str, set[str]] = {}
+        for route in own:
+            self._methods.setdefault(route.path, set()).update(route.methods or ())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = route_path(scope["path"], scope.get("root_path", ""))
+        if scope["method"] != "OPTIONS":  # a browser asks with it whether it may send the token
+            self._guard.check(Request(scope), passed_access(path))
+        allowed = sorted(self._methods.get(path, ()))
+        if allowed:
+            raise MethodNotAllowed(
+                f"{path}: expected {' or '.join(allowed)}, got {scope['method'][:20]!r}", {"allow": allowed}
+            )
+        require_passed(scope["method"], path)
+        await self._router(scope, receive, send)
+
+
+def _route(endpoint: Endpoint, guard: Guard) -> Route:
+    handler = _guarded(endpoint.answer, guard, endpoint.access)
+    route = Route(endpoint.path, handler, methods=[endpoint.method])
+    if endpoint.media_type == "text/event-stream" and route.methods is not None:
+        route.methods.discard("HEAD")  # Starlette adds it: an answer without a body that never ends
+    return route
+
+
+def _guarded(
+    handler: Callable[[Request], Awaitable[Response]], guard: Guard, access: Access
+) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        guard.check(request)
-        return await endpoint.answer(request)
+        guard.check(request, access)
+        return await handler(request)
 
     return answer
 
@@ -104,7 +154,16 @@ async def answer_error(request: Request, error: Exception) -> Response:
     headers = {}
     if error.status == 503:
         headers["retry-after"] = str(round(error.detail.get("retry_after_s", 1)))
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = 'Basic realm="Slipstream", charset="UTF-8"'  # so that a browser asks
+    if error.status == 405:
+        headers["allow"] = ", ".join(error.detail["allow"])
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def answer_nobody(request: Request, error: Exception) -> Response:
+    """The client left before its request had arrived."""
+    return Response(status_code=499)
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
@@ -130,7 +189,19 @@ async def answer_foreign_error(request: Request, error: Exception) -> Response:
     raised = cause if isinstance(cause, BaseException) else error
     if isinstance(raised, SlipstreamError):
         return await answer_error(request, raised)
+    if is_lost(raised):
+        return await answer_error(request, _lost(request, raised))
     text = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"
     logger.error("%s %s: %s", request.method, request.url.path, text)
     body = {"error": {"type": "internal_error", "message": text, "detail": {}}}
     return JSONResponse(body, status_code=500)
+
+
+def _lost(request: Request, error: BaseException) -> SlipstreamError:
+    """The controller or the trainer is gone, and Serve starts another one; or it cannot be reached."""
+    path = request.url.path
+    if isinstance(error, ActorUnavailableError):
+        text = f"{path}: the process that was to answer cannot be reached, and may have done what was asked"
+        return AnswerLost(text, {"reason": type(error).__name__})
+    text = f"{path}: the process that was to answer is gone; another one is being started, try again"
+    return FleetUnavailable(text, {"reason": type(error).__name__})

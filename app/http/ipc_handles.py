@@ -1,14 +1,17 @@
 """CUDA IPC handles over HTTP: refused, unless the operator has switched them on.
 
 vLLM's HTTP client can only send them pickled (`ipc_handles_pickled`), and unpickling data from a stranger
-runs the stranger's code. With the switch on, a restricted unpickler reads them: it can construct only the
-types that such a handle consists of.
+runs the stranger's code. With the switch on, a restricted unpickler reads them. It knows the opcodes and the
+names that such a handle consists of. Stand-ins for the names do nothing, and nothing else is called; the time
+and the memory that it takes are those of the bytes that came.
 """
 
 import base64
 import io
 import pickle
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
@@ -20,26 +23,68 @@ DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
     *("int64", "int32", "int16", "int8", "uint8", "bool"),
 )
-ALLOWED = frozenset(
-    {
-        ("torch.storage", "UntypedStorage"),
-        ("torch.storage", "TypedStorage"),
-        ("torch", "Tensor"),
-        ("torch", "Size"),
-        ("torch", "device"),
-        *(("torch", dtype) for dtype in DTYPES),
-        ("torch._utils", "_get_dtype"),
-    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Stands for a class or a dtype: nothing can be done with it but to ask for its name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _size(*parts: Any) -> tuple[Any, ...]:
+    """Stands for `torch.Size`, the only thing that a handle's pickle calls."""
+    (items,) = parts
+    return tuple(items) if isinstance(items, tuple | list) else ()
+
+
+STAND_INS: Mapping[tuple[str, str], object] = {
+    ("torch.storage", "UntypedStorage"): _Named("torch.UntypedStorage"),
+    ("torch.storage", "TypedStorage"): _Named("torch.TypedStorage"),
+    ("torch", "Tensor"): _Named("torch.Tensor"),
+    ("torch", "Size"): _size,
+    **{("torch", dtype): _Named(f"torch.{dtype}") for dtype in DTYPES},
+}
+# What the binary protocols write for tuples, lists, dicts, text, bytes, numbers, for a name and for its call.
+# The others build objects, read extensions and persistent ids, or reserve what a length claims.
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
+    *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.SHORT_BINBYTES, pickle.BINBYTES),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE),
 )
+# Python's own implementation and not the one in C, which reserves memory for whatever index a memo claims.
+_Unpickler: Any = pickle._Unpickler
 
 
-class _Restricted(pickle.Unpickler):
+class _Restricted(_Unpickler):
+    dispatch: ClassVar[dict[int, Any]] = {code[0]: _Unpickler.dispatch[code[0]] for code in _OPCODES}
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED:
+        if (module, name) not in STAND_INS:
             raise InvalidRequest(
-                f"{FIELD}: expected CUDA IPC handles only, got a reference to {module}.{name}"
+                f"{FIELD}: expected CUDA IPC handles only, got a reference to {_shown(module)}.{_shown(name)}"
             )
-        return super().find_class(module, name)
+        return STAND_INS[module, name]
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        called = self.stack[-1]
+        if called is not _size or not isinstance(arguments, tuple) or len(arguments) != 1:
+            raise InvalidRequest(f"{FIELD}: expected CUDA IPC handles only, got a call of {called}")
+        self.stack[-1] = _size(*arguments)
+
+    dispatch[pickle.REDUCE[0]] = load_reduce
+
+
+def _shown(name: object) -> str:
+    return str(name)[:60] if isinstance(name, str) else type(name).__name__
 
 
 def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
@@ -80,9 +125,9 @@ def read_handles(text: object) -> JsonValue:
         raise InvalidRequest(f"{FIELD}: expected base64 text, got {type(text).__name__}")
     try:
         data = base64.b64decode(text, validate=True)
-        handles: JsonValue = encode_handles(_Restricted(io.BytesIO(data)).load())
+        handles: JsonValue = encode_handles(_Restricted(io.BytesIO(data)).load(), limit=len(data))
     except InvalidRequest:
         raise
     except Exception as error:  # the bytes of a pickle decide which exception it raises
-        raise InvalidRequest(f"{FIELD} cannot be read: {type(error).__name__}: {error}") from error
+        raise InvalidRequest(f"{FIELD} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
     return handles

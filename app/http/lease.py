@@ -13,10 +13,16 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from deployments.errors import SlipstreamError
+from deployments.logs import serve_logger
+from deployments.lost_calls import answered, is_lost
 from deployments.protocol.publishing import PublisherSession
 
 PUBLISHER = "http"
 RENEW_S = 5.0
+CLEAN_UP_TIMEOUT_S = 10.0
+
+logger = serve_logger()
 
 
 class HttpLease:
@@ -37,17 +43,25 @@ class HttpLease:
         Raises:
             Conflict: another publisher holds it.
         """
-        session: PublisherSession = await self._controller.session.remote(PUBLISHER)
+        session = await answered(lambda: self._controller.session.remote(PUBLISHER), "session")
         try:
             yield session
         finally:
-            # Asked again: the call may have opened or ended a round, or have taken longer than the lease.
-            left: PublisherSession = await self._controller.session.remote(PUBLISHER)
-            if left.round_id is None:
-                await self._controller.release.remote(left.token)
+            try:
+                await asyncio.wait_for(self._release_unless_open(), CLEAN_UP_TIMEOUT_S)
+            except Exception as error:  # the call has an outcome, which must not be hidden
+                if not (is_lost(error) or isinstance(error, SlipstreamError | TimeoutError)):
+                    raise
+                logger.info("the lease of %r is not released and expires: %s", PUBLISHER, error)
+
+    async def _release_unless_open(self) -> None:
+        # Asked again: the call may have opened or ended a round, or have taken longer than the lease.
+        left: PublisherSession = await self._controller.session.remote(PUBLISHER)
+        if left.round_id is None:
+            await self._controller.release.remote(left.token)
 
     async def renewing(self, token: int, call: Awaitable[Any]) -> None:
-        """Wait for a call of the open round; the client that waits for it cannot renew the lease itself.
+        """Wait for a call that may take longer than the lease; the client, which waits too, cannot renew it.
 
         Raises:
             StalePublisher: the lease was lost meanwhile.

@@ -14,31 +14,33 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from app.http.answers import ErrorBody
+from app.http.auth import Access, passed_access
 from app.http.endpoint import Endpoint
 from deployments.errors import SlipstreamError
+from deployments.passed_routes import PASSED
 
 FETCH_TIMEOUT_S = 2.0
 _SCHEMAS = "#/components/schemas/"
 _PREFIX = "Slipstream"  # vLLM's document has schemas of the same names
-_SECURITY = "slipstream_token"
+_SECURITY: list[dict[str, list[str]]] = [{"slipstream_token": []}, {"slipstream_password": []}]
 
 Document = dict[str, Any]
 Part = tuple[str, str, str]  # method, path, and one of query, body, answer, error
 ERROR: Part = ("", "", "error")  # the same everywhere
 
 
-def own_document(endpoints: Sequence[Endpoint], guards: Callable[[str], bool]) -> Document:
+def own_document(endpoints: Sequence[Endpoint], asks: Callable[[Access], bool]) -> Document:
     """The OpenAPI document of our own routes.
 
     Args:
-        guards: whether a path needs the fleet's token.
+        asks: whether a route needs a token.
     """
     schemas, definitions = _schemas(endpoints)
     paths: Document = {}
     for endpoint in endpoints:
         operation = _operation(endpoint, schemas, definitions)
-        if guards(endpoint.path):
-            operation["security"] = [{_SECURITY: []}]
+        if asks(endpoint.access):
+            operation["security"] = _SECURITY
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -46,20 +48,31 @@ def own_document(endpoints: Sequence[Endpoint], guards: Callable[[str], bool]) -
         "paths": paths,
         "components": {
             "schemas": {f"{_PREFIX}{name}": schema for name, schema in definitions.items()},
-            "securitySchemes": {_SECURITY: {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "slipstream_token": {"type": "http", "scheme": "bearer"},
+                "slipstream_password": {"type": "http", "scheme": "basic"},
+            },
         },
     }
 
 
-def merged(theirs: Document, ours: Document) -> Document:
-    """vLLM's document with ours added; an operation that both have is ours."""
-    paths = dict(theirs.get("paths", {}))
+def merged(theirs: Document, ours: Document, asks: Callable[[Access], bool]) -> Document:
+    """vLLM's document without the routes that do not pass, and with ours; what both have is ours."""
+    paths = {
+        path: {method: _passed(path, operation, asks) for method, operation in operations.items()}
+        for path, operations in theirs.get("paths", {}).items()
+        if path in PASSED
+    }
     for path, operations in ours["paths"].items():
         paths[path] = {**paths.get(path, {}), **operations}
     components = dict(theirs.get("components", {}))
     for kind, named in ours["components"].items():
         components[kind] = {**components.get(kind, {}), **named}
     return {**theirs, "paths": paths, "components": components}
+
+
+def _passed(path: str, operation: Document, asks: Callable[[Access], bool]) -> Document:
+    return {**operation, "security": _SECURITY} if asks(passed_access(path)) else operation
 
 
 async def fetch(router: ASGIApp, timeout_s: float = FETCH_TIMEOUT_S) -> Document | None:

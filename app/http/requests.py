@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    PositiveInt,
     SkipValidation,
     WithJsonSchema,
     model_validator,
@@ -57,6 +58,10 @@ Flag = Annotated[bool, BeforeValidator(_flag)]
 
 class RollbackBody(OwnBody):
     version: int  # in the store
+
+
+class ScaleBody(OwnBody):
+    replicas: PositiveInt | Literal["auto"]  # auto: as many as the load needs
 
 
 class EventsQuery(Query):

@@ -4,8 +4,10 @@ Same names, parameters and answers as `vllm/entrypoints/rl/online/api_router.py`
 every replica did it. A call in the wrong order, or while another publisher holds the lease, gets 409.
 """
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
 
 from pydantic import TypeAdapter
 from ray.serve.handle import DeploymentHandle
@@ -22,11 +24,13 @@ from app.http.requests import (
     WeightVersionBody,
     WorldSizeQuery,
 )
-from deployments.errors import Conflict
+from deployments.errors import Conflict, TransferAborted
+from deployments.lost_calls import answered, is_lost
 from deployments.protocol.operations import WeightChecksums
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.status import FleetStatus
 
+CLOSE_TIMEOUT_S = 600.0  # the controller has deadlines of its own; this one ends a call to a hung controller
 # By replica: the checksums of each of its workers, by tensor name.
 _CHECKSUMS = TypeAdapter(dict[str, list[dict[str, str]]])
 
@@ -77,7 +81,8 @@ class WeightRoutes:
                 raise Conflict(
                     f"round {session.round_id} is open: finish it before the engine is initialized again"
                 )
-            await self._controller.connect.remote(session.token, body.init_info)
+            connect = self._controller.connect.remote(session.token, body.init_info)
+            await self._lease.renewing(session.token, connect)
         return Message(message="Weight transfer initialized")
 
     async def start(self) -> Message:
@@ -92,7 +97,8 @@ class WeightRoutes:
                     f"start_weight_update was called twice: round {session.round_id} is open; finish it first"
                 )
             # Its publisher is an outside program, which does not write to the fleet's store.
-            await self._controller.open_round.remote(session.token, RoundOptions(persist=True))
+            opening = self._controller.open_round.remote(session.token, RoundOptions(persist=True))
+            await _of_the_round(self._lease.renewing(session.token, opening), "start_weight_update")
         return Message(message="Weight update started")
 
     async def update(self, body: UpdateWeightsBody) -> Message:
@@ -103,15 +109,20 @@ class WeightRoutes:
             InvalidRequest: the payload has pickled handles that are not allowed.
             RoundAborted: the transfer failed.
         """
-        payload = refuse_or_restrict(body.update_info, allowed=self._allow_pickled_ipc)
+        # In a thread: thousands of pickled handles take seconds.
+        payload = await asyncio.to_thread(
+            refuse_or_restrict, body.update_info, allowed=self._allow_pickled_ipc
+        )
         async with self._lease.session() as session:
-            round_id = _open_round(session.round_id, "update_weights")
+            round_id = await self._open_round(session.round_id, "update_weights")
             send = self._controller.send.remote(session.token, round_id, payload)
-            await self._lease.renewing(session.token, send)
+            await _of_the_round(self._lease.renewing(session.token, send), "update_weights")
         return Message(message="Weights updated")
 
     async def finish(self, body: FinishUpdateBody) -> Message:
         """Close the round: every replica serves the new weights, or none.
+
+        If the controller dies meanwhile, its successor says what became of the round.
 
         Raises:
             Conflict: another publisher holds the lease, or no round is open.
@@ -119,8 +130,12 @@ class WeightRoutes:
             RoundAborted: the fleet still serves the old version.
         """
         async with self._lease.session() as session:
-            round_id = _open_round(session.round_id, "finish_weight_update")
-            await self._controller.close_round.remote(session.token, round_id, body.weight_version)
+            round_id = await self._open_round(session.round_id, "finish_weight_update")
+            await answered(
+                lambda: self._controller.close_round.remote(session.token, round_id, body.weight_version),
+                f"finish_weight_update of round {round_id}",
+                wait_s=CLOSE_TIMEOUT_S,
+            )
         return Message(message="Weight update finished")
 
     async def shutdown(self) -> Message:
@@ -132,7 +147,7 @@ class WeightRoutes:
         async with self._lease.session() as session:
             if session.round_id is not None:
                 raise Conflict("Cannot release a trainer connection during a weight update")
-            await self._controller.disconnect.remote(session.token)
+            await self._lease.renewing(session.token, self._controller.disconnect.remote(session.token))
         return Message(message="Weight transfer shut down")
 
     async def get_world_size(self, query: WorldSizeQuery) -> WorldSize:
@@ -166,6 +181,16 @@ class WeightRoutes:
         differing = sorted(name for name in names if checksums.get(name) != body.baseline.get(name))
         return Comparison(match=not differing, mismatches=differing)
 
+    async def _open_round(self, round_id: int | None, call: str) -> int:
+        if round_id is not None:
+            return round_id
+        rounds = await self._controller.rounds.remote()
+        last = ""
+        if rounds:  # for a call that comes late or twice
+            last = f"; the last one, round {rounds[-1].round_id}, is {rounds[-1].phase}"
+            last += f": {rounds[-1].reason}" if rounds[-1].reason else f" as version {rounds[-1].version}"
+        raise Conflict(f"{call} was called before start_weight_update: no round is open{last}")
+
 
 def agreed(answers: Mapping[str, Sequence[Mapping[str, str]]]) -> dict[str, str]:
     """The checksums that all replicas have; `answers` by replica, for each of its workers.
@@ -183,7 +208,19 @@ def agreed(answers: Mapping[str, Sequence[Mapping[str, str]]]) -> dict[str, str]
     return merged[0] if merged else {}
 
 
-def _open_round(round_id: int | None, call: str) -> int:
-    if round_id is None:
-        raise Conflict(f"{call} was called before start_weight_update: no round is open")
-    return round_id
+async def _of_the_round(call: Awaitable[Any], name: str) -> None:
+    """Wait for a call that must not be repeated: if it is lost, so is the round.
+
+    Raises:
+        TransferAborted: the controller was lost; the publisher must connect and send again.
+        SlipstreamError: the call's own.
+    """
+    try:
+        await call
+    except Exception as error:
+        if not is_lost(error):
+            raise
+        raise TransferAborted(
+            f"the controller was lost during {name}, and the round with it; connect and send again",
+            {"send_again": True},
+        ) from error

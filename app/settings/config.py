@@ -27,6 +27,7 @@ from app.settings.rules import broken_rules
 from app.settings.section import Section
 from app.settings.security import AbsolutePath, SecurityConfig
 from app.settings.weights import WeightsConfig
+from deployments.ledger.limits import SizeLimits
 from trainers.settings import TrainerConfig
 
 
@@ -39,6 +40,7 @@ class RouterConfig(Section):
     retry_after_s: PositiveFloat = 1.0
     request_timeout_s: PositiveFloat = 600.0  # of looking for a replica; the answer itself has no limit
     max_body_bytes: PositiveInt = 32 << 20
+    max_sequences: PositiveInt = 16384  # of one request: its prompts times its 'n'; more are a 400
 
 
 class StoreConfig(Section):
@@ -56,6 +58,7 @@ class AppConfig(Section):
 
     model: str = Field(min_length=1)  # built-in name, directory, or Hugging Face id
     served_model_name: str | None = None  # None: the same as `model`
+    trust_remote_code: bool = False  # run the code that a checkpoint brings with it, in engines and trainer
     device: Device = Device.CPU
     placement: Placement = Placement.SEPARATE
     engine: EngineConfig = EngineConfig()
@@ -70,6 +73,14 @@ class AppConfig(Section):
     def public_model_name(self) -> str:
         """The name by which clients ask for the model."""
         return self.model if self.served_model_name is None else self.served_model_name
+
+    @property
+    def fleet_size(self) -> SizeLimits:
+        """How many replicas there may be."""
+        if self.placement is Placement.COLOCATED:
+            reason = "the slots that replicas share with the trainer are reserved when the fleet starts"
+            return self.engine.size.model_copy(update={"fixed": reason})
+        return self.engine.size
 
     @property
     def store_path(self) -> Path:

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, P
 from pydantic_core import PydanticCustomError
 
 from app.settings.section import Section
+from deployments.ledger.limits import SizeLimits
 
 
 def _engine_variable(name: str) -> str:
@@ -18,12 +19,29 @@ def _engine_variable(name: str) -> str:
 EngineVariable = Annotated[str, AfterValidator(_engine_variable)]
 EnvironmentValue = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+# A number, or None for 'auto'.
+ReplicaCount = Annotated[
+    PositiveInt | None, BeforeValidator(lambda value: None if value == "auto" else value)
+]
+
+
+class ScalingConfig(Section):
+    """When the load adds and removes replicas (`num_replicas: auto`)."""
+
+    # Of a replica's `max_num_seqs`, or of its KV cache if that is fuller. Above it replicas are added.
+    target_load: Fraction = 0.8
+    upscale_delay_s: NonNegativeFloat = 10.0  # the load must last for so long
+    downscale_delay_s: NonNegativeFloat = 300.0
 
 
 class EngineConfig(Section):
     """The rollout replicas: one vLLM engine each."""
 
-    num_replicas: PositiveInt = 2
+    # What the fleet starts with. 'auto': `min_replicas`, and then as many as the load needs.
+    num_replicas: ReplicaCount = 2
+    min_replicas: PositiveInt = 1
+    max_replicas: PositiveInt | None = None  # None: the number is fixed; else `slipstream scale` changes it
+    scaling: ScalingConfig = ScalingConfig()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: PositiveInt | None = None  # None: the model's own
     max_num_seqs: PositiveInt = 256
@@ -42,12 +60,30 @@ class EngineConfig(Section):
     # Reserved per replica. If the cluster has fewer, the replica is never placed and requests hang silently.
     num_cpus: NonNegativeFloat = 0.0
     start_timeout_s: PositiveFloat = 600.0
-    drain_timeout_s: PositiveFloat = 10.0
+    drain_timeout_s: PositiveFloat = 120.0  # of requests that run on a replica which is stopped
     extra: dict[str, Any] = Field(
         default_factory=dict
     )  # further arguments of vLLM's AsyncEngineArgs, by name
     # Environment of the engine processes: VLLM_*, NCCL_* and CUDA_*, for example VLLM_BATCH_INVARIANT: 1.
     env: dict[EngineVariable, EnvironmentValue] = Field(default_factory=dict)
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas that the fleet starts with."""
+        return self.min_replicas if self.num_replicas is None else self.num_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        return self.first_replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def size(self) -> SizeLimits:
+        """How many replicas there may be."""
+        if self.max_replicas is None:
+            first = self.first_replicas
+            return SizeLimits(least=first, most=first, wanted=first)
+        least = self.min_replicas
+        return SizeLimits(least=least, most=self.max_replicas, wanted=self.num_replicas, fixed=None)
 
     @property
     def world_size(self) -> int:

@@ -37,20 +37,25 @@ def check_gpus(config: AppConfig, hosts: Sequence[float]) -> None:
 
 def total_gpus(config: AppConfig) -> int:
     """GPUs of the fleet; a GPU that is shared counts once."""
-    engine, trainer = config.engine, config.trainer
-    ranks = engine.num_replicas * engine.world_size
+    engine = config.engine
+    ranks = engine.first_replicas * engine.world_size
     if config.placement is Placement.COLOCATED:
         return ranks
-    share = ranks * engine.gpus_per_rank
-    if trainer is not None:
-        share += trainer.world_size * trainer.gpus_per_rank
-    return math.ceil(share)
+    return math.ceil(ranks * engine.gpus_per_rank + trainer_gpus(config))
+
+
+def trainer_gpus(config: AppConfig) -> float:
+    """GPUs that only the trainer uses."""
+    trainer = config.trainer
+    if trainer is None or config.placement is Placement.COLOCATED:
+        return 0.0
+    return trainer.world_size * trainer.gpus_per_rank
 
 
 def gpus_on_one_host(config: AppConfig) -> int:
     """GPUs that must be on the same host: those of a replica, or of all replicas with a colocated trainer."""
     engine = config.engine
-    together = engine.num_replicas if config.placement is Placement.COLOCATED else 1
+    together = engine.first_replicas if config.placement is Placement.COLOCATED else 1
     return together * engine.world_size
 
 
@@ -64,7 +69,7 @@ def slot_plan(config: AppConfig) -> SlotPlan | None:
     digest = hashlib.sha256(str(config.state_dir).encode()).hexdigest()[:12]
     return SlotPlan(
         name=f"slipstream-{digest}",
-        slots=config.engine.num_replicas,
+        slots=config.engine.first_replicas,
         gpus_per_slot=config.engine.world_size,
         engine_share=config.engine.gpus_per_rank,
         trainer_share=config.trainer.gpus_per_rank,
@@ -73,7 +78,7 @@ def slot_plan(config: AppConfig) -> SlotPlan | None:
 
 def _breakdown(config: AppConfig) -> str:
     engine, trainer = config.engine, config.trainer
-    text = f"engine.num_replicas {engine.num_replicas} of {engine.world_size} ranks"
+    text = f"engine.num_replicas {engine.first_replicas} of {engine.world_size} ranks"
     if config.placement is Placement.COLOCATED:
         return f"{text}, shared with the trainer"
     text += f" of {engine.gpus_per_rank:g} GPU"

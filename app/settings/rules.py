@@ -21,6 +21,7 @@ RESERVED_ENGINE_ARGS = {
     "model": "model",
     "tokenizer": "model",
     "served_model_name": "served_model_name",
+    "trust_remote_code": "trust_remote_code",
     "weight_transfer_config": "weights.transport",
     "data_parallel_rank": "engine.data_parallel_size",
 }
@@ -29,6 +30,7 @@ RESERVED_ENGINE_ARGS = {
 RESERVED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "placement",
     "VLLM_CPU_KVCACHE_SPACE": "engine.cpu_kv_cache_gib",
+    "VLLM_API_KEY": "security.user_token_file",
 }
 
 
@@ -72,11 +74,13 @@ def _cpu_rules(config: AppConfig) -> Iterator[str]:
 
 
 def _count_rules(config: AppConfig) -> Iterator[str]:
-    replicas = config.engine.num_replicas
+    yield from _size_rules(config)
+    replicas = config.engine.first_replicas
+    setting = "min_replicas" if config.engine.num_replicas is None else "num_replicas"
     for name in ("min_replicas", "max_unavailable"):
         count = getattr(config.weights, name)
         if count > replicas:
-            reason = f"'engine.num_replicas' is {replicas}"
+            reason = f"'engine.{setting}' is {replicas}"
             yield expected(f"weights.{name}", f"at most {replicas}", count, reason)
     if config.weights.lease_s < config.weights.heartbeat_timeout_s:
         reason = "a lease must not expire before a replica's membership does"
@@ -90,6 +94,32 @@ def _count_rules(config: AppConfig) -> Iterator[str]:
             "true with 1 rank",
             reason,
         )
+
+
+def _size_rules(config: AppConfig) -> Iterator[str]:
+    engine = config.engine
+    count, least, most = engine.num_replicas, engine.min_replicas, engine.max_replicas
+    if config.placement is Placement.COLOCATED:
+        reason = "the slots that replicas share with the trainer are reserved when the fleet starts"
+        if count is None:
+            yield expected("engine.num_replicas", "a number with placement 'colocated'", "'auto'", reason)
+        if most is not None:
+            yield expected("engine.max_replicas", "none with placement 'colocated'", most, reason)
+        return
+    if most is None:
+        if count is None:
+            reason = "each replica needs its GPUs or cores"
+            yield expected("engine.max_replicas", "a number with num_replicas 'auto'", "none", reason)
+        return
+    if not least <= most:
+        reason = f"'engine.max_replicas' is {most}"
+        yield expected("engine.min_replicas", f"at most {most}", least, reason)
+    elif count is not None and not least <= count <= most:
+        reason = "'engine.min_replicas' and 'engine.max_replicas'"
+        yield expected("engine.num_replicas", f"{least} to {most}", count, reason)
+    if engine.extra.get("disable_log_stats"):
+        reason = "the load is known from vLLM's statistics"
+        yield expected("engine.extra.disable_log_stats", "false with 'engine.max_replicas'", "true", reason)
 
 
 def _gpu_share_rules(config: AppConfig) -> Iterator[str]:
@@ -143,9 +173,9 @@ def _trainer_rules(config: AppConfig) -> Iterator[str]:
         reason = f"{transport.name!r} does not connect two processes on the same GPU"
         wanted = f"{names} with placement 'colocated'"
         yield expected("weights.transport", wanted, repr(transport.name), reason)
-    gpus = engine.num_replicas * engine.world_size
+    gpus = engine.first_replicas * engine.world_size
     if trainer.world_size != gpus:
-        replicas = "1 replica" if engine.num_replicas == 1 else f"{engine.num_replicas} replicas"
+        replicas = "1 replica" if engine.first_replicas == 1 else f"{engine.first_replicas} replicas"
         reason = f"one trainer rank on every GPU of the replicas: {replicas} of {engine.world_size}"
         yield expected("trainer.world_size", f"{gpus} with placement 'colocated'", trainer.world_size, reason)
 

@@ -1,59 +1,81 @@
-"""The section `security`: the address of the fleet and the token of its control routes."""
+"""The section `security`: the address of the fleet, and the tokens of its operator and of its users.
 
-import ipaddress
+Serve logs and displays what a configuration holds, so a configuration names a file and holds no token.
+"""
+
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, SecretStr
+from pydantic import AfterValidator
 
 from app.settings.errors import ConfigError
 from app.settings.section import Section
+from deployments.tokens import is_loopback, read_token_file, read_tokens
 
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+OPERATOR_VARIABLE, USER_VARIABLE = "SLIPSTREAM_TOKEN", "SLIPSTREAM_USER_TOKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfiguredTokens:
+    """The tokens of a fleet; empty: nobody is asked."""
+
+    operator: tuple[str, ...] = field(default=(), repr=False)
+    user: tuple[str, ...] = field(default=(), repr=False)
 
 
 class SecurityConfig(Section):
-    """Who can reach the fleet, and the token that control and train routes require."""
+    """Who can reach the fleet, and with which tokens.
+
+    The operator's token opens every route; the users' opens those that generate. See SECURITY.md.
+    """
 
     host: str = "127.0.0.1"  # the same as http_options.host
-    token_file: AbsolutePath | None = None  # None: the environment variable SLIPSTREAM_TOKEN
+    token_file: AbsolutePath | None = None  # the operator's; None: the environment variable SLIPSTREAM_TOKEN
+    user_token_file: AbsolutePath | None = None  # None: SLIPSTREAM_USER_TOKEN; without both users need none
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only programs on this host can connect."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+    def tokens(
+        self, environment: Mapping[str, str] = os.environ, *, host: str | None = None
+    ) -> ConfiguredTokens:
+        """The tokens that callers need.
 
-    def token(self, environment: Mapping[str, str] = os.environ) -> SecretStr | None:
-        """The bearer token of control and train routes; None: no token is required (on loopback only).
+        Args:
+            host: where Serve listens; None: `host` of this section.
 
         Raises:
-            ConfigError: no token although other hosts can connect, or an empty or unreadable token file.
+            ConfigError: no operator's token although other hosts can connect, or users have one; an empty or
+                unreadable file; a token that is too short, or the same for both.
         """
-        token = environment.get("SLIPSTREAM_TOKEN", "").strip()
-        if self.token_file is not None:
-            token = _read_token(self.token_file)
-        if token:
-            return SecretStr(token)
-        if self.is_loopback:
-            return None
-        raise ConfigError(
-            f"'security.host' is {self.host!r}, which other hosts can reach: expected a token in "
-            "SLIPSTREAM_TOKEN or in the file 'security.token_file', got none"
-        )
+        operator = _tokens("token_file", self.token_file, OPERATOR_VARIABLE, environment)
+        user = _tokens("user_token_file", self.user_token_file, USER_VARIABLE, environment)
+        if set(operator) & set(user):
+            raise ConfigError("'security.user_token_file': expected another token than the operator's")
+        where = "or in the file 'security.token_file', got none"
+        for name, address in (("security.host", self.host), ("http_options.host", host)):
+            if not operator and address is not None and not is_loopback(address):
+                raise ConfigError(
+                    f"'{name}' is {address!r}, which other hosts can reach: expected a token in "
+                    f"{OPERATOR_VARIABLE} {where}"
+                )
+        if user and not operator:
+            raise ConfigError(
+                f"users need a token: expected one of the operator in {OPERATOR_VARIABLE} {where}"
+            )
+        return ConfiguredTokens(operator=operator, user=user)
 
 
-def _read_token(file: Path) -> str:
+def _tokens(
+    setting: str, file: Path | None, variable: str, environment: Mapping[str, str]
+) -> tuple[str, ...]:
     try:
-        token = file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(
-            f"'security.token_file': expected a readable file, got {file} ({error.strerror})"
-        ) from error
-    if not token:
-        raise ConfigError(f"'security.token_file': expected a file with a token, got {file}, which is empty")
-    return token
+        if file is not None:
+            return read_token_file(file)
+    except ValueError as error:
+        raise ConfigError(f"'security.{setting}': {error}") from error
+    try:
+        return read_tokens(environment.get(variable, ""))
+    except ValueError as error:
+        raise ConfigError(f"the environment variable {variable}: {error}") from error

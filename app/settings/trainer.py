@@ -15,10 +15,10 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
     return TrainerSpec(
         model=model,
         store_dir=str(args.store_path),
-        max_versions=args.store.keep,
         transport=args.weights.transport,
         chunk_bytes=args.weights.effective_chunk_bytes,
         native=args.weights.staging is StagingMode.NONE,
         device=args.device.value,
         config=trainer,
+        trust_remote_code=args.trust_remote_code,
     )

@@ -1,4 +1,7 @@
-"""A Serve application that starts in a second, and leaves a process behind on purpose."""
+"""A Serve application that starts in a second, and leaves a process behind on purpose.
+
+Its deployments have the names of those that take live settings (`app/settings/live.py`).
+"""
 
 import subprocess
 from typing import Any
@@ -6,10 +9,17 @@ from typing import Any
 from ray import serve
 
 
-class Toy:
+class Settled:
+    """Takes any live settings."""
+
+    def reconfigure(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+
+
+class Toy(Settled):
     """Answers every request with a greeting, or fails to start."""
 
-    def __init__(self, fail: bool) -> None:
+    def __init__(self, fail: bool, controller: Any) -> None:
         if fail:
             raise RuntimeError("no weights here")
         # In a session of its own: Serve does not end it.
@@ -20,5 +30,7 @@ class Toy:
 
 
 def build(args: dict[str, Any]) -> Any:
-    deployment = serve.deployment(Toy, name="Toy").options(ray_actor_options={"num_cpus": 0})
-    return deployment.bind(args["served_model_name"] == "fail")
+    without_cpus = {"ray_actor_options": {"num_cpus": 0}}
+    controller = serve.deployment(Settled, name="controller").options(**without_cpus)
+    router = serve.deployment(Toy, name="router").options(**without_cpus)
+    return router.bind(args["served_model_name"] == "fail", controller.bind())

@@ -1,6 +1,7 @@
 """How both clients send calls: what is retried, what is refused, and what a person reads then."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -128,6 +129,25 @@ def test_the_token_comes_from_the_environment() -> None:
     with FleetClient.connect("http://fleet/", "s3cret") as client:
         assert client.http.headers["authorization"] == "Bearer s3cret"
         assert str(client.http.base_url) == "http://fleet"
+
+
+def test_a_token_file_is_read_and_an_operators_token_goes_before_a_users(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("new\nold\n")
+    given = {"SLIPSTREAM_TOKEN_FILE": str(file), "SLIPSTREAM_USER_TOKEN": "user"}
+    assert token_from(given) == "new"
+    assert token_from(given | {"SLIPSTREAM_TOKEN": "operator"}) == "operator"
+    assert token_from({"SLIPSTREAM_USER_TOKEN": "user"}) == "user"
+    with pytest.raises(FleetError, match="SLIPSTREAM_TOKEN_FILE: expected a readable file"):
+        token_from({"SLIPSTREAM_TOKEN_FILE": str(tmp_path / "none")})
+
+
+def test_a_token_in_the_address_is_carried_and_never_shown() -> None:
+    with FleetClient.connect("http://x:s3cret@127.0.0.1:1/", "other") as client:
+        assert client.http.headers["authorization"] == "Bearer s3cret"
+        with pytest.raises(FleetError, match=r"no fleet answers at http://127.0.0.1:1 ") as caught:
+            client.send(calls.fleet())
+    assert "s3cret" not in str(caught.value) + caught.value.message
 
 
 # -- streams ---------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import JsonValue
+from ray.exceptions import ActorDiedError
 
-from deployments.errors import Conflict, RoundAborted, SlipstreamError, StalePublisher
+from deployments.errors import Conflict, InvalidRequest, RoundAborted, StalePublisher, TransferAborted
 from deployments.protocol.json_values import json_only
 from deployments.protocol.operations import (
     AbortRequests,
@@ -17,7 +19,7 @@ from deployments.protocol.operations import (
     WeightChecksums,
 )
 from deployments.protocol.publishing import Lease, PublisherSession, ReplicaTimings, RoundOptions, RoundReport
-from deployments.protocol.status import Event, FleetStatus, MemberStatus, RoundStatus
+from deployments.protocol.status import Event, FleetStatus, MemberStatus, RoundStatus, SizeStatus
 
 REPLICAS = ("replica-0", "replica-1")
 
@@ -46,13 +48,17 @@ class FakeController:
     Attributes:
         calls: the names of the methods that were called.
         fail_next: method name -> the error of its next call.
+        dies_before, dies_after: methods in whose next call the process dies, before or after it carried the
+            call out; its successor is there at once.
         delay_s: method name -> how long its calls take.
         sent, operations, options: what was received.
     """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.fail_next: dict[str, SlipstreamError] = {}
+        self.fail_next: dict[str, Exception] = {}
+        self.dies_before: set[str] = set()
+        self.dies_after: set[str] = set()
         self.delay_s: dict[str, float] = {}
         self.sent: list[JsonValue] = []
         self.operations: list[Operation] = []
@@ -112,13 +118,15 @@ class FakeController:
         self._last_round += 1
         self.round_id = self._last_round
         self.options.append(options)
-        return self.round_id
+        self._leave("open_round")
+        return self._last_round
 
     async def send(self, token: int, round_id: int, payload: JsonValue) -> None:
         await self._enter("send")
         self._holder(token)
         self._undecided(round_id)
         self.sent.append(json_only(payload, "payload"))
+        self._leave("send")
 
     async def close_round(self, token: int, round_id: int, label: str | None) -> RoundReport:
         try:
@@ -126,10 +134,16 @@ class FakeController:
         except RoundAborted:
             self.round_id = None  # an aborted round is over
             raise
+        for each in self.reports:
+            if each.round_id == round_id and each.phase == "committed":
+                return each
+            if each.round_id == round_id:
+                raise TransferAborted(each.reason, {"send_again": True})
         self._holder(token)
         self._undecided(round_id)
         self.round_id, self.label, self.version = None, label, self.version + 1
         self.reports.append(report(round_id, self.version, label))
+        self._leave("close_round")
         return self.reports[-1]
 
     # -- the fleet ----------------------------------------------------------------------------
@@ -144,6 +158,13 @@ class FakeController:
     async def set_label(self, label: str) -> None:
         await self._enter("set_label")
         self.label = label
+
+    async def scale(self, wanted: int | None) -> SizeStatus:
+        await self._enter("scale")
+        if wanted is not None and wanted > 4:
+            raise InvalidRequest(f"replicas: expected 1 to 4, got {wanted}")
+        running = len(self.serving)
+        return SizeStatus(wanted=wanted, least=1, most=4, running=running, joining=0, leaving=0, problem=None)
 
     async def fleet(self) -> FleetStatus:
         await self._enter("fleet")
@@ -164,6 +185,22 @@ class FakeController:
         await asyncio.sleep(self.delay_s.get(method, 0.0))
         if (error := self.fail_next.pop(method, None)) is not None:
             raise error
+        if method in self.dies_before:
+            self.dies_before.discard(method)
+            self.die()
+
+    def _leave(self, method: str) -> None:
+        if method in self.dies_after:
+            self.dies_after.discard(method)
+            self.die()
+
+    def die(self) -> None:
+        """The process is gone; its successor knows what was decided, and no lease."""
+        if self.round_id is not None:
+            aborted = report(self.round_id, self.version + 1, phase="aborted")
+            self.reports.append(replace(aborted, reason="the controller restarted"))
+        self.round_id, self.lease, self.init_info = None, None, None
+        raise ActorDiedError
 
     def _acquire(self, publisher: str) -> Lease:
         if self.lease is not None and self.lease.publisher != publisher:
@@ -224,12 +261,14 @@ def status(
             participants=serving,
         )
     return FleetStatus(
+        fleet_id="fleet",
         committed_version=version,
         label=label,
         stored_version=version - 1,
         epoch=2,
         ready=bool(serving),
         min_replicas=1,
+        size=SizeStatus(wanted=1, least=1, most=1, running=len(serving), joining=0, leaving=0, problem=None),
         workers=2 * len(members),
         members=members,
         round=current,

@@ -1,12 +1,14 @@
 """Our own routes as an HTTP client reaches them, in this process."""
 
 from collections.abc import Callable
+from typing import Any
 
 import httpx
+from starlette.applications import Starlette
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.http.auth import Guard
+from app.http.auth import Guard, Tokens, TokenSource
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes
 from app.http.ingress import build_app
@@ -27,14 +29,20 @@ class FakeRouter:
         await JSONResponse(self._answer(scope["path"]))(scope, receive, send)
 
 
-def client(
+def tokens(operator: str | None = None, user: str | None = None) -> Tokens:
+    given = [TokenSource(tokens=() if token is None else (token,)) for token in (operator, user)]
+    return Tokens(operator=given[0], user=given[1])
+
+
+def application(
     controller: FakeController,
     *,
     trainer: object | None = None,
     token: str | None = None,
-    router: FakeRouter | None = None,
+    user_token: str | None = None,
+    router: ASGIApp | None = None,
     allow_pickled_ipc: bool = False,
-) -> httpx.AsyncClient:
+) -> Starlette:
     handle, training = Handle(controller), None if trainer is None else Handle(trainer)
     endpoints = [
         *FleetRoutes(handle, training).endpoints(),
@@ -42,7 +50,12 @@ def client(
         *EngineRoutes(handle, MAX_BODY_BYTES).endpoints(),
         *TrainRoutes(training, MAX_BODY_BYTES).endpoints(),
     ]
-    app = build_app(endpoints, Guard(token), FakeRouter() if router is None else router)
+    return build_app(endpoints, Guard(tokens(token, user_token)), FakeRouter() if router is None else router)
+
+
+def client(controller: FakeController, *, root_path: str = "", **options: Any) -> httpx.AsyncClient:
+    """A client of `application` with these options."""
+    app = application(controller, **options)
     # An error that is answered with 500 is raised again by Starlette, for the server's log.
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=root_path)
     return httpx.AsyncClient(transport=transport, base_url="http://fleet")

@@ -1,34 +1,220 @@
+"""Which routes need which token, how it may be carried, and where it never appears."""
+
+import base64
+import os
+import pickle
+from pathlib import Path
+
 import httpx
 import pytest
+from starlette.requests import Request
 
+from app.http import auth
+from app.http.auth import Access, Forbidden, Guard, Tokens, TokenSource, Unauthorized
+from deployments.logs import serve_logger
 from tests.app.http.fake_controller import FakeController
-from tests.app.http.serving import client
+from tests.app.http.serving import client, tokens
+
+OPERATOR, USER = "operator-0123456789", "user-0123456789abcdef"
+USERS_ROUTES = [
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/models"),
+    ("POST", "/tokenize"),
+    ("GET", "/openapi.json"),
+    ("POST", "/inference/v1/generate"),
+]
+OPERATORS_ROUTES = [
+    ("GET", "/"),
+    ("GET", "/fleet"),
+    ("GET", "/fleet/rounds"),
+    ("GET", "/fleet/events"),
+    ("GET", "/metrics"),
+    ("POST", "/fleet/rollback"),
+    ("POST", "/pause"),
+    ("GET", "/is_paused"),
+    ("GET", "/weight_info"),
+    ("GET", "/get_world_size"),
+    ("POST", "/update_weights"),
+    ("POST", "/train/step"),
+    ("GET", "/train/status"),
+    ("GET", "/server_info"),
+]
+UNKNOWN_ROUTES = [("POST", "/collective_rpc"), ("GET", "/no/such/route"), ("GET", "/pause")]
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/health", "/fleet", "/fleet/rounds", "/metrics", "/openapi.json", "/v1/x"]
-)
-async def test_reading_and_generating_need_no_token(path: str) -> None:
-    async with client(FakeController(), token="secret") as fleet:
-        assert (await fleet.get(path)).status_code == 200
+def basic(password: str, user: str = "x") -> dict[str, str]:
+    return {"authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
 
 
-@pytest.mark.parametrize(
-    "headers", [{}, {"authorization": "Bearer other"}, {"authorization": "Basic secret"}]
-)
-@pytest.mark.parametrize("path", ["/pause", "/fleet/rollback", "/train/step", "/update_weights"])
-async def test_routes_that_change_something_need_the_token(path: str, headers: dict[str, str]) -> None:
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+async def status(route: tuple[str, str], headers: dict[str, str], *, user: str | None = USER) -> int:
     controller = FakeController()
-    async with client(controller, token="secret") as fleet:
-        answer = await fleet.post(path, content=b"{not even JSON", headers=headers)
-    assert answer.status_code == 401
+    async with client(controller, token=OPERATOR, user_token=user) as fleet:
+        request = fleet.build_request(*route, headers=headers, content=b"{not even JSON")
+        answer = await fleet.send(request)
+    if answer.status_code in (401, 403):
+        assert controller.calls == []
+    return answer.status_code
+
+
+NO_TOKEN = [{}, bearer("other"), basic("other"), {"authorization": "Basic !!"}, {"authorization": OPERATOR}]
+
+
+@pytest.mark.parametrize("headers", NO_TOKEN)
+@pytest.mark.parametrize("route", USERS_ROUTES + OPERATORS_ROUTES)
+async def test_without_a_token_only_health_answers(route: tuple[str, str], headers: dict[str, str]) -> None:
+    assert await status(route, headers) == 401
+    assert await status(("GET", "/health"), headers) == 200
+
+
+@pytest.mark.parametrize("route", UNKNOWN_ROUTES)
+async def test_whoever_has_no_token_does_not_learn_what_routes_there_are(route: tuple[str, str]) -> None:
+    assert await status(route, {}) == 401
+    assert await status(route, bearer(USER)) in (404, 405)
+
+
+@pytest.mark.parametrize("route", USERS_ROUTES)
+async def test_users_routes_take_both_tokens(route: tuple[str, str]) -> None:
+    for token in (USER, OPERATOR):
+        for headers in (bearer(token), basic(token), {"authorization": f"bearer {token}"}):
+            assert await status(route, headers) == 200
+
+
+@pytest.mark.parametrize("route", OPERATORS_ROUTES)
+async def test_operators_routes_are_not_for_users(route: tuple[str, str]) -> None:
+    assert await status(route, bearer(USER)) == 403
+    assert await status(route, basic(USER)) == 403
+    if route[1] != "/fleet/events":  # it does not end
+        assert await status(route, basic(OPERATOR)) not in (401, 403)
+
+
+@pytest.mark.parametrize("route", USERS_ROUTES)
+async def test_users_need_no_token_where_none_is_configured(route: tuple[str, str]) -> None:
+    assert await status(route, {}, user=None) == 200
+    assert await status(("POST", "/pause"), {}, user=None) == 401
+
+
+async def test_without_tokens_everything_is_open() -> None:
+    async with client(FakeController()) as fleet:
+        assert (await fleet.post("/pause")).json() == {"status": "paused"}
+
+
+async def test_a_client_that_has_only_an_address_carries_the_token_there() -> None:
+    async with client(FakeController(), token=OPERATOR, user_token=USER) as fleet:
+        answer = await fleet.get(f"http://x:{USER}@fleet/v1/models")
+        assert answer.status_code == 200
+        assert (await fleet.post(f"http://x:{OPERATOR}@fleet/pause")).status_code == 200
+
+
+async def test_a_browser_is_told_to_ask_for_it() -> None:
+    async with client(FakeController(), token=OPERATOR) as fleet:
+        answer = await fleet.get("/")
+    assert answer.status_code == 401 and answer.headers["www-authenticate"].startswith("Basic realm=")
     assert answer.json()["error"]["type"] == "unauthorized"
-    assert f"{path} needs the header 'Authorization: Bearer <token>'" in answer.json()["error"]["message"]
-    assert controller.calls == []
+    assert "needs the operator's token" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("token", "scheme"), [("secret", "Bearer"), ("secret", "bearer"), (None, "Bearer")])
-async def test_the_token_opens_them_and_without_one_they_are_open(token: str | None, scheme: str) -> None:
+async def test_the_prefix_of_an_application_opens_and_closes_nothing() -> None:
+    async with client(FakeController(), token=OPERATOR, user_token=USER, root_path="/prefix") as fleet:
+        assert (await fleet.get("/prefix/health")).status_code == 200
+        assert (await fleet.get("/prefix/fleet")).status_code == 401
+        assert (await fleet.get("/prefix/metrics", headers=basic(OPERATOR))).status_code == 200
+        assert (await fleet.get("/prefix/v1/models", headers=bearer(USER))).status_code == 200
+        assert (await fleet.post("/prefix/pause", headers=bearer(USER))).status_code == 403
+        assert (await fleet.post("/prefix/collective_rpc", headers=bearer(OPERATOR))).status_code == 404
+
+
+# -- other web pages -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("token", "host", "origin", "expected"),
+    [
+        (OPERATOR, "fleet:8000", "http://fleet:8000", 200),
+        (OPERATOR, "fleet:8000", "http://evil.example", 403),
+        (OPERATOR, "fleet:8000", "null", 403),
+        (None, "127.0.0.1:8000", "http://127.0.0.1:8000", 200),
+        (None, "localhost:8000", "http://localhost:8000", 200),
+        (None, "[::1]:8000", "http://[::1]:8000", 200),
+        (None, "127.0.0.1:8000", "http://evil.example", 403),
+        (None, "evil.example:8000", "http://evil.example:8000", 403),  # its name leads to 127.0.0.1
+    ],
+)
+async def test_a_page_of_somebody_elses_cannot_drive_the_fleet(
+    token: str | None, host: str, origin: str, expected: int
+) -> None:
     async with client(FakeController(), token=token) as fleet:
-        answer: httpx.Response = await fleet.post("/pause", headers={"authorization": f"{scheme} secret"})
-    assert answer.json() == {"status": "paused"}
+        headers = {"host": host, "origin": origin} | (basic(token) if token else {})
+        assert (await fleet.post("/pause", headers=headers)).status_code == expected
+        assert (await fleet.get("/fleet", headers=headers)).status_code == 200
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def request(token: str) -> Request:
+    raw = [(name.encode(), value.encode()) for name, value in bearer(token).items()]
+    return Request({"type": "http", "method": "POST", "path": "/pause", "headers": raw, "query_string": b""})
+
+
+def allowed(guard: Guard, token: str) -> bool:
+    try:
+        guard.check(request(token), Access.OPERATOR)
+    except (Unauthorized, Forbidden):
+        return False
+    return True
+
+
+def test_a_changed_file_counts_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "FILE_PERIOD_S", 0.0)
+    file, new = tmp_path / "token", "new-operator-0123456789"
+    file.write_text(OPERATOR)
+    guard = Guard(Tokens(operator=TokenSource(tokens=(OPERATOR,), file=file)))
+    assert allowed(guard, OPERATOR) and not allowed(guard, new)
+    file.write_text(f"{OPERATOR}\n{new}\n")
+    assert allowed(guard, OPERATOR) and allowed(guard, new)
+    file.write_text(f"{new}\n")
+    assert not allowed(guard, OPERATOR) and allowed(guard, new)
+
+
+@pytest.mark.parametrize("damage", ["", "short", None])
+def test_a_damaged_file_locks_nobody_out_and_opens_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
+) -> None:
+    monkeypatch.setattr(auth, "FILE_PERIOD_S", 0.0)
+    file = tmp_path / "token"
+    file.write_text(OPERATOR)
+    guard = Guard(Tokens(operator=TokenSource(tokens=(OPERATOR,), file=file)))
+    if damage is None:
+        os.unlink(file)
+    else:
+        file.write_text(damage)
+    assert allowed(guard, OPERATOR) and not allowed(guard, "short") and not allowed(guard, "")
+
+
+# -- never shown -----------------------------------------------------------------------------------
+
+
+async def test_no_answer_and_no_log_shows_a_token(caplog: pytest.LogCaptureFixture) -> None:
+    answers: list[httpx.Response] = []
+    serve_logger().addHandler(caplog.handler)
+    try:
+        async with client(FakeController(), token=OPERATOR, user_token=USER) as fleet:
+            fleet_routes = [*USERS_ROUTES, ("POST", "/pause"), ("POST", "/train/step"), *UNKNOWN_ROUTES]
+            for method, path in fleet_routes:
+                for carried in (bearer(USER), basic(OPERATOR), bearer(f"{OPERATOR}x")):
+                    answers.append(await fleet.request(method, path, headers=carried))
+    finally:
+        serve_logger().removeHandler(caplog.handler)
+    shown = caplog.text + "".join(answer.text + str(answer.headers) for answer in answers)
+    secrets = [OPERATOR, USER, basic(OPERATOR)["authorization"].removeprefix("Basic ")]
+    assert not [secret for secret in secrets if secret in shown]
+
+
+def test_tokens_travel_to_the_router_and_are_not_displayed() -> None:
+    made = tokens(OPERATOR, USER)
+    assert OPERATOR not in repr(made) and USER not in repr(made)
+    assert pickle.loads(pickle.dumps(made)) == made

@@ -60,6 +60,24 @@ async def test_a_rollback_needs_a_trainer_and_a_version() -> None:
             assert code == 400 and message in refused["error"]["message"]
 
 
+async def test_the_operator_sets_the_number_of_replicas() -> None:
+    async def scale(body: object) -> tuple[int, Any]:
+        answer = await fleet.post("/fleet/scale", json=body)
+        return answer.status_code, answer.json()
+
+    async with client(FakeController()) as fleet:
+        assert (await scale({"replicas": 3}))[1]["wanted"] == 3
+        assert (await scale({"replicas": "auto"}))[1]["wanted"] is None
+        assert (await scale({"replicas": 9}))[1]["error"]["message"] == "replicas: expected 1 to 4, got 9"
+        for body, message in (
+            ({"replicas": 0}, "replicas: expected greater than 0 or 'auto', got 0"),
+            ({"replicas": "many"}, "replicas: expected a valid integer or 'auto', got 'many'"),
+            ({}, "expected the field 'replicas', got []"),
+        ):
+            code, refused = await scale(body)
+            assert code == 400 and refused["error"]["message"] == message
+
+
 def events(controller: FakeController, query: str = "", **headers: str) -> Any:
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "GET", "path": "/fleet/events", "query_string": b"", "headers": raw}

@@ -11,16 +11,25 @@ from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/no/such/route"])
-async def test_everything_else_goes_to_a_replica(path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_what_generates_goes_to_a_replica(path: str) -> None:
     async with client(FakeController()) as fleet:
         assert (await fleet.post(path)).json() == {"replica": path}
 
 
-async def test_a_route_of_ours_with_another_method_goes_to_a_replica() -> None:
+@pytest.mark.parametrize("path", ["/no/such/route", "/pause/", "/collective_rpc", "/scale_elastic_ep"])
+async def test_what_is_neither_ours_nor_passed_is_not_found(path: str) -> None:
+    async with client(FakeController()) as fleet:
+        answer = await fleet.post(path)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found")
+
+
+async def test_a_route_of_ours_with_another_method_goes_nowhere() -> None:
     controller = FakeController()
     async with client(controller) as fleet:
-        assert (await fleet.get("/pause")).json() == {"replica": "/pause"}
+        answer = await fleet.get("/pause")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["message"] == "/pause: expected POST, got 'GET'"
     assert controller.calls == []
 
 

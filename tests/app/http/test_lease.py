@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from app.http.lease import PUBLISHER
-from app.http.requests import UpdateWeightsBody
+from app.http.requests import InitEngineBody, UpdateWeightsBody
 from app.http.weight_routes import WeightRoutes
 from deployments.errors import InvalidRequest, RoundAborted, StalePublisher, TransferAborted
 from deployments.protocol.publishing import RoundOptions
@@ -149,6 +149,23 @@ async def test_a_long_call_renews_the_lease(controller: FakeController) -> None:
     await routes.update(UpdateWeightsBody(update_info={}))
     assert controller.calls.count("renew") >= 2
     assert controller.sent == [{}]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("connect", "init", InitEngineBody(init_info={})),
+        ("open_round", "start", None),
+        ("disconnect", "shutdown", None),
+    ],
+)
+async def test_the_lease_is_renewed_while_any_call_waits_in_the_fleet(
+    controller: FakeController, method: str, path: str, body: InitEngineBody | None
+) -> None:
+    routes = WeightRoutes(Handle(controller), 1000, allow_pickled_ipc=False, renew_s=0.01)
+    controller.delay_s[method] = 0.1
+    await getattr(routes, path)(*([] if body is None else [body]))
+    assert controller.calls.count("renew") >= 2
 
 
 async def test_a_short_call_does_not_renew(controller: FakeController) -> None:

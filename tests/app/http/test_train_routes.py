@@ -1,7 +1,11 @@
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import pytest
+from pydantic import JsonValue
 
+from app.client import calls
+from deployments.trainer_reports import TrainerStatus
 from tests.app.http.fake_controller import FakeController, report
 from tests.app.http.fake_trainer import STATUS, FakeTrainer
 from tests.app.http.serving import client
@@ -28,7 +32,7 @@ async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
         asdict(report(2, 4, None)),
         {"path": "/data/x", "step": 3, "save_s": 0.25},
         {"path": "/tmp/checkpoint", "step": 3, "save_s": 0.25},
-        asdict(STATUS),
+        {**asdict(STATUS), "untrained": []},
     ]
     assert trainer.received == [[TRAJECTORY], "step 1", None, "/data/x", None]
 
@@ -79,3 +83,19 @@ async def test_without_a_trainer_every_route_says_so() -> None:
     for answer in answers:
         assert answer.status_code == 400
         assert "this fleet has no trainer deployment" in answer.json()["error"]["message"]
+
+
+async def test_a_step_whose_loss_is_not_finite_is_answered_with_null() -> None:
+    class Diverged(FakeTrainer):
+        async def step(self, batch: Sequence[JsonValue]) -> dict[str, float]:
+            return {"loss": float("nan"), "grad_norm": float("inf"), "skipped": True}
+
+        async def status(self) -> TrainerStatus:
+            return replace(STATUS, last_step={"loss": float("nan")})
+
+    async with client(FakeController(), trainer=Diverged()) as fleet:
+        step = await fleet.post("/train/step", json={"trajectories": [TRAJECTORY]})
+        status = await fleet.get("/train/status")
+    assert (step.status_code, step.json()) == (200, {"loss": None, "grad_norm": None, "skipped": True})
+    assert status.json()["last_step"] == {"loss": None}
+    assert calls.train_status().read(status.content, {}).last_step == {"loss": None}

@@ -20,7 +20,7 @@ from tests.app.settings.complaints import complaint
         ),
         (
             {"security": {"zzz": 2}},
-            "unknown setting 'security.zzz' (expected one of host, token_file)",
+            "unknown setting 'security.zzz' (expected one of host, token_file, user_token_file)",
         ),
         (
             {"engine": {"num_replicas": 0}},

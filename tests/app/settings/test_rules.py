@@ -55,6 +55,10 @@ from tests.app.settings.complaints import COLOCATED, SEPARATE, complaint
             "'engine.extra.dtype': set 'engine.dtype' instead (every setting has one name)",
         ),
         (
+            {"engine": {"env": {"VLLM_API_KEY": "x"}}},
+            "'engine.env.VLLM_API_KEY': set 'security.user_token_file' instead (every setting has one name)",
+        ),
+        (
             {"engine": {"env": {"CUDA_VISIBLE_DEVICES": "0"}}},
             "'engine.env.CUDA_VISIBLE_DEVICES': set 'placement' instead (every setting has one name)",
         ),
@@ -106,6 +110,33 @@ from tests.app.settings.complaints import COLOCATED, SEPARATE, complaint
             SEPARATE | {"trainer": {"strategy": "fsdp2", "world_size": 4, "gpus_per_rank": 0.25}},
             "'trainer.gpus_per_rank': expected 1 with placement 'separate', got 0.25 "
             "(4 ranks need a GPU each, and Ray could place fractions on the same one)",
+        ),
+        (
+            {"engine": {"num_replicas": "auto"}},
+            "'engine.max_replicas': expected a number with num_replicas 'auto', got none "
+            "(each replica needs its GPUs or cores)",
+        ),
+        (
+            {"engine": {"num_replicas": 3, "min_replicas": 4, "max_replicas": 8}},
+            "'engine.num_replicas': expected 4 to 8, got 3 ('engine.min_replicas' and 'engine.max_replicas')",
+        ),
+        (
+            {"engine": {"min_replicas": 4, "max_replicas": 3}},
+            "'engine.min_replicas': expected at most 3, got 4 ('engine.max_replicas' is 3)",
+        ),
+        (
+            COLOCATED | {"engine": {"num_replicas": 2, "max_replicas": 4, "gpus_per_rank": 0.5}},
+            "'engine.max_replicas': expected none with placement 'colocated', got 4 "
+            "(the slots that replicas share with the trainer are reserved when the fleet starts)",
+        ),
+        (
+            {"engine": {"max_replicas": 4, "extra": {"disable_log_stats": True}}},
+            "'engine.extra.disable_log_stats': expected false with 'engine.max_replicas', got true "
+            "(the load is known from vLLM's statistics)",
+        ),
+        (
+            {"engine": {"num_replicas": "auto", "max_replicas": 4}, "weights": {"min_replicas": 2}},
+            "'weights.min_replicas': expected at most 1, got 2 ('engine.min_replicas' is 1)",
         ),
     ],
 )

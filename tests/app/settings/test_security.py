@@ -1,4 +1,4 @@
-"""When the application asks for a bearer token, and where it takes it from."""
+"""When the application asks for tokens, and where it takes them from."""
 
 from pathlib import Path
 
@@ -7,28 +7,70 @@ import pytest
 from app.settings.errors import ConfigError
 from app.settings.security import SecurityConfig
 
+OPERATOR, USER = "operator-0123456789", "user-0123456789abcdef"
+
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 def test_loopback_needs_no_token(host: str) -> None:
-    assert SecurityConfig(host=host).token({}) is None
+    assert SecurityConfig(host=host).tokens({}, host=host).operator == ()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
-def test_any_other_address_needs_a_token(host: str) -> None:
-    with pytest.raises(ConfigError, match="expected a token in SLIPSTREAM_TOKEN"):
-        SecurityConfig(host=host).token({"SLIPSTREAM_TOKEN": " "})
-    token = SecurityConfig(host=host).token({"SLIPSTREAM_TOKEN": "s3cret"})
-    assert token is not None and token.get_secret_value() == "s3cret"
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org", ""])
+def test_any_other_address_needs_the_operators_token(host: str) -> None:
+    for section, real in ((host, None), ("127.0.0.1", host)):
+        security = SecurityConfig(host=section)
+        with pytest.raises(ConfigError, match="expected a token in SLIPSTREAM_TOKEN"):
+            security.tokens({"SLIPSTREAM_TOKEN": " "}, host=real)
+        tokens = security.tokens({"SLIPSTREAM_TOKEN": OPERATOR}, host=real)
+        assert (tokens.operator, tokens.user) == ((OPERATOR,), ())
 
 
-def test_a_token_file_wins_and_must_hold_a_token(tmp_path: Path) -> None:
+def test_users_have_a_token_where_one_is_configured_and_the_operator_has_one() -> None:
+    security = SecurityConfig()
+    given = {"SLIPSTREAM_TOKEN": OPERATOR, "SLIPSTREAM_USER_TOKEN": f" {USER}\n"}
+    assert security.tokens(given).user == (USER,)
+    with pytest.raises(ConfigError, match="users need a token: expected one of the operator"):
+        security.tokens({"SLIPSTREAM_USER_TOKEN": USER})
+    with pytest.raises(ConfigError, match="expected another token than the operator's") as caught:
+        security.tokens({"SLIPSTREAM_TOKEN": OPERATOR, "SLIPSTREAM_USER_TOKEN": OPERATOR})
+    assert OPERATOR not in str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["token_file", "user_token_file"])
+def test_a_token_file_wins_and_must_hold_tokens(tmp_path: Path, setting: str) -> None:
     file = tmp_path / "token"
-    security = SecurityConfig(token_file=file)
-    with pytest.raises(ConfigError, match="No such file"):
-        security.token({})
+    security = SecurityConfig.model_validate({setting: file})
+    environment = {"SLIPSTREAM_TOKEN": OPERATOR}
+    with pytest.raises(ConfigError, match=f"'security.{setting}': expected a readable file, got .*No such"):
+        security.tokens(environment)
     file.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
-        security.token({"SLIPSTREAM_TOKEN": "other"})
-    file.write_text("s3cret\n")
-    token = security.token({"SLIPSTREAM_TOKEN": "other"})
-    assert token is not None and token.get_secret_value() == "s3cret"
+        security.tokens(environment)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="expected a text file"):
+        security.tokens(environment)
+    file.write_text("first-0123456789abc\n\n second-0123456789ab\n")
+    tokens = security.tokens(environment)
+    read = tokens.operator if setting == "token_file" else tokens.user
+    assert read == ("first-0123456789abc", "second-0123456789ab")
+
+
+@pytest.mark.parametrize(
+    ("token", "complaint"),
+    [
+        ("s3cret", "expected at least 16 characters, got 6"),
+        ("with a space 0123456789", "without spaces"),
+        ("naïve-0123456789abcdef", "printable ASCII"),
+    ],
+)
+def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused_and_not_shown(
+    token: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        SecurityConfig().tokens({"SLIPSTREAM_TOKEN": token})
+    assert token not in str(caught.value)
+
+
+def test_a_token_is_not_in_what_is_displayed() -> None:
+    tokens = SecurityConfig().tokens({"SLIPSTREAM_TOKEN": OPERATOR, "SLIPSTREAM_USER_TOKEN": USER})
+    assert OPERATOR not in repr(tokens) and USER not in repr(tokens)

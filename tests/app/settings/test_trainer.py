@@ -5,17 +5,20 @@ from tests.app.settings.complaints import SEPARATE
 
 
 def test_a_trainers_spec_comes_from_all_sections() -> None:
-    config = parse_config({"model": "m", **SEPARATE, "state_dir": "/s", "store": {"path": "v", "keep": 5}})
+    store = {"path": "v", "keep": 5}
+    config = parse_config(
+        {"model": "m", **SEPARATE, "state_dir": "/s", "store": store, "trust_remote_code": True}
+    )
     assert config.trainer is not None
     assert trainer_spec(config, config.trainer, "/models/m") == TrainerSpec(
         config=config.trainer,
         model="/models/m",
         device="cuda",
         store_dir="/s/v",
-        max_versions=5,
         transport="nccl",
         chunk_bytes=512 << 20,
         native=False,
+        trust_remote_code=True,
     )
 
 

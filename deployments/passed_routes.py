@@ -1,0 +1,124 @@
+"""Which of vLLM's routes pass through the fleet to one replica, by method and path.
+
+Router and replica both ask it. What is not named here does not pass: a route that changes an engine is ours,
+with the meaning of the whole fleet (`app.http`), or is not offered, because one replica would differ from the
+others. Paths are compared as a whole and as they are, after one percent-decoding: a path that a server could
+read as another one (`//`, `..`, a trailing slash, upper case) is not named, and does not pass.
+"""
+
+import re
+from collections.abc import Mapping
+
+from deployments.errors import MethodNotAllowed, NoSuchRoute
+
+_GET, _POST = frozenset({"GET"}), frozenset({"POST"})
+_ID = re.compile(r"(?<=^/v1/responses/)[A-Za-z0-9_-]{1,128}(?=$|/cancel$)")
+
+PASSED: Mapping[str, frozenset[str]] = {
+    "/v1/models": _GET,
+    "/version": _GET,
+    "/server_info": _GET,  # vLLM has it where VLLM_SERVER_DEV_MODE is set
+    "/openapi.json": _GET,  # the router merges it with ours
+    # Generation
+    "/v1/completions": _POST,
+    "/v1/chat/completions": _POST,
+    "/v1/chat/completions/batch": _POST,
+    "/v1/responses": _POST,
+    "/v1/responses/{response_id}": _GET,  # the replica that made it has it: x-session-id
+    "/v1/responses/{response_id}/cancel": _POST,
+    "/v1/messages": _POST,
+    "/v1/messages/count_tokens": _POST,
+    "/v1/systemone": _POST,
+    "/cohere/v2/chat": _POST,
+    "/generative_scoring": _POST,
+    "/inference/v1/generate": _POST,
+    # Text and tokens
+    "/tokenize": _POST,
+    "/detokenize": _POST,
+    "/tokenizer_info": _GET,
+    "/v1/completions/render": _POST,
+    "/v1/completions/derender": _POST,
+    "/v1/chat/completions/render": _POST,
+    "/v1/chat/completions/derender": _POST,
+    "/v1/messages/render": _POST,
+    "/v1/responses/render": _POST,
+    "/cohere/v2/chat/render": _POST,
+    # Pooling models
+    "/pooling": _POST,
+    "/classify": _POST,
+    "/v1/embeddings": _POST,
+    "/v2/embed": _POST,
+    "/score": _POST,
+    "/v1/score": _POST,
+    "/rerank": _POST,
+    "/v1/rerank": _POST,
+    "/v2/rerank": _POST,
+    # Speech
+    "/v1/audio/transcriptions": _POST,
+    "/v1/audio/translations": _POST,
+}
+
+_ONE_ENGINE = "it changes one engine, and the replicas would differ"
+_ONE_REPLICA = "it reports on one replica: ask /fleet or /metrics"
+_ADAPTERS = "it changes the adapters of one engine, and the replicas would differ"
+
+# vLLM 0.32's other routes, but for those that the fleet answers itself: why they do not pass.
+REFUSED: Mapping[str, str] = {
+    "/collective_rpc": "it calls any method of one engine's workers",
+    "/scale_elastic_ep": _ONE_ENGINE,
+    "/is_scaling_elastic_ep": _ONE_REPLICA,
+    "/fault_tolerance/apply": _ONE_ENGINE,
+    "/fault_tolerance/status": _ONE_REPLICA,
+    "/start_profile": _ONE_ENGINE,
+    "/stop_profile": _ONE_ENGINE,
+    "/release_kv_cache_memory": f"{_ONE_ENGINE}: use /sleep",
+    "/reset_mm_cache": f"{_ONE_ENGINE}: a round resets it",
+    "/reset_encoder_cache": f"{_ONE_ENGINE}: a round resets it",
+    "/start_draft_weight_update": _ONE_ENGINE,
+    "/v1/load_lora_adapter": _ADAPTERS,
+    "/v1/unload_lora_adapter": _ADAPTERS,
+    "/adapters": _ADAPTERS,
+    "/adapters/{adapter_name}": _ADAPTERS,
+    "/inference/v1/abort_requests": "it aborts requests of one engine: use /abort_requests",
+    "/invocations": "it stands for other routes, of which it takes headers that open sessions: call these",
+    "/ping": "it reports on one replica: use /health",
+    "/load": _ONE_REPLICA,
+    "/kv_event_sources": "it names addresses inside the fleet",
+    "/v1/realtime": "the fleet passes no websockets",
+    "/docs": "its page loads programs from another site: read /openapi.json",
+    "/docs/oauth2-redirect": "its page loads programs from another site: read /openapi.json",
+    "/redoc": "its page loads programs from another site: read /openapi.json",
+}
+
+
+def require_passed(method: str, path: str) -> None:
+    """Return if a request passes through to a replica.
+
+    Args:
+        path: percent-decoded once, without Serve's route prefix.
+
+    Raises:
+        NoSuchRoute: it does not, whatever the method.
+        MethodNotAllowed: it does with another method.
+    """
+    methods = PASSED.get(path)
+    if methods is None:
+        methods = PASSED.get(_ID.sub("{response_id}", path))
+    if methods is None:
+        reason = REFUSED.get(path)
+        raise NoSuchRoute(
+            f"{path[:100]!r} is no route of this fleet"
+            if reason is None
+            else f"this fleet does not offer vLLM's {path}: {reason}"
+        )
+    if method not in methods and method != "OPTIONS":  # a browser asks with it before it sends
+        raise MethodNotAllowed(
+            f"{path}: expected {' or '.join(sorted(methods))}, got {method[:20]!r}",
+            {"allow": sorted(methods)},
+        )
+
+
+def route_path(path: str, prefix: str) -> str:
+    """The path below Serve's route prefix."""
+    below = path.removeprefix(prefix)
+    return below if below.startswith("/") else path

@@ -1,0 +1,113 @@
+"""What an outside publisher is told when the controller dies during its calls."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from tests.app.http.fake_controller import FakeController
+from tests.app.http.serving import client
+
+
+@pytest.fixture
+def controller() -> FakeController:
+    return FakeController()
+
+
+@pytest.fixture
+async def fleet(controller: FakeController) -> AsyncIterator[httpx.AsyncClient]:
+    async with client(controller) as made:
+        yield made
+
+
+async def sent(fleet: httpx.AsyncClient) -> None:
+    await fleet.post("/init_weight_transfer_engine", json={"init_info": {}})
+    await fleet.post("/start_weight_update")
+    await fleet.post("/update_weights", json={"update_info": {}})
+
+
+async def test_a_finish_whose_controller_dies_after_the_decision_has_finished(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await sent(fleet)
+    controller.dies_after = {"close_round"}
+    answer = await fleet.post("/finish_weight_update", json={"weight_version": "one"})
+    assert (answer.status_code, answer.json()) == (200, {"message": "Weight update finished"})
+    assert (controller.version, controller.label) == (4, "one")
+    assert controller.calls.count("close_round") == 2 and controller.lease is None
+
+
+async def test_a_finish_whose_controller_dies_before_the_decision_is_to_be_sent_again(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await sent(fleet)
+    controller.dies_before = {"close_round"}
+    answer = await fleet.post("/finish_weight_update")
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    assert answer.json()["error"]["detail"] == {"send_again": True}
+    assert controller.version == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "body"),
+    [("/start_weight_update", "open_round", None), ("/update_weights", "send", {"update_info": {}})],
+)
+async def test_a_round_that_is_lost_with_the_controller_is_to_be_sent_again(
+    fleet: httpx.AsyncClient, controller: FakeController, path: str, method: str, body: object
+) -> None:
+    if method == "send":
+        await fleet.post("/start_weight_update")
+    controller.dies_after = {method}
+    answer = await fleet.post(path, json=body)
+    assert answer.status_code == 503
+    error = answer.json()["error"]
+    assert (error["type"], error["detail"]) == ("round_aborted", {"send_again": True})
+    late = await fleet.post("/finish_weight_update")
+    assert late.status_code == 409
+    assert "the last one, round 1, is aborted: the controller restarted" in late.json()["error"]["message"]
+    assert controller.version == 3 and controller.lease is None
+
+
+async def test_a_finish_that_comes_twice_is_told_what_the_first_one_did(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await sent(fleet)
+    assert (await fleet.post("/finish_weight_update")).status_code == 200
+    answer = await fleet.post("/finish_weight_update")
+    assert answer.status_code == 409
+    assert "the last one, round 1, is committed as version 4" in answer.json()["error"]["message"]
+
+
+async def test_a_lease_that_cannot_be_released_does_not_hide_that_the_round_is_committed(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await sent(fleet)
+    controller.fail_next["release"] = ActorDiedError()
+    assert (await fleet.post("/finish_weight_update")).status_code == 200
+
+
+async def test_a_session_is_asked_again_of_the_successor(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    controller.fail_next["session"] = ActorDiedError()
+    answer = await fleet.post("/init_weight_transfer_engine", json={"init_info": {}})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (ActorDiedError(), 503, "fleet_unavailable"),
+        (DeploymentUnavailableError("controller"), 503, "fleet_unavailable"),
+        (ActorUnavailableError("no route", b"0" * 16), 502, "answer_lost"),
+    ],
+)
+async def test_any_other_call_that_is_lost_says_so(
+    fleet: httpx.AsyncClient, controller: FakeController, error: Exception, status: int, kind: str
+) -> None:
+    controller.fail_next["call"] = error
+    answer = await fleet.post("/pause")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+    assert "/pause: the process that was to answer" in answer.json()["error"]["message"]

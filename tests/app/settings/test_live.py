@@ -1,0 +1,70 @@
+"""What a new configuration changes in a live fleet, and what restarts it."""
+
+from typing import Any
+
+import pytest
+
+from app.settings.config import parse_config
+from app.settings.live import DEPLOYMENTS, LIVE, divide, restarting
+from deployments.ledger.limits import LedgerConfig
+
+
+def application(**settings: Any) -> dict[str, Any]:
+    args = {"model": "m", **settings}
+    return divide({"name": "slipstream", "args": args}, parse_config(args))
+
+
+def user_config(made: dict[str, Any], name: str) -> Any:
+    return next(each for each in made["deployments"] if each["name"] == name)["user_config"]
+
+
+def test_live_settings_are_in_no_argument() -> None:
+    made = application(
+        router={"max_queued_requests": 5, "num_replicas": 2, "max_body_bytes": 1000},
+        weights={"commit": "rolling", "transport": "gloo"},
+    )
+    assert made["args"] == {
+        "model": "m",
+        "router": {"max_body_bytes": 1000},
+        "weights": {"transport": "gloo"},
+    }
+    assert user_config(made, "router")["max_queued_requests"] == 5
+    assert user_config(made, "controller")["commit"] == "rolling"
+    assert next(each for each in made["deployments"] if each["name"] == "router")["num_replicas"] == 2
+
+
+def test_what_a_file_no_longer_names_has_its_default_again() -> None:
+    assert user_config(application(), "controller")["commit"] == "together"
+    assert set(user_config(application(), "router")) == set(LIVE["router"])
+
+
+def test_other_overrides_of_a_deployment_stay() -> None:
+    args = {"model": "m"}
+    own = [{"name": "router", "health_check_period_s": 3}, {"name": "rollout", "logging_config": {}}]
+    made = divide({"args": args, "deployments": own}, parse_config(args))
+    assert {each["name"] for each in made["deployments"]} == {"router", "rollout", *DEPLOYMENTS.values()}
+    assert (
+        next(each for each in made["deployments"] if each["name"] == "router")["health_check_period_s"] == 3
+    )
+
+
+def test_what_the_controller_takes_is_the_ledgers() -> None:
+    assert set(LIVE["weights"]) <= set(LedgerConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({"weights": {"commit": "rolling", "min_replicas": 2}}, []),
+        ({"router": {"max_ongoing_requests": 7, "num_replicas": 3}}, []),
+        ({"engine": {"max_model_len": 5}}, ["engine"]),
+        ({"router": {"max_body_bytes": 7}}, ["router"]),
+    ],
+)
+def test_only_other_settings_restart_the_fleet(changed: dict[str, Any], names: list[str]) -> None:
+    assert restarting(application()["args"], application(**changed)["args"]) == names
+
+
+def test_the_setting_is_named() -> None:
+    old, new = (application(engine={"seed": seed, "max_num_seqs": 3})["args"] for seed in (1, 2))
+    assert restarting(old, new) == ["engine.seed"]

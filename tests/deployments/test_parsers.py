@@ -1,0 +1,258 @@
+"""Whatever a parser is given, it reads it or refuses it with the one error that it promises.
+
+More examples: SLIPSTREAM_FUZZ_EXAMPLES=5000 pytest tests/deployments/test_parsers.py
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.command.serve_file import read_serve_file
+from app.http.endpoint import parse_body
+from app.http.requests import OwnBody, Query, VllmBody
+from app.settings.config import parse_config
+from app.settings.errors import ConfigError
+from deployments.controller.journal import NAME, Journal, JournalError
+from deployments.errors import InvalidRequest
+from deployments.ledger.decisions import Labelled, LeaseIssued, Started, encode
+from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json
+from deployments.request_headers import demand_of
+from deployments.tokens import read_tokens
+from deployments.weights.store.manifest import VersionManifest
+from deployments.weights.wire.chunk_layout import layout
+from deployments.weights.wire.cuda_ipc_handles import decode_payload
+from trainers.trajectory import parse_trajectories
+
+EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ_EXAMPLES", "60"))
+fuzzed = settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+
+NUMBERS = st.sampled_from([0, -1, 1, 2**31, 2**63, 10**400, 1e308, 1e-308, -0.0, float("inf"), float("nan")])
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | NUMBERS
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def objects_with(*names: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects with some of these fields, each of anything."""
+    return st.fixed_dictionaries({}, optional=dict.fromkeys(names, JSON))
+
+
+# -- headers, bodies, tokens -----------------------------------------------------------------------
+
+
+@given(
+    st.dictionaries(st.sampled_from(["x-min-weight-version", "x-weight-timeout", "x-session-id"]), st.text())
+)
+@fuzzed
+def test_headers(headers: dict[str, str]) -> None:
+    with contextlib.suppress(InvalidRequest):
+        demand = demand_of(headers, 5.0)
+        assert 0 <= demand.min_version <= 10**9 and 0 <= demand.timeout_s <= 10**9
+
+
+BODIES = [
+    each
+    for base in (OwnBody, VllmBody, Query)
+    for each in base.__subclasses__()
+    if each.__module__ == "app.http.requests"
+]
+
+
+@pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
+@given(data=st.data())
+@fuzzed
+def test_bodies(model: Any, data: st.DataObject) -> None:
+    value = data.draw(objects_with(*model.model_fields) | JSON)
+    for content in (json.dumps(value).encode(), data.draw(st.binary(max_size=40))):
+        try:
+            parse_body(content, model)
+        except InvalidRequest as error:
+            # It is answered in JSON, whatever the text that it quotes.
+            json.dumps(error.body(), ensure_ascii=False).encode()
+
+
+@given(st.text())
+@fuzzed
+def test_tokens(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        assert all(len(token) >= 16 and token.isascii() for token in read_tokens(text))
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+LISTS = st.lists(JSON, max_size=4)
+SHAPES = st.lists(st.lists(st.integers(-1, 2**40) | SCALARS, max_size=5) | SCALARS, max_size=3)
+
+
+@given(
+    LISTS | st.lists(st.text(max_size=3), max_size=3),
+    LISTS
+    | st.lists(st.sampled_from(["float32", "bfloat16", "load", "Tensor", "bits8", "qint8"]), max_size=3),
+    SHAPES,
+    st.integers(1, 2**40),
+)
+@fuzzed
+def test_chunk_layouts(names: Any, dtypes: Any, shapes: Any, chunk_bytes: int) -> None:
+    try:
+        chunks = layout(names, dtypes, shapes, chunk_bytes)
+    except ValueError:
+        return
+    assert [entry.name for chunk in chunks for entry in chunk.entries] == list(names)
+    for chunk in chunks:
+        ends = [0]
+        for entry in chunk.entries:
+            assert entry.offset >= ends[-1] and entry.size_bytes >= 0
+            ends.append(entry.offset + entry.size_bytes)
+        assert chunk.table_offset >= ends[-1]
+
+
+HANDLE = objects_with(
+    *("size", "stride", "offset", "dtype", "device", "memory", "size_bytes", "offset_bytes"),
+    *("counter", "counter_offset", "event", "sync"),
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), HANDLE | JSON, max_size=2) | JSON)
+@fuzzed
+def test_ipc_handles(handles: Any) -> None:
+    with contextlib.suppress(ValueError):
+        decode_payload({"ipc_handles": handles})
+
+
+@given(
+    JSON.map(json.dumps)
+    | st.binary(max_size=60)
+    | objects_with("version", "tensors", "label").map(json.dumps)
+)
+@fuzzed
+def test_manifests(text: str | bytes) -> None:
+    with contextlib.suppress(ValueError):
+        VersionManifest.decode(text)
+
+
+TRAJECTORY = objects_with("prompt_token_ids", "token_ids", "logprobs", "advantage", "weight_versions")
+SPAN = objects_with("version", "start", "end")
+NEARLY = st.fixed_dictionaries(
+    {
+        "prompt_token_ids": st.just([1]) | JSON,
+        "token_ids": st.just([2, 3]) | JSON,
+        "logprobs": st.just([-0.5, -1.0]) | st.lists(SCALARS, min_size=2, max_size=2),
+        "advantage": SCALARS,
+        "weight_versions": st.lists(SPAN, max_size=2)
+        | st.lists(st.fixed_dictionaries({"version": JSON, "start": JSON, "end": JSON}), max_size=1),
+    }
+)
+
+
+@given(JSON | st.lists(TRAJECTORY | NEARLY, max_size=3))
+@fuzzed
+def test_trajectories(entries: Any) -> None:
+    with contextlib.suppress(ValueError):
+        for trajectory in parse_trajectories(entries, vocabulary_size=10, max_length=8):
+            assert len(trajectory) <= 8
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+DECISIONS = (Started(generation=1), LeaseIssued(token=1, publisher="t"), Labelled(version=1, label="x"))
+LINES = [encode(each) for each in DECISIONS]
+DECISION = objects_with("decision", "kind", "type", "token", "round_id", "version", "participants", "label")
+
+
+@given(
+    st.lists(
+        st.sampled_from(LINES)
+        | st.binary(max_size=30)
+        | JSON.map(lambda v: json.dumps(v).encode())
+        | DECISION.map(lambda v: json.dumps(v).encode()),
+        max_size=5,
+    ),
+    st.sampled_from([b'{"schema": 1}', b'{"schema": 2}', b"", b"[]", b"\xff"]),
+    st.booleans(),
+)
+@fuzzed
+def test_journals(lines: list[bytes], header: bytes, torn: bool) -> None:
+    content = b"\n".join([header, *lines]) + (b"" if torn else b"\n")
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, NAME).write_bytes(content)
+        try:
+            Journal(Path(directory)).close()
+        except JournalError:
+            assert Path(directory, NAME).read_bytes() == content, "a journal that is refused stays as it is"
+
+
+FIELDS = [
+    "model",
+    "engine",
+    "weights",
+    "router",
+    "trainer",
+    "store",
+    "security",
+    "device",
+    "placement",
+    "state_dir",
+]
+SECTION = st.dictionaries(
+    st.sampled_from(
+        ["num_replicas", "extra", "env", "host", "token_file", "transport", "path", "keep", "lease_s"]
+    ),
+    JSON,
+    max_size=4,
+)
+
+
+@given(JSON | st.dictionaries(st.sampled_from(FIELDS), SECTION | JSON, max_size=6))
+@fuzzed
+def test_configurations(data: Any) -> None:
+    with contextlib.suppress(ConfigError):
+        parse_config(data)
+
+
+@given(
+    st.text(max_size=60)
+    | st.dictionaries(
+        st.sampled_from(["http_options", "applications"]),
+        st.dictionaries(st.sampled_from(["host", "port"]), JSON, max_size=2)
+        | st.lists(st.dictionaries(st.sampled_from(["args", "name"]), JSON, max_size=2), max_size=2)
+        | JSON,
+        max_size=2,
+    ).map(yaml.safe_dump)
+)
+@fuzzed
+def test_serve_files(text: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "serve.yaml")
+        file.write_text(text, encoding="utf-8", errors="replace")
+        with contextlib.suppress(ConfigError):
+            read_serve_file(file)
+
+
+# -- answers of an engine --------------------------------------------------------------------------
+
+ANSWER = objects_with("choices", "error", "detail", "weight_version")
+
+
+@given(
+    (JSON | ANSWER).map(lambda value: json.dumps(value).encode()) | st.binary(max_size=60),
+    st.sampled_from([200, 400, 404, 500]),
+)
+@fuzzed
+def test_answers_of_an_engine(body: bytes, status: int) -> None:
+    recorder = SpanRecorder(3)
+    recorder.record(0, [{"version": 4, "start": 0, "end": 2}])
+    assert isinstance(annotate_json(body, recorder, status), bytes)
+    StreamAnnotator(recorder)(b"data: " + body + b"\n\ndata: [DONE]\n\n")

@@ -1,0 +1,125 @@
+"""Every route of vLLM's passes, is the fleet's, or is refused; no trick with a path is a way around."""
+
+import re
+from pathlib import Path
+
+import pytest
+import vllm
+
+from app.http.engine_routes import EngineRoutes
+from app.http.fleet_routes import FleetRoutes
+from app.http.weight_routes import WeightRoutes
+from deployments.errors import MethodNotAllowed, NoSuchRoute
+from deployments.passed_routes import PASSED, REFUSED, require_passed, route_path
+from tests.app.http.fake_controller import FakeController, Handle
+
+SAGEMAKER = {("POST", "/adapters"), ("DELETE", "/adapters/{adapter_name}")}  # added by a library of vLLM's
+_ROUTE = re.compile(
+    r'(?:router|app)\.(?:(get|post|put|delete|patch|websocket|api_route)|add_api_route)\(\s*"(/[^"]*)"'
+)
+
+
+def routes_of_vllm() -> set[tuple[str, str]]:
+    """Method and path of each route in vLLM's sources, whatever switches it on."""
+    entrypoints = Path(vllm.__file__).parent / "entrypoints"
+    found = {("GET", "/metrics"), ("GET", "/docs"), ("GET", "/redoc"), ("GET", "/openapi.json")} | SAGEMAKER
+    for file in entrypoints.rglob("*.py"):
+        if file.name in ("dp_supervisor.py", "preload.py"):  # applications of their own
+            continue
+        found |= {
+            ((method or "post").upper(), path)
+            for method, path in _ROUTE.findall(file.read_text(encoding="utf-8"))
+        }
+    return found
+
+
+def ours() -> set[str]:
+    handle = Handle(FakeController())
+    endpoints = [
+        *FleetRoutes(handle, None).endpoints(),
+        *WeightRoutes(handle, 1, allow_pickled_ipc=False).endpoints(),
+        *EngineRoutes(handle, 1).endpoints(),
+    ]
+    return {endpoint.path for endpoint in endpoints}
+
+
+def test_every_route_of_vllm_is_passed_ours_or_refused_with_a_reason() -> None:
+    theirs = routes_of_vllm()
+    assert len(theirs) > 70
+    unknown = {
+        (m, p) for m, p in theirs if m not in PASSED.get(p, ()) and p not in REFUSED and p not in ours()
+    }
+    assert unknown == set(), "new in vLLM: decide whether they pass"
+    assert PASSED.keys() & (REFUSED.keys() | ours() - {"/openapi.json"}) == set()
+    assert PASSED.keys() | REFUSED.keys() <= {p for _, p in theirs} | {"/docs/oauth2-redirect"}
+
+
+def test_what_is_passed_is_passed() -> None:
+    for path, methods in PASSED.items():
+        for method in methods:
+            require_passed(method, path.replace("{response_id}", "resp_0a-1"))
+            require_passed("OPTIONS", path)
+
+
+@pytest.mark.parametrize("path", [path for path in REFUSED if "{" not in path])
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "post"])
+def test_what_changes_an_engine_is_refused_and_says_why(method: str, path: str) -> None:
+    with pytest.raises(NoSuchRoute, match="does not offer vLLM's"):
+        require_passed(method, path)
+
+
+TRICKS = [
+    "//{0}",
+    "/{0}/",
+    "/{0}//",
+    "/v1/../{0}",
+    "/./{0}",
+    "/{0};x=1",
+    "/{0}?",
+    "/{0}#",
+    "/{0}%00",
+    "/{0}\0",
+    "/{0}\n",
+    "/{0} ",
+    " /{0}",
+    "{0}",
+    "/{0}/..",
+    "/\\{0}",
+    "/v1/responses/../{0}",
+    "/v1/responses/..%2f{0}",
+    "/v1/responses/x/../../../{0}",
+    "/v1/responses/x/{0}",
+    "http://localhost/{0}",
+]
+
+
+@pytest.mark.parametrize("route", ["collective_rpc", "pause", "v1/completions", "v1/responses/x/cancel"])
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_path_that_could_be_read_as_another_one_is_no_route(trick: str, route: str) -> None:
+    for path in (trick.format(route), trick.format(route).upper(), trick.format(route.upper())):
+        for method in ("GET", "POST"):
+            with pytest.raises(NoSuchRoute):
+                require_passed(method, path)
+
+
+@pytest.mark.parametrize(
+    "method", ["GET", "HEAD", "PUT", "DELETE", "PATCH", "TRACE", "CONNECT", "post", "X" * 99]
+)
+def test_another_method_is_refused_and_the_right_one_is_named(method: str) -> None:
+    with pytest.raises(MethodNotAllowed, match="/v1/completions: expected POST, got") as refused:
+        require_passed(method, "/v1/completions")
+    assert refused.value.detail == {"allow": ["POST"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "prefix", "below"),
+    [
+        ("/a/b", "/a", "/b"),
+        ("/a/b", "", "/a/b"),
+        ("/ab", "/a", "/ab"),
+        ("/a", "/a", "/a"),
+        ("/b", "/a", "/b"),
+    ],
+)
+def test_the_path_below_a_prefix(path: str, prefix: str, below: str) -> None:
+    assert route_path(path, prefix) == below

@@ -1,0 +1,139 @@
+"""Publishers whose controller or trainer dies under them."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from vllm.distributed.weight_transfer import ModuleSource
+
+from app.client.options import parse
+from app.jobs import grpo, metrics
+from app.jobs.options import Options
+from tests.fleet.conftest import Fleet
+from tests.fleet.losing import kill_controller_when, process_of
+from tests.fleet.talk import Reference, on_every_replica, stored, succeeded, train_and_publish
+from tests.fleet.test_http_publisher import publish, reference
+from tests.fleet.test_rounds import wait_for
+from tests.tiny_models import tiny_llama
+
+pytestmark = [pytest.mark.serve, pytest.mark.chaos, pytest.mark.timeout(600)]
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def journal_of(fleet: Fleet) -> Path:
+    return fleet.store.parent / "decisions.jsonl"
+
+
+def wait_until_ready(client: httpx.Client, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            answer = client.get("/fleet")
+            if answer.is_success and sum(each["admitted"] for each in answer.json()["members"]) == 2:
+                return
+        assert time.monotonic() < deadline, "the fleet is not complete"
+        time.sleep(0.2)
+
+
+def in_a_thread(action: Any, *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=action, args=arguments)
+    thread.start()
+    return thread
+
+
+# Before the close, after the decision, after the end: then the release of the lease is lost.
+@pytest.mark.parametrize("decision", ["opened", "committed", "finished"])
+def test_a_publish_whose_controller_dies_ends_with_a_version_that_is_served_and_stored(
+    fleet: Fleet, decision: str
+) -> None:
+    with fleet.client(timeout_s=300) as client:
+        train_and_publish(client)  # the journal exists
+        before = fleet.version()
+        killer = in_a_thread(kill_controller_when, journal_of(fleet), decision)
+        began = time.monotonic()
+        version = train_and_publish(client)
+        print(f"{decision}: published after {time.monotonic() - began:.1f} s")
+        killer.join()
+        wait_until_ready(client)
+        assert version == fleet.version() == before + 1
+        directory = wait_for(stored(fleet, version))
+        expected = Reference(directory)(PROMPT, 16)
+        for answer in on_every_replica(client, prompt=PROMPT, max_tokens=16).values():
+            assert (answer.version, answer.token_ids) == (version, expected)
+        deadline = time.monotonic() + 30
+        while client.get("/fleet").json()["stored_version"] != version:
+            assert time.monotonic() < deadline, "the copy must be reported"
+            time.sleep(0.2)
+
+
+def test_a_controller_that_dies_again_and_again_costs_no_publish(fleet: Fleet) -> None:
+    with fleet.client(timeout_s=300) as client:
+        for delay_s in (0.02, 0.1, 0.2, 0.3, 0.45, 0.6):
+            timer = threading.Timer(delay_s, process_of("controller").kill)
+            timer.start()
+            report = succeeded(client.post("/train/publish", json={"label": f"after {delay_s}"})).json()
+            timer.join()
+            wait_until_ready(client)
+            status = client.get("/fleet").json()
+            assert (report["phase"], report["label"]) == ("committed", f"after {delay_s}")
+            assert status["committed_version"] == report["version"]
+            for answer in on_every_replica(client, max_tokens=4).values():
+                assert answer.version == report["version"]
+
+
+def test_an_outside_publisher_whose_controller_dies_after_the_decision_has_finished(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        wait_until_ready(client)
+        before = fleet.version()
+        killer = in_a_thread(kill_controller_when, journal_of(fleet), "committed")
+        publish(fleet, ModuleSource(tiny_llama(31)))
+        killer.join()
+        wait_until_ready(client)
+        assert fleet.version() == before + 1
+        for answer in on_every_replica(client, max_tokens=16).values():
+            assert answer.token_ids == reference(31, PROMPT, 16)
+
+
+def by_length(entry: Mapping[str, Any], answer: str) -> float:
+    return float(len(answer.strip()))
+
+
+def test_an_rl_run_survives_its_controller_and_its_trainer(
+    fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n}"}) + "\n" for n in range(20)))
+    record = tmp_path / "metrics.jsonl"
+    options = parse(
+        Options,
+        f"--url {fleet.url} --steps 6 --groups-per-step 2 --answers-per-group 4 --groups-in-flight 2 "
+        f"--max-tokens 6 --prompts {prompts} --reward tests.fleet.test_controller_restart:by_length "
+        f"--metrics {record}".split(),
+    )
+    with fleet.client() as client:
+        wait_until_ready(client)
+
+    def kill_both() -> None:
+        for steps, deployment in ((1, "controller"), (3, "trainer")):
+            deadline = time.monotonic() + 200
+            while not record.exists() or len(metrics.records(record)) < steps:
+                assert time.monotonic() < deadline, "the run makes no progress"
+                time.sleep(0.05)
+            process_of(deployment).kill()
+
+    killer = in_a_thread(kill_both)
+    asyncio.run(asyncio.wait_for(grpo.main(options), 400))
+    killer.join()
+    records = metrics.records(record)
+    assert [each.step for each in records] == [1, 2, 3, 4, 5, 6]
+    assert records[-1].version == fleet.version()
+    out = capsys.readouterr()
+    print(out.out)
+    assert "Traceback" not in out.out + out.err

@@ -1,0 +1,78 @@
+"""A real fleet, fuzzed from its own OpenAPI document: vLLM's routes as they pass, and ours."""
+
+import json
+import time
+
+import pytest
+
+from tests.app.http.fuzzing import EXAMPLES, fuzz, judge
+from tests.fleet.conftest import MODEL, Fleet
+from tests.fleet.talk import PROMPT, complete
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
+
+# Its answer does not end; or the requests after it would wait.
+HELD = ("/fleet/events", "/pause", "/sleep", "/wake_up")
+IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+REFUSED = {
+    "/v1/completions": [
+        {"max_tokens": 10**9},
+        {"max_tokens": -1},
+        {"logprobs": 10**6},
+        {"prompt_logprobs": 10**6},
+        {"n": 10**6},
+        {"n": 20_000},
+        {"n": 0},
+        {"prompt": ["a"] * 20_000},
+        {"prompt": ["a"] * 200, "n": 100},
+        {"prompt": [1] * 5000},
+        {"prompt": [10**9]},
+        {"prompt": [-5]},
+        {"prompt": []},
+        {"temperature": -1},
+        {"temperature": float("1e308") * 10},
+        {"model": "../../etc/passwd"},
+        {"model": "/etc"},
+        {"model": "a" * 10_000},
+        {"stop": ["a"] * 10_000, "n": "x"},
+        {"logit_bias": {"999999999": 1}},
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"json": "{"}},
+        {"seed": 10**30},
+    ],
+    "/v1/chat/completions": [
+        {"messages": [], "max_tokens": 10**9},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1/0 }}"},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+    ],
+    "/tokenize": [{"prompt": 5}, {"prompt": "\ud800"}],
+    "/detokenize": [{"tokens": [10**30]}, {"tokens": [-1]}, {"tokens": "x"}],
+}
+
+
+def test_a_fleet_answers_whatever_is_sent_and_serves_on(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        before = {member["incarnation"] for member in client.get("/fleet").json()["members"]}
+        for path, bodies in REFUSED.items():
+            for changes in bodies:
+                body = {"model": MODEL, "prompt": "a", "max_tokens": 2} | changes
+                if path != "/v1/completions":
+                    body.pop("prompt" if "prompt" not in changes else "max_tokens")
+                content = json.dumps(body).encode()  # httpx's own refuses what is no number
+                answer = client.post(path, content=content, headers={"content-type": "application/json"})
+                judge(f"POST {path} {str(changes)[:80]}", answer.status_code, answer.content)
+        tally = fuzz(
+            fleet.url,
+            client.get("/openapi.json").json(),
+            skip=lambda path: path in HELD,
+            also_allowed=frozenset({501, 503}),  # vLLM: the model has no such task; a round has no replica
+            examples=max(2, EXAMPLES // 4),
+        )
+        print(f"{tally.requests} requests, {dict(tally.statuses)}, the slowest took {tally.slowest_s:.2f} s")
+        deadline = time.monotonic() + 60  # a round that was begun ends with its lease
+        while client.get("/fleet").json()["round"] is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert {member["incarnation"] for member in client.get("/fleet").json()["members"]} == before
+        assert len(complete(client, PROMPT, 8).token_ids) == 8
