@@ -12,6 +12,7 @@ import typer
 from app.client import calls
 from app.client.connection import LOCAL_URL, Call, FleetClient, FleetError, token_from
 from app.client.options import Url
+from app.command import deploy as deployment
 from app.command import launch, submit
 
 cli = typer.Typer(
@@ -30,6 +31,15 @@ def serve(
 ) -> None:
     """Start a fleet on this machine, in the foreground."""
     raise typer.Exit(launch.serve(config, dashboard_port))
+
+
+@cli.command()
+def deploy(
+    config: Annotated[Path, typer.Option(help="a Serve config file")] = Path("serve_config.yaml"),
+    dashboard_port: Annotated[int, typer.Option(help="of the running fleet")] = launch.DASHBOARD_PORT,
+) -> None:
+    """Give the running fleet another configuration."""
+    raise typer.Exit(deployment.deploy(config, dashboard_port))
 
 
 @cli.command(context_settings=PASS_ON)
@@ -56,6 +66,17 @@ def rollback(
 ) -> None:
     """Serve a stored version again."""
     show(url, calls.rollback(version), asdict)
+
+
+@cli.command()
+def scale(
+    replicas: Annotated[str, typer.Argument(help="a number, or 'auto' for as many as the load needs")],
+    url: Url = LOCAL_URL,
+) -> None:
+    """Have so many replicas from now on."""
+    if replicas != "auto" and not replicas.isdecimal():
+        raise typer.BadParameter(f"replicas: expected a number or 'auto', got {replicas!r}")
+    show(url, calls.scale("auto" if replicas == "auto" else int(replicas)), asdict)
 
 
 @cli.command()

@@ -4,7 +4,7 @@
                                                     │
                           Ctrl-C, SIGTERM, SIGHUP, a failed start, Ray's death
                                                     ▼
-                             Serve shuts down ─► Ray ends ─► no process is left
+                             Serve shuts down ─► Ray ends ─► no process is left, no name in /dev/shm
 
 A second Ctrl-C skips Serve's shutdown.
 """
@@ -25,6 +25,7 @@ from app.command.serve_status import ApplicationStatus, Verdict, changes, read_s
 from app.settings.config import AppConfig
 from app.settings.errors import ConfigError
 from app.settings.models import is_offline, resolve_model
+from deployments.weights.wire.ownership import remove_orphans
 
 DASHBOARD_PORT = 8265
 _POLL_S = 1.0
@@ -51,6 +52,8 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
     if config.device == "cpu":
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(config.engine.cpu_kv_cache_gib)
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else two engines bind to the same cores
+    if config.security.token_file is not None:  # for jobs in the cluster; a path, which Ray may display
+        defaults["SLIPSTREAM_TOKEN_FILE"] = str(config.security.token_file)
     if is_offline(config.model):
         defaults["HF_HUB_OFFLINE"] = "1"
     return {**defaults, **inherited}
@@ -85,7 +88,7 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
     try:
         _print("Starting Ray")
         cluster.start()
-        _print(f"Starting {file.config.engine.num_replicas} replicas of {file.config.model}")
+        _print(f"Starting {file.config.engine.first_replicas} replicas of {file.config.model}")
         cluster.deploy(file.document)
         _watch(cluster, file)
     except Stop:
@@ -96,6 +99,7 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # interrupted, the rest would leave processes behind
         cluster.stop(keep_logs=failed)
+        remove_orphans()
         _print(f"Stopped; logs are in {cluster.directory}" if failed else "Stopped")
 
 

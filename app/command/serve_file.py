@@ -8,6 +8,7 @@ import yaml
 
 from app.settings.config import AppConfig, parse_config
 from app.settings.errors import ConfigError
+from app.settings.live import divide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +40,17 @@ def read_serve_file(path: Path) -> ServeFile:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: expected YAML, but {error}") from error
     application = _application(path, document)
-    http = document.get("http_options") or {}
-    host, port = str(http.get("host", "127.0.0.1")), int(http.get("port", 8000))
+    host, port = _address(document.get("http_options") or {})
     config = parse_config(application.get("args") or {})
     if host != config.security.host:
         raise ConfigError(
             f"'http_options.host': expected the same address as 'security.host' ({config.security.host!r}), "
             f"got {host!r}"
         )
-    config.security.token()
+    config.security.tokens()
     # Serve builds the application in a worker whose directory is not this one.
     application["args"] = {**application["args"], "state_dir": str(config.state_dir)}
+    document["applications"] = [divide(application, config)]
     return ServeFile(
         document=document,
         application=str(application.get("name", "default")),
@@ -57,6 +58,17 @@ def read_serve_file(path: Path) -> ServeFile:
         port=port,
         config=config,
     )
+
+
+def _address(http: Any) -> tuple[str, int]:
+    if not isinstance(http, dict):
+        raise ConfigError(f"'http_options': expected a mapping, got {http!r:.60}")
+    host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
+    if not isinstance(host, str):
+        raise ConfigError(f"'http_options.host': expected an address, got {host!r:.60}")
+    if type(port) is not int or not 0 < port < 1 << 16:
+        raise ConfigError(f"'http_options.port': expected a number from 1 to 65535, got {port!r:.60}")
+    return host, port
 
 
 def _application(path: Path, document: Any) -> dict[str, Any]:

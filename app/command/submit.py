@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 
 from app.client import calls
-from app.client.connection import LOCAL_URL, FleetClient, FleetError
+from app.client.connection import LOCAL_URL, FleetClient, FleetError, without_credentials
 from app.command.launch import DASHBOARD_PORT
 
 _RAY_JOB = (sys.executable, "-m", "ray.scripts.scripts", "job")
@@ -30,9 +30,19 @@ def why_not(url: str) -> str | None:
     return None
 
 
-def command(arguments: Sequence[str], *, url: str, dashboard: str, job_id: str) -> list[str]:
-    """The command that submits the job and prints its log until it ends."""
-    runtime = json.dumps({"env_vars": {"SLIPSTREAM_URL": url, "PYTHONUNBUFFERED": "1"}})
+def command(
+    arguments: Sequence[str], *, url: str, dashboard: str, job_id: str, token_file: str | None = None
+) -> list[str]:
+    """The command that submits the job and prints its log until it ends.
+
+    Args:
+        token_file: for the job, which runs in the cluster. A token itself would be displayed: among the
+            arguments of this process, and by Ray's dashboard. None: the job takes the cluster's.
+    """
+    variables = {"SLIPSTREAM_URL": url, "PYTHONUNBUFFERED": "1"}
+    if token_file:
+        variables["SLIPSTREAM_TOKEN_FILE"] = os.path.abspath(token_file)
+    runtime = json.dumps({"env_vars": variables})
     return [
         *(*_RAY_JOB, "submit", "--address", dashboard, "--submission-id", job_id),
         *("--runtime-env-json", runtime, "--", *_JOB, *arguments),
@@ -43,7 +53,14 @@ def submit(arguments: Sequence[str]) -> int:
     """Run the job with these options to its end, or until Ctrl-C; the exit status."""
     if "--help" in arguments:  # needs no fleet
         return subprocess.call([*_JOB, "--help"])
-    url = os.environ.get("SLIPSTREAM_URL", LOCAL_URL).rstrip("/")
+    url, password = without_credentials(os.environ.get("SLIPSTREAM_URL", LOCAL_URL))
+    if password is not None:
+        print(
+            "slipstream: SLIPSTREAM_URL carries a token, which Ray would display: expected it in "
+            "SLIPSTREAM_TOKEN where Ray was started, or in the file SLIPSTREAM_TOKEN_FILE",
+            file=sys.stderr,
+        )
+        return 1
     dashboard = os.environ.get("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{DASHBOARD_PORT}")
     if (reason := why_not(url)) is not None:
         print(f"slipstream: {reason}", file=sys.stderr)
@@ -51,7 +68,8 @@ def submit(arguments: Sequence[str]) -> int:
     job_id = f"grpo-{uuid.uuid4().hex[:8]}"
     # RAY_ADDRESS may name another cluster than the one that the fleet runs in, and Ray's client prefers it.
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    submitted = command(arguments, url=url, dashboard=dashboard, job_id=job_id)
+    token_file = os.environ.get("SLIPSTREAM_TOKEN_FILE")
+    submitted = command(arguments, url=url, dashboard=dashboard, job_id=job_id, token_file=token_file)
     job = subprocess.Popen(submitted, env=environment)
     try:
         return job.wait()

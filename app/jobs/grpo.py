@@ -23,7 +23,7 @@ from pydantic import JsonValue
 from tqdm import tqdm
 
 from app.client import calls
-from app.client.connection import AsyncFleetClient, FleetError, token_from
+from app.client.connection import AsyncFleetClient, FleetError, token_from, without_credentials
 from app.client.options import parse
 from app.jobs import metrics
 from app.jobs.groups import Group, GroupQueue
@@ -31,8 +31,8 @@ from app.jobs.metrics import StepRecord
 from app.jobs.options import Options
 from app.jobs.rollouts import Sampling, Unanswered, sample
 from app.jobs.tasks import Task
+from app.jobs.training import Training
 
-PUBLISH_ATTEMPTS = 3
 REQUEST_TIMEOUT_S = 900.0
 PATIENCE_S = 300.0  # the fleet may be replacing a replica
 
@@ -129,9 +129,10 @@ async def learn_once(run: Run) -> StepRecord:
     trained: dict[str, JsonValue] = {}
     publish_s = 0.0
     if trajectories:  # else the answers of each group were equally good: nothing to learn, nothing to publish
-        trained = await run.client.send(calls.step(trajectories))
+        training = Training(run.client, patience_s=PATIENCE_S, say=tqdm.write)
+        trained = await training.step(trajectories)
         publish_began = time.monotonic()
-        run.version = await publish(run, label=f"step {run.step + 1}")
+        run.version = await training.publish(f"step {run.step + 1}", newer_than=run.version)
         publish_s = time.monotonic() - publish_began
     run.step += 1
     wall_s = time.monotonic() - began
@@ -155,24 +156,6 @@ async def learn_once(run: Run) -> StepRecord:
         trainer=trained,
         example=groups[0].answers[0].text,
     )
-
-
-async def publish(run: Run, label: str) -> int:
-    """One round; the version that the fleet serves after it.
-
-    A round that was aborted is repeated: the fleet still serves what it served before.
-
-    Raises:
-        FleetError: the fleet refuses, or every attempt was aborted.
-    """
-    for attempt in range(1, PUBLISH_ATTEMPTS + 1):
-        try:
-            return (await run.client.send(calls.publish(label))).version
-        except FleetError as error:
-            if error.type != "round_aborted" or attempt == PUBLISH_ATTEMPTS:
-                raise
-            tqdm.write(f"the round was aborted, trying again: {error}")
-    raise AssertionError("unreachable")
 
 
 def resume(run: Run, past: Sequence[StepRecord]) -> None:
@@ -202,6 +185,7 @@ async def main(options: Options) -> None:
         token_from(),
         timeout_s=REQUEST_TIMEOUT_S,
         patience_s=PATIENCE_S,
+        say=tqdm.write,
         max_connections=options.groups_in_flight + 4,
     ) as client:
         model, version = await require_fleet(client)
@@ -212,7 +196,8 @@ async def main(options: Options) -> None:
         run = Run(options, task, client, model, path, queue, version)
         if options.resume:
             resume(run, metrics.records(path))
-        print(f"GRPO on {model} at {options.url} from version {version}; metrics in {path}", flush=True)
+        address, _ = without_credentials(options.url)
+        print(f"GRPO on {model} at {address} from version {version}; metrics in {path}", flush=True)
         await run_together(learn(run), [produce(run) for _ in range(options.groups_in_flight)])
 
 

@@ -37,10 +37,11 @@ class StepRecord:
     def line(self) -> str:
         """The record for a person."""
         loss = self.trainer.get("loss", 0.0)
+        shown = "none" if loss is None else f"{loss:+.4f}"  # of a step that was skipped
         return (
             f"step {self.step:>3}  reward {self.reward:.3f}  version {self.version}  "
             f"staleness {self.staleness_mean:.1f}  {self.tokens_per_s:.0f} tokens/s  "
-            f"loss {loss:+.4f}  {self.step_s:.1f} s  {self.example!r}"
+            f"loss {shown}  {self.step_s:.1f} s  {self.example!r}"
         )
 
 

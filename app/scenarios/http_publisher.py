@@ -35,7 +35,14 @@ from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
 
 from app.client import calls
 from app.client.completions import complete
-from app.client.connection import LOCAL_URL, FleetClient, FleetError, bearer, token_from
+from app.client.connection import (
+    LOCAL_URL,
+    FleetClient,
+    FleetError,
+    bearer,
+    token_from,
+    without_credentials,
+)
 from app.client.options import Url, parse
 from deployments.vllm_plugin import register
 from deployments.weights.transports.registry import BACKENDS, TRANSPORTS, TrainerFacts, trainer_init_info
@@ -67,8 +74,9 @@ class TokenClient(HTTPVLLMWeightSyncClient):
     """vLLM's client, with the fleet's token: vLLM's own knows none."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
-        super().__init__(url, timeout=timeout_s)
-        self._headers = bearer(token)
+        address, password = without_credentials(url)
+        super().__init__(address, timeout=timeout_s)
+        self._headers = bearer(token if password is None else password)
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
         answer = requests.post(

@@ -26,6 +26,8 @@ class Fleet(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if self.path == "/fleet/rollback":
             self._answer(409, {"error": {"type": "conflict", "message": "a round is open", "detail": {}}})
+        elif self.path == "/fleet/scale":
+            self._answer(200, STATUS["size"])
         else:
             self._answer(200, {"status": f"{self.path[1:]}d"})
 
@@ -67,6 +69,18 @@ def test_control_commands_carry_the_token(url: str, command: str, state: str) ->
     result = CliRunner().invoke(cli, [command], env={"SLIPSTREAM_URL": url})
     assert (result.exit_code, json.loads(result.stdout)) == (0, {"status": state})
     assert Fleet.requests == [("POST", f"/{command}", "Bearer s3cret", None)]
+
+
+@pytest.mark.parametrize(("argument", "sent"), [("3", 3), ("auto", "auto")])
+def test_the_number_of_replicas_is_sent(url: str, argument: str, sent: object) -> None:
+    result = CliRunner().invoke(cli, ["scale", argument, "--url", url])
+    assert (result.exit_code, json.loads(result.stdout)) == (0, STATUS["size"])
+    assert Fleet.requests == [("POST", "/fleet/scale", "Bearer s3cret", {"replicas": sent})]
+
+
+def test_a_number_of_replicas_that_is_none_is_refused_here() -> None:
+    result = CliRunner().invoke(cli, ["scale", "many"])
+    assert result.exit_code == 2 and "expected a number or 'auto', got 'many'" in result.stderr
 
 
 def test_a_refusal_is_the_fleets_own_explanation(url: str) -> None:

@@ -40,12 +40,15 @@ class FakeFleet:
         self.labels: list[str] = []
         self.abort_next = False
         self.same = False
+        self.steps = 3
+        self.restarts = 0  # steps in which the trainer dies
+        self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
         self.deadly: set[str] = set()  # prompts that it refuses to answer
         self.cut_off_next: dict[str, Any] | None = None  # what is left of the next answer to be cut off
 
     def client(self) -> AsyncFleetClient:
         http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://fleet")
-        return AsyncFleetClient(http, patience_s=10.0)
+        return AsyncFleetClient(http, patience_s=10.0, retry_pause_s=0.1, say=print)
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(0)
@@ -56,7 +59,9 @@ class FakeFleet:
             case "/v1/models":
                 return httpx.Response(200, json={"data": [{"id": "tiny"}]})
             case "/train/status":
-                return httpx.Response(200, json=asdict(STATUS))
+                done = [asdict(report(self.version, self.version, self.labels[-1]))] if self.labels else []
+                current = {"step": self.steps, "doing": None, "last_round": done[0] if done else None}
+                return httpx.Response(200, json=asdict(STATUS) | current)
             case "/v1/chat/completions":
                 asked = json.loads(request.content)
                 if asked["messages"][0]["content"] in self.deadly:
@@ -64,7 +69,14 @@ class FakeFleet:
                     return httpx.Response(422, json={"error": error})
                 return httpx.Response(200, json=self.completion(asked))
             case "/train/step":
+                if self.restarts:
+                    self.restarts -= 1
+                    self.steps = max(0, self.steps - 1)  # the trainer resumes from an older version
+                    error = {"type": "fleet_unavailable", "message": "another one is being started"}
+                    return httpx.Response(503, json={"error": error})
                 self.batches.append(json.loads(request.content))
+                self.steps += 1
+                self.lose("step", request)
                 return httpx.Response(200, json={"loss": 0.5})
             case "/train/publish":
                 if self.abort_next:
@@ -72,8 +84,14 @@ class FakeFleet:
                     return httpx.Response(409, json={"error": {"type": "round_aborted", "message": "x"}})
                 self.version += 1
                 self.labels.append(json.loads(request.content)["label"])
+                self.lose("publish", request)
                 return httpx.Response(200, json=asdict(report(self.version, self.version)))
         return httpx.Response(404)
+
+    def lose(self, call: str, request: httpx.Request) -> None:
+        if self.loses.get(call):
+            self.loses[call] -= 1
+            raise httpx.RemoteProtocolError("the server disconnected", request=request)
 
     def completion(self, request: dict[str, Any]) -> dict[str, Any]:
         lengths = [2 if self.same else 1 + n for n in range(request["n"])]
@@ -187,3 +205,26 @@ async def test_a_missing_fleet_is_named_with_what_to_do() -> None:
             FleetError, match=r"no fleet answers at http://fleet \(refused\); start a fleet with `make serve`"
         ):
             await require_fleet(client)
+
+
+@pytest.mark.parametrize("call", ["step", "publish"])
+async def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
+    tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    fleet.loses[call] = 1
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert len(fleet.batches) == 2 and fleet.labels == ["step 1", "step 2"]
+    assert [record.version for record in records] == [5, 6]
+    assert capsys.readouterr().out.count("asking the trainer whether it was done") == 1
+
+
+async def test_a_trainer_that_restarts_is_waited_for_and_the_step_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    fleet.restarts = 2
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert [record.version for record in records] == [5, 6] and len(fleet.batches) == 2
+    out = capsys.readouterr().out
+    assert out.count("/train/step: trying again for up to 10 s") == 1

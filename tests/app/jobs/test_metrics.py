@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,7 @@ def test_the_newest_run_is_resumed(tmp_path: Path) -> None:
     for name in ("grpo-20260101-000000.jsonl", "grpo-20260102-000000.jsonl"):
         (tmp_path / name).touch()
     assert newest_metrics_file(tmp_path).name == "grpo-20260102-000000.jsonl"
+
+
+def test_a_step_without_a_finite_loss_is_shown() -> None:
+    assert "loss none" in replace(record(1), trainer={"loss": None, "skipped": True}).line()

@@ -1,0 +1,22 @@
+"""The RL job gets the address of the fleet and the file of its token, and never a token."""
+
+import pytest
+
+from app.command.submit import command, submit
+
+
+def test_a_token_never_is_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "operator-0123456789")
+    made = command(["--steps", "2"], url="http://fleet", dashboard="http://d", job_id="j", token_file="t")
+    assert "operator-0123456789" not in " ".join(made)
+    assert '"SLIPSTREAM_TOKEN_FILE": "/' in " ".join(made)
+    assert made[-2:] == ["--steps", "2"]
+
+
+def test_an_address_with_a_token_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_URL", "http://x:operator-0123456789@127.0.0.1:1")
+    assert submit([]) == 1
+    said = capsys.readouterr().err
+    assert "SLIPSTREAM_URL carries a token" in said and "operator-0123456789" not in said
