@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-FLEET = "tests/fleet/"
+WITH_ENGINES = ("tests/fleet/", "tests/chaos/")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes a file stays in one, and all tests of the shared fleet do.
+    """With several processes a file stays in one, and so do all tests with engines: two fleets at once are
+    too much for two cores.
 
     xdist 3.8 ignores its own marks for groups with pytest 9.2, whose items have no `_nodeid`.
     """
@@ -17,14 +18,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return FLEET if nodeid.startswith(FLEET) else nodeid.split("::", 1)[0]
+            return "engines" if nodeid.startswith(WITH_ENGINES) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The fleet's tests first, which take longest; skip what is marked `gpu` where there is none."""
-    items.sort(key=lambda item: not item.nodeid.startswith(FLEET))
+    """The tests with engines first, which take longest; skip what is marked `gpu` where there is none."""
+    items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in WITH_ENGINES])
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not on_gpu:
         return

@@ -1,0 +1,242 @@
+"""The fleet, the recorder, the outside publisher and rounds back to back: what a case acts on."""
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.chaos.launching import MODEL, Launched
+from tests.chaos.recording import Reader, Recording, rounds_of
+from tests.environment import users_environment
+
+TRAINERS_SHARE = 4  # each fourth round is the trainer's
+PAUSE_S = 0.3  # after a round that failed
+
+
+class Publisher:
+    """The outside publisher's process; another one is started when it has ended."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._said: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.process = self._start()
+
+    def ensure(self) -> None:
+        """Have one that runs."""
+        if self.process.poll() is not None:
+            self.close()
+            self.process = self._start()
+
+    def begin(self, mark: int, hold: str | None = None) -> None:
+        """Begin a round."""
+        self.ensure()
+        with suppress(queue.Empty):
+            while True:
+                self._said.get_nowait()
+        self._tell(json.dumps({"mark": mark, "hold": hold}))
+
+    def until(self, key: str, timeout_s: float) -> dict[str, Any]:
+        """What it says next under this key; empty if it ended, or its round did, without saying so."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with suppress(queue.Empty):
+                said = self._said.get(timeout=0.1)
+                if key in said:
+                    return said
+                if "ended" in said or "gone" in said:
+                    return {}
+        raise TimeoutError(f"the publisher did not say {key!r} within {timeout_s:.0f} s")
+
+    def go_on(self) -> None:
+        self._tell("")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.publisher", self.url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=users_environment(),
+        )
+        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        said = self._said.get(timeout=120)
+        assert "ready" in said, said
+        return process
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with suppress(ValueError):
+                self._said.put(json.loads(line))
+        self._said.put({"gone": True})
+
+
+class Arena:
+    """What the cases share."""
+
+    def __init__(self, launched: Launched, file: Path, clients: int = 4) -> None:
+        self.launched = launched
+        self.publisher = Publisher(launched.url)
+        self.replicas = launched.replicas  # configured now
+        self.refused: list[str] = []  # what publishers were told, newest last
+        self._mark = 0
+        self._reader = Reader(file)
+        self._quiet = threading.Lock()  # held by whoever may begin a round
+        self._ended = threading.Event()
+        self._recorder = _recorder(launched.url, file, clients)
+        self._rounds = threading.Thread(target=self._run_rounds, daemon=True)
+        self._rounds.start()
+
+    def close(self) -> None:
+        """End load, rounds and publisher."""
+        self._ended.set()
+        self._rounds.join(60)
+        self.publisher.close()
+        assert self._recorder.stdin is not None
+        self._recorder.stdin.close()
+        try:
+            self._recorder.wait(60)
+        finally:
+            self._recorder.kill()
+
+    def next_mark(self) -> int:
+        self._mark += 1
+        return self._mark
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """No rounds but the caller's; the one that runs is waited for."""
+        with self._quiet:
+            yield
+
+    def fleet(self) -> dict[str, Any] | None:
+        """`/fleet`, or None where it does not answer."""
+        with suppress(httpx.HTTPError), self.launched.client(5) as client:
+            answer = client.get("/fleet")
+            if answer.status_code == 200:
+                body: dict[str, Any] = answer.json()
+                return body
+        return None
+
+    def deploy(self, **changes: Mapping[str, Any]) -> None:
+        """Have Serve run the configuration with other settings, by section."""
+        document: dict[str, Any] = deepcopy(dict(self.launched.document))
+        args = document["applications"][0]["args"]
+        for section, settings in changes.items():
+            args[section] = {**args.get(section, {}), **settings}
+        self.replicas = args["engine"]["num_replicas"]
+        answer = httpx.put(
+            f"{self.launched.dashboard}/api/serve/applications/", json=document, timeout=60, trust_env=False
+        )
+        answer.raise_for_status()
+
+    def phase(self) -> str | None:
+        """Of the round in flight."""
+        fleet = self.fleet()
+        return None if fleet is None or fleet["round"] is None else str(fleet["round"]["phase"])
+
+    def whole(self) -> bool:
+        """As many replicas as configured serve the committed version."""
+        fleet = self.fleet()
+        if fleet is None:
+            return False
+        serving = [each for each in fleet["members"] if each["admitted"] and each["state"] == "serving"]
+        current = [each for each in serving if each["version"] == fleet["committed_version"]]
+        return len(current) == len(fleet["members"]) == self.replicas
+
+    def until_whole_again(self, timeout_s: float = 200.0) -> float:
+        """Wait until a round has been committed, all replicas serve and the trainer answers; when that was.
+
+        Raises:
+            TimeoutError: it did not come to that.
+        """
+        before = self.committed()
+        until(lambda: self.committed() > max(before, 0), timeout_s, "a round after the fault")
+        until(lambda: self.whole() and self.trainer_answers(), timeout_s, "full strength")
+        return time.time()
+
+    def trainer_answers(self) -> bool:
+        with suppress(httpx.HTTPError), self.launched.client(5) as client:
+            return client.get("/train/status").status_code == 200
+        return False
+
+    def committed(self) -> int:
+        """The newest version that the fleet reports; -1 where it does not answer."""
+        fleet = self.fleet()
+        return -1 if fleet is None else int(fleet["committed_version"])
+
+    def recording(self) -> Recording:
+        """All that was seen so far."""
+        recording = self._reader.read()
+        with suppress(httpx.HTTPError), self.launched.client() as client:
+            known = {each.round_id: each for each in recording.rounds}
+            known |= {each.round_id: each for each in rounds_of(client.get("/fleet/rounds").json()["rounds"])}
+            recording.rounds = list(known.values())
+        return recording
+
+    def publish(self, timeout_s: float = 170.0) -> str | None:
+        """One round of the outside publisher: None, or why it failed."""
+        self.publisher.begin(self.next_mark())
+        said = self.publisher.until("ended", timeout_s)
+        return str(said["error"]) if said and said["error"] else (None if said else "the publisher ended")
+
+    def train(self, timeout_s: float = 170.0) -> str | None:
+        """One round of the trainer: None, or why it failed."""
+        try:
+            with self.launched.client(timeout_s) as client:
+                answer = client.post("/train/publish", json={"label": "trainer"})
+            return None if answer.is_success else answer.text[:400]
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _run_rounds(self) -> None:
+        count = 0
+        while not self._ended.is_set():
+            count += 1
+            with self._quiet:
+                try:
+                    why = self.train() if count % TRAINERS_SHARE == 0 else self.publish()
+                except (TimeoutError, OSError) as error:
+                    why = f"{type(error).__name__}: {error}"
+            if why is not None:
+                self.refused.append(why)
+            time.sleep(PAUSE_S if why is not None else 0.05)
+
+
+def until(condition: Callable[[], bool], timeout_s: float, what: str, pause_s: float = 0.1) -> None:
+    """Wait for a condition.
+
+    Raises:
+        TimeoutError: it did not come.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout_s:.0f} s: {what}")
+        time.sleep(pause_s)
+
+
+def _recorder(url: str, file: Path, clients: int) -> subprocess.Popen[str]:
+    file.touch()
+    command = [sys.executable, "-m", "tests.chaos.outside", url, MODEL, str(file), "--clients", str(clients)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=users_environment())

@@ -1,0 +1,107 @@
+"""The cases as data: what is done to which process in which phase of a round."""
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    IDLE = "idle"
+    STAGING = "staging"
+    VERIFYING = "verifying"
+    DECIDING = "deciding"  # the decision is on disk and nobody knows
+    COMMITTING = "committing"
+    RELEASING = "releasing"
+    STORING = "storing"
+
+
+class Action(StrEnum):
+    KILL = "kill"
+    STOP_5_S = "stop5"
+    STOP_45_S = "stop45"
+    CUT = "cut"  # its TCP connections break
+
+
+STOPPED_S = {Action.STOP_5_S: 5.0, Action.STOP_45_S: 45.0}
+TARGETS = (
+    "replica",
+    "engine",
+    "worker",
+    "controller",
+    "router",
+    "trainer",
+    "trainer_worker",
+    "publisher",
+    "serve_controller",
+)
+# Both are killed, the second one at once after the first.
+PAIRS = (
+    ("engine", "controller"),
+    ("replica", "trainer"),
+    ("replica", "publisher"),
+    ("worker", "router"),
+    ("controller", "router"),
+    ("controller", "publisher"),
+    ("serve_controller", "replica"),
+)
+OF_REPLICA = ("replica", "engine", "worker")
+OF_TRAINER = ("trainer", "trainer_worker")
+# What a request passes: with it the requests that are in it end.
+IN_THE_WAY = ("router",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One fault in one phase."""
+
+    targets: tuple[str, ...]
+    action: Action
+    phase: Phase
+
+    @property
+    def may_lose(self) -> int:
+        """Replicas: those that it takes away, or that stand still for longer than the fleet waits."""
+        if self.action in (Action.STOP_5_S, Action.CUT):
+            return 0
+        return int(any(target in OF_REPLICA for target in self.targets))
+
+    @property
+    def name(self) -> str:
+        return f"{self.action}-{'+'.join(self.targets)}-{self.phase}"
+
+
+def cases() -> list[Case]:
+    """All of them, in a fixed order."""
+    singles = [(target,) for target in TARGETS]
+    made = [
+        Case(targets=targets, action=action, phase=phase)
+        for action in (Action.KILL, Action.STOP_5_S, Action.STOP_45_S)
+        for phase in Phase
+        for targets in singles
+    ]
+    made += [Case(targets=pair, action=Action.KILL, phase=phase) for phase in Phase for pair in PAIRS]
+    made += [
+        Case(targets=targets, action=Action.CUT, phase=phase)
+        for targets in [("replica",), ("controller",), ("router",)]
+        for phase in Phase
+    ]
+    return [case for case in made if not _impossible(case)]
+
+
+def sample(every: Sequence[Case], count: int) -> list[Case]:
+    """A few cases, drawn with the seed in CHAOS_SEED: not two of the same target."""
+    seed = os.environ.get("CHAOS_SEED", "12")
+    drawn: dict[tuple[str, ...], Case] = {}
+    quick = [case for case in every if case.action is not Action.STOP_45_S]
+    for case in random.Random(seed).sample(quick, len(quick)):
+        drawn.setdefault(case.targets, case)
+        if len(drawn) == count:
+            break
+    return list(drawn.values())
+
+
+def _impossible(case: Case) -> bool:
+    """The trainer's rounds cannot be held at their end: nobody knows from outside that they are there."""
+    return case.phase is Phase.VERIFYING and any(target in OF_TRAINER for target in case.targets)

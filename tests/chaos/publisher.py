@@ -1,0 +1,96 @@
+"""An outside trainer, a process of its own: publishes what it is told, and can be held in the middle.
+
+    python -m tests.chaos.publisher URL
+
+Reads lines of JSON, `{"mark": 7, "hold": "tensors"}`, and publishes the weights of the mark, labelled
+`mark-7`. With `hold` it stops before the last tensors or before the round is closed, says so, and goes on at
+the next line. After each round it prints one line: `{"ended": true, "error": null}`.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import requests
+import torch
+from vllm.distributed.weight_transfer import (
+    HTTPVLLMWeightSyncClient,
+    ParamMeta,
+    WeightSource,
+    WeightTransferTrainerFactory,
+)
+
+from deployments.vllm_plugin import register
+from deployments.weights.transports.shm import ShmTrainerInitInfo
+from tests.chaos.marked_weights import tensors
+
+CHUNK_BYTES = 1 << 16  # several payloads a round
+TIMEOUT_S = 150.0
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def held(where: str) -> None:
+    """Say where it stands; return when it is told to go on."""
+    say(held=where)
+    sys.stdin.readline()
+
+
+class Source(WeightSource):
+    """The tensors of a mark."""
+
+    def __init__(self, mark: int, hold: str | None) -> None:
+        self._tensors = tensors(mark)
+        self._hold = hold
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        last = len(self._tensors) - 2
+        for index, pair in enumerate(self._tensors.items()):
+            if index == last and self._hold == "tensors":
+                held("tensors")
+            yield pair
+
+
+class Client(HTTPVLLMWeightSyncClient):
+    """vLLM's client, which labels a version with its mark."""
+
+    def __init__(self, url: str, mark: int, hold: str | None) -> None:
+        super().__init__(url, timeout=TIMEOUT_S)
+        self._mark = mark
+        self._hold = hold
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if self._hold == "finish":
+            held("finish")
+        super().finish_weight_update(f"mark-{self._mark}")
+
+
+def publish(url: str, mark: int, hold: str | None) -> None:
+    info = ShmTrainerInitInfo(rank=0, chunk_bytes=CHUNK_BYTES)
+    client = Client(url, mark, hold)
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source(mark, hold))
+    engine.send_weights()
+
+
+def main() -> None:
+    register()
+    say(ready=True)
+    while line := sys.stdin.readline():
+        wanted = json.loads(line)
+        try:
+            publish(sys.argv[1], wanted["mark"], wanted.get("hold"))
+        except requests.RequestException as error:
+            answer = getattr(error, "response", None)
+            say(ended=True, error=f"{error}" if answer is None else answer.text[:400])
+        else:
+            say(ended=True, error=None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""One replica, four, and one again, under load with rounds back to back: no answer is lost, and no round."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from app.client import calls
+from app.client.connection import FleetClient
+from app.command.deploy import deploy
+from deployments.protocol.status import SizeStatus
+from tests.chaos.arena import Arena, until
+from tests.chaos.checker import Expected, check
+from tests.chaos.launching import SETTINGS, launch
+
+pytestmark = [pytest.mark.chaos, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(580)]
+MOST = 4
+SCALE_S = 200.0
+FAULTS = ("lost", "fence", "not_stored")
+
+
+@pytest.fixture
+def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    root = tmp_path_factory.mktemp("elastic")
+    engine = {**SETTINGS["engine"], "num_replicas": 2, "max_replicas": MOST}
+    with launch(root, {**SETTINGS, "engine": engine}) as launched:
+        arena = Arena(launched, root / "seen.jsonl")
+        try:
+            until(lambda: arena.committed() >= 3, 120, "the first rounds")
+            yield arena
+        finally:
+            arena.close()
+
+
+def size(arena: Arena) -> dict[str, Any]:
+    fleet = arena.fleet()
+    return {} if fleet is None else dict(fleet["size"])
+
+
+def scale(arena: Arena, wanted: int) -> float:
+    """The seconds until so many replicas serve, and no other is there."""
+    begin = time.monotonic()
+    with arena.launched.client() as client:
+        answer: SizeStatus = FleetClient(client).send(calls.scale(wanted))
+    assert answer.wanted == wanted
+
+    def there() -> bool:
+        now = size(arena)
+        return bool(now) and (now["running"], now["joining"], now["leaving"]) == (wanted, 0, 0)
+
+    until(there, SCALE_S, f"{wanted} replicas")
+    return time.monotonic() - begin
+
+
+def deploy_live_settings(arena: Arena) -> None:
+    """Other limits of router and ledger, as `slipstream deploy` gives them: no process is replaced."""
+    names = ("replica", "router", "controller", "trainer")
+    before = {name: [each.pid for each in arena.launched.named(name)] for name in names}
+    document = yaml.safe_load((arena.launched.output.parent / "serve.yaml").read_text())
+    args = document["applications"][0]["args"]
+    args["weights"] = {"min_replicas": 2}
+    args["router"] = {**args["router"], "max_queued_requests": 7}
+    file = arena.launched.output.parent / "changed.yaml"
+    file.write_text(yaml.safe_dump(document))
+    assert deploy(file, int(arena.launched.dashboard.rpartition(":")[2])) == 0
+    until(lambda: (arena.fleet() or {}).get("min_replicas") == 2, 30, "the new limit")
+    assert {name: [each.pid for each in arena.launched.named(name)] for name in names} == before
+
+
+def test_one_four_one_under_load(elastic: Arena) -> None:
+    scale(elastic, 1)
+    begin, version = time.time(), elastic.committed()
+    up_s = scale(elastic, MOST)
+    assert size(elastic)["problem"] is None
+    for name in ("serve_controller", "controller"):  # neither forgets how many there should be
+        elastic.launched.named(name)[0].kill()
+    restarted = time.time()
+    until(lambda: size(elastic).get("running") == MOST, 60, "the controller's successor")
+    deploy_live_settings(elastic)
+    at_four = elastic.committed()
+    until(lambda: elastic.committed() > at_four, 60, "a round with four")
+    settled = time.time()
+    down_s = scale(elastic, 1)
+    before = elastic.committed()
+    until(lambda: elastic.committed() > before, 60, "a round with one")
+    time.sleep(1.0)  # what was on its way then
+    recording = elastic.recording().since(begin)
+    quiet = [each for each in recording.events if each.at < restarted or each.at > settled]
+    faults = [(each.name, each.fields) for each in quiet if each.name in FAULTS]
+    figures = {
+        "up_s": round(up_s, 1),
+        "down_s": round(down_s, 1),
+        "rounds": elastic.committed() - version,
+        "answers": len(recording.answers),
+        "not_whole": sum(not each.whole for each in recording.answers),
+        "left": sum(each.name == "left" for each in recording.events),
+        "admitted": sum(each.name == "admit" for each in recording.events),
+        "aborted": sum(each.phase == "aborted" for each in recording.rounds),
+        "refused": len(elastic.refused),
+        "faults": len(faults),
+    }
+    print(json.dumps(figures), flush=True)
+    assert not faults
+    assert figures["left"] == MOST - 1
+    assert not (broken := check(recording, Expected())), "\n".join(broken[:20])
+    with elastic.launched.client() as client:
+        answer = client.post("/fleet/scale", json={"replicas": MOST + 1})
+    assert answer.status_code == 400 and "expected 1 to 4" in answer.json()["error"]["message"]

@@ -1,0 +1,108 @@
+"""Faults that are no process: the disk, the network of a publisher, and what operators change."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.arena import Arena, Publisher, until
+from tests.chaos.checker import Expected, check
+from tests.chaos.unreliable import Trouble, network
+
+pytestmark = [pytest.mark.chaos, pytest.mark.serve, pytest.mark.timeout(600), pytest.mark.long]
+
+
+@contextmanager
+def watched(arena: Arena, may_lose: int = 0) -> Iterator[None]:
+    """What is seen during the block, and until the fleet is whole again, breaks no rule."""
+    until(arena.whole, 60, "a whole fleet before the fault")
+    begin = time.time()
+    yield
+    whole_at = arena.until_whole_again()
+    time.sleep(1.0)
+    broken = check(arena.recording().since(begin), Expected(whole_at=whole_at - 10, may_lose=may_lose))
+    assert not broken, "\n".join(broken[:20])
+
+
+@contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """No byte of the disk is free while the block runs."""
+    filler = disk / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            for size in (1 << 20, 1 << 12):
+                with suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
+        yield
+    finally:
+        filler.unlink()
+
+
+def kill_a_replica(arena: Arena) -> None:
+    arena.launched.named("replica")[0].kill()
+    until(lambda: not arena.whole(), 30, "the loss of a replica")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_on_a_full_disk_publishers_are_refused_and_the_fleet_serves(arena: Arena, killed: bool) -> None:
+    if not arena.launched.own_disk:
+        pytest.skip("only root can mount a small disk")
+    with watched(arena, may_lose=int(killed)):
+        told = len(arena.refused)
+        with full(arena.launched.state):
+            if killed:
+                kill_a_replica(arena)
+            until(lambda: len(arena.refused) > told + 3, 60, "refused publishers")
+            version = arena.committed()
+            time.sleep(5.0)
+            assert arena.committed() <= version + 1, "what cannot be recorded is not done"
+            assert any("space" in text or "disk" in text for text in arena.refused[told:]), arena.refused[
+                told:
+            ]
+
+
+def test_a_flipped_byte_in_the_store_is_loaded_by_nobody(arena: Arena) -> None:
+    with watched(arena, may_lose=1), arena.quiet():
+        until(
+            lambda: (arena.fleet() or {}).get("stored_version") == arena.committed(), 30, "the version stored"
+        )
+        (file,) = (arena.launched.state / "store" / f"v{arena.committed():08d}").glob("*.safetensors")
+        with file.open("r+b") as stream:
+            stream.seek(-1000, os.SEEK_END)
+            byte = stream.read(1)
+            stream.seek(-1, os.SEEK_CUR)
+            stream.write(bytes([byte[0] ^ 1]))
+        kill_a_replica(arena)
+        time.sleep(5.0)
+
+
+@pytest.mark.parametrize("trouble", list(Trouble))
+def test_an_unreliable_network_of_a_publisher_mixes_nothing(arena: Arena, trouble: Trouble) -> None:
+    with watched(arena), arena.quiet(), network(arena.launched.url, trouble) as between:
+        reliable, arena.publisher = arena.publisher, Publisher(between.url)
+        try:
+            for _ in range(8):
+                arena.refused += [why for why in [arena.publish(120)] if why is not None]
+        finally:
+            arena.publisher.close()
+            arena.publisher = reliable
+        assert between.happened[trouble] > 0, between.happened
+
+
+def test_a_changed_setting_of_the_router_loses_no_request(arena: Arena) -> None:
+    with watched(arena):
+        arena.deploy(router={"request_timeout_s": 110})
+        time.sleep(20.0)
+
+
+def test_a_replica_is_added_and_one_is_taken_away(arena: Arena) -> None:
+    with watched(arena):
+        arena.deploy(engine={"num_replicas": 3})
+        until(arena.whole, 300, "three replicas")
+    with watched(arena, may_lose=1):
+        arena.deploy(engine={"num_replicas": 2})
+        until(arena.whole, 200, "two replicas")

@@ -1,0 +1,21 @@
+"""What can be wrong with the cases before a fleet is started."""
+
+from app.settings.config import parse_config
+from tests.chaos.faults import Phase, cases, sample
+from tests.chaos.launching import SETTINGS
+
+
+def test_the_fleet_of_the_cases_has_settings_that_are_allowed() -> None:
+    assert parse_config({"model": "/model", "state_dir": "/state", **SETTINGS}).engine.num_replicas == 2
+
+
+def test_cases_have_names_of_their_own_and_cover_every_phase() -> None:
+    every = cases()
+    assert len({case.name for case in every}) == len(every)
+    assert {case.phase for case in every} == set(Phase)
+
+
+def test_the_sample_depends_on_the_seed_alone_and_has_different_targets() -> None:
+    every = cases()
+    first = sample(every, 3)
+    assert sample(every, 3) == first and len({case.targets for case in first}) == 3

@@ -1,0 +1,292 @@
+"""An engine without tensors: what a replica holds, how long its work takes, and how it fails.
+
+Weights are the name of the publisher's attempt that made them. A payload is one part of an attempt; parts of
+two attempts, or too few parts, are no weights.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from deployments.condition import Condition, apply, asleep, is_paused
+from deployments.errors import PayloadRejected, TransferFailed
+from deployments.protocol.instructions import (
+    Body,
+    Call,
+    CatchUp,
+    Commit,
+    Connect,
+    Directive,
+    Drain,
+    Drop,
+    EndDrain,
+    Forget,
+    Receive,
+    Release,
+    Verify,
+    WriteVersion,
+    drain_of_round,
+)
+from deployments.protocol.operations import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.reports import Draining, Staged, StoreResult, Swapped, Value
+from tests.simulation.work import Work
+
+FIRST = "checkpoint"
+
+
+class EngineFailed(RuntimeError):
+    """The replica failed: its weights may be uncertain."""
+
+
+class SimMember:
+    """Implements the follower's port `Member`, and what a gate and a health check look at.
+
+    Args:
+        went_live: called when these weights become the ones that are served under a version.
+        write: writes a version to the store: its path, or raises OSError.
+        read: the weights at a path, or raises OSError.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        weights: str,
+        work: Work,
+        went_live: Callable[[int, str], None],
+        write: Callable[[int, str], str],
+        read: Callable[[str, int], str],
+    ) -> None:
+        self.version = version
+        self.weights = weights
+        self.world_size = 1
+        self.staged_round: int | None = None
+        self.partially_updated = False
+        self.updates_in_place = self.leaving = self.drained = self.may_leave = False
+        self.loading_version: int | None = None
+        self.retained_version: int | None = None
+        self.store_result: StoreResult | None = None
+        self.admitted = False
+        self.fenced: str | None = None
+        self.changed = asyncio.Condition()
+        self._condition: Condition = ()
+        self.held = self.hangs = self.stopped = False
+        self.running = asyncio.Condition()  # notified when it may go on generating
+        self._work = work
+        self._went_live = went_live
+        self._write, self._read = write, read
+        self._receiving: int | None = None
+        self._parts: list[tuple[str, int, int]] = []
+        self._damaged = False
+        self._retaining: int | None = None
+        self._retained = ""
+        self.uncertain_since: float | None = None  # its weights may be a mixture
+        self._drains: dict[str, None] = {}
+        self._requests = 0
+        self.fails: Callable[[Body], bool] = lambda body: False  # for faults that meet another one
+        self._interrupted = asyncio.Event()
+        went_live(version, weights)
+
+    @property
+    def generates(self) -> bool:
+        """Whether a request that comes now would be computed with `version`."""
+        return not (self._drains or self._pauses)
+
+    @property
+    def draining(self) -> Draining | None:
+        return Draining(drain_ids=tuple(self._drains), running=self._requests) if self._drains else None
+
+    @property
+    def _pauses(self) -> bool:
+        user = is_paused(self._condition) or bool(asleep(self._condition))
+        return self.held or user or self.hangs or self.stopped
+
+    # -- the port -----------------------------------------------------------------------------
+
+    async def execute(self, body: Body) -> Value:
+        if self.hangs:
+            await asyncio.Event().wait()
+        value = await self._execute(body)
+        async with self.changed:
+            self.changed.notify_all()
+        return value
+
+    async def interrupt(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        self._interrupted.set()
+        self._parts = []
+
+    def on_directive(self, directive: Directive) -> None:
+        self.fenced = directive.fenced
+        self.admitted = directive.admitted and directive.fenced is None
+
+    async def fence(self, reason: str) -> None:
+        self.fenced, self.admitted, self.stopped = reason, False, True
+        async with self.changed:
+            self.changed.notify_all()
+        async with self.running:
+            self.running.notify_all()
+
+    # -- instructions -------------------------------------------------------------------------
+
+    async def _execute(self, body: Body) -> Value:
+        work = self._work
+        if self.fails(body):
+            raise EngineFailed(f"{body.name} failed")
+        if work.fail and work.rng.random() < work.fail:
+            await work.do(0.05)
+            if isinstance(body, Connect | Receive) and work.rng.random() < 0.7:
+                raise TransferFailed("a peer is gone")
+            if isinstance(body, Commit | CatchUp):
+                self.uncertain_since = asyncio.get_running_loop().time()
+            raise EngineFailed(f"{body.name} failed")
+        if work.hang and work.rng.random() < work.hang:
+            if work.rng.random() < 0.3:
+                self.hangs = True
+                await asyncio.Event().wait()
+            self._interrupted.clear()
+            await self._interrupted.wait()
+            raise TransferFailed("interrupted")
+        match body:
+            case Connect():
+                self._discard()
+                await work.do(0.02)
+            case Receive():
+                await self._receive(body)
+            case Verify():
+                return await self._verify(body)
+            case Commit():
+                return await self._commit(body)
+            case Drain():
+                self._drains[body.drain_id] = None
+            case EndDrain():
+                self._drains.pop(body.drain_id, None)
+                await self._may_go_on()
+            case Release():
+                self.held = False
+                await self._may_go_on()
+            case Drop():
+                await work.do(0.01)
+                self._discard()
+            case CatchUp():
+                await self._catch_up(body)
+            case WriteVersion():
+                await work.do(0.01)
+                if self.retained_version != body.version:
+                    raise EngineFailed(f"retains {self.retained_version}")
+                task = asyncio.get_running_loop().create_task(self._store(body, self._retained))
+                self._storing = task
+            case Forget():
+                if self.retained_version is not None and self.retained_version <= body.version:
+                    self.retained_version = None
+            case Call(operation=Disconnect()):
+                self._discard()
+            case Call(operation=Pause() | Resume() | Sleep() | WakeUp() as operation):
+                self._condition = apply(self._condition, operation)
+                await self._may_go_on()
+            case Call():
+                pass
+        return None
+
+    def _discard(self) -> None:
+        self.staged_round = self._receiving = None
+        self._parts, self._damaged = [], False
+
+    @property
+    def _weights_sleep(self) -> bool:
+        return SleepTag.WEIGHTS in asleep(self._condition)
+
+    async def _receive(self, body: Receive) -> None:
+        if self._weights_sleep:
+            raise PayloadRejected("its weights sleep")
+        self.staged_round = None
+        if self._receiving != body.round_id:
+            self._receiving, self._parts, self._damaged = body.round_id, [], False
+            self._retaining = body.options.retain_version
+        await self._work.do(0.15)
+        payload = body.payload
+        assert isinstance(payload, dict)
+        part = (str(payload["attempt"]), int(payload["part"]), int(payload["parts"]))  # type: ignore[arg-type]
+        if self._receiving != body.round_id:
+            return  # dropped meanwhile
+        if self._work.flip and self._work.rng.random() < self._work.flip:
+            raise PayloadRejected("a tensor's digest differs from the one that was stated")
+        if self._parts and (part[0] != self._parts[0][0] or part in self._parts):
+            raise PayloadRejected("a tensor of another update, or one that came twice")
+        self._parts.append(part)
+
+    async def _verify(self, body: Verify) -> Staged:
+        await self._work.do(0.02)
+        if self._receiving != body.round_id:
+            raise PayloadRejected(f"round {body.round_id} has brought no payload")
+        attempt, _, parts = self._parts[0] if self._parts else ("", 0, -1)
+        if len(self._parts) != parts:
+            raise PayloadRejected(f"{len(self._parts)} of {parts} tensors came")
+        self.staged_round = body.round_id
+        return Staged(digest=attempt, compared=True, size_bytes=1, stage_s=0.0, verify_s=0.0)
+
+    async def _commit(self, body: Commit) -> Swapped:
+        if self._receiving is None and self.version == body.version:
+            return Swapped(swap_s=0.0, gap_s=0.0)
+        if self.staged_round != body.round_id:
+            raise EngineFailed(f"round {body.round_id} is not verified")
+        if self._weights_sleep:
+            raise EngineFailed("no memory to swap into")
+        await self._work.do(0.03)
+        if self._receiving != body.round_id:
+            raise EngineFailed("finish_weight_update called without start_weight_update")
+        if body.in_flight is InFlight.WAIT and self._requests:
+            raise EngineFailed("requests run although they were waited for")
+        self._drains.pop(drain_of_round(body.round_id), None)
+        self.held = body.hold
+        self.version, self.weights = body.version, self._parts[0][0]
+        self.staged_round = self._receiving = None
+        self.retained_version, self._retained = self._retaining, self.weights
+        self._went_live(self.version, self.weights)
+        await self._may_go_on()
+        return Swapped(swap_s=0.01, gap_s=0.02)
+
+    async def _catch_up(self, body: CatchUp) -> None:
+        try:
+            weights = self._read(body.path, body.version)
+        except OSError as error:
+            raise PayloadRejected(str(error)) from error
+        if self._weights_sleep:
+            raise EngineFailed("no memory to load into")
+        self.loading_version = body.version
+        await self._work.do(0.5)
+        self.loading_version, self.held = None, False
+        self.version, self.weights = body.version, weights
+        self._went_live(self.version, self.weights)
+        await self._may_go_on()
+
+    async def _store(self, body: WriteVersion, weights: str) -> None:
+        await self._work.do(1.0)
+        try:
+            path, problem = self._write(body.version, weights), ""
+        except OSError as error:
+            path, problem = "", str(error)
+        self.store_result = StoreResult(version=body.version, label=body.label, path=path, problem=problem)
+
+    async def _may_go_on(self) -> None:
+        async with self.running:
+            self.running.notify_all()
+
+    # -- requests -----------------------------------------------------------------------------
+
+    async def generate(self, seconds: float) -> tuple[int, int]:
+        """The versions of the first and of the last token."""
+        await self._until(lambda: self.generates)
+        self._requests += 1
+        try:
+            first = self.version
+            await asyncio.sleep(seconds)
+            await self._until(lambda: not self._pauses)
+            return first, self.version
+        finally:
+            self._requests -= 1
+
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        async with self.running:
+            await self.running.wait_for(lambda: ready() or self.stopped)
+        if self.stopped:
+            raise EngineFailed("the engine is stopped")

@@ -1,0 +1,167 @@
+"""Those who publish: the trainer, which writes its versions to the store, and an outside one over HTTP."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+from app.http.lease import HttpLease
+from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
+from deployments.protocol.publishing import Lease, RoundOptions, RoundReport
+from deployments.protocol.status import FleetStatus
+from tests.simulation.network import Handle, Unreachable
+from tests.simulation.oracle import Oracle
+
+PARTS = 2
+PAUSE_S = 0.8  # between two updates
+CALL_S = 25.0
+
+
+class Trainer:
+    """What `deployments.trainer.publisher` and its fleet client do, without threads."""
+
+    def __init__(
+        self,
+        name: str,
+        controller: Handle,
+        oracle: Oracle,
+        rng: Random,
+        write: Callable[[int, str], str],
+    ) -> None:
+        self._name, self._controller, self._oracle, self._rng = name, controller, oracle, rng
+        self._write = write
+        self._lease: Lease | None = None
+        self._epoch: int | None = None
+        self._attempts = 0
+        self._writing: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(PAUSE_S * (0.3 + self._rng.random()))
+            self._attempts += 1
+            await self._publish(f"{self._name}/{self._attempts}")
+
+    async def _publish(self, attempt: str) -> None:
+        round_id: int | None = None
+        closing = False
+        try:
+            fleet: FleetStatus = await self._call("fleet")
+            connected = fleet.connection is not None and fleet.connection.publisher == "trainer"
+            if not connected or fleet.epoch != self._epoch:
+                self._epoch = None
+                await self._call("connect", await self._token(), {})
+                self._epoch = fleet.epoch
+            round_id = await self._call("open_round", await self._token(), RoundOptions())
+            for part in range(PARTS):
+                payload = {"attempt": attempt, "part": part, "parts": PARTS}
+                await self._call("send", await self._token(), round_id, payload)
+            closing = True
+            report: RoundReport = await self._call("close_round", await self._token(), round_id, attempt)
+            self._oracle.committed(report.version, attempt)
+            round_id = None
+            await self._release()
+            self._writing.append(asyncio.get_running_loop().create_task(self._save(report.version, attempt)))
+        except (RoundAborted, InvalidRequest) as error:
+            self._oracle.was_aborted(attempt, error)
+            await self._clean_up(round_id)
+        except (SlipstreamError, Unreachable, TimeoutError) as error:
+            if not closing:
+                self._oracle.was_aborted(attempt, error)  # never closed: nobody may serve it
+            await self._clean_up(round_id)
+
+    async def _save(self, version: int, attempt: str) -> None:
+        await asyncio.sleep(0.4 + self._rng.random())
+        try:
+            path = self._write(version, attempt)
+            for _ in range(5):
+                try:
+                    await self._call("stored", version, path, attempt)
+                    return
+                except (Unreachable, TimeoutError):
+                    await asyncio.sleep(0.5)
+        except (OSError, SlipstreamError):
+            return  # the controller's status says that it is missing
+
+    async def _clean_up(self, round_id: int | None) -> None:
+        self._epoch = None
+        with suppress(SlipstreamError, Unreachable, TimeoutError):
+            if round_id is not None and self._lease is not None:
+                await self._call("abort_round", self._lease.token, round_id, "failed")
+        with suppress(SlipstreamError, Unreachable, TimeoutError):
+            await self._release()
+
+    async def _token(self) -> int:
+        if self._lease is None:
+            self._lease = await self._call("acquire", "trainer")
+        return self._lease.token
+
+    async def _release(self) -> None:
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            await self._call("release", lease.token)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Renews the lease until the call answers."""
+        response = getattr(self._controller, method).remote(*args)
+        async with asyncio.timeout(CALL_S):
+            while self._lease is not None and not response.done():
+                await asyncio.wait({response}, timeout=self._lease.duration_s / 3)
+                if not response.done():
+                    await self._controller.renew.remote(self._lease.token)
+            return await response
+
+
+class HttpPublisher:
+    """A client of vLLM's and `app.http.weight_routes`, with the real lease; a replica writes the store."""
+
+    def __init__(
+        self,
+        name: str,
+        controller: Handle,
+        oracle: Oracle,
+        rng: Random,
+        write: Callable[[int, str], str],
+    ) -> None:
+        self._name, self._controller, self._oracle, self._rng = name, controller, oracle, rng
+        self._lease = HttpLease(controller, renew_s=2.0)  # type: ignore[arg-type]
+        self._attempts = 0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(PAUSE_S * (0.3 + self._rng.random()))
+            self._attempts += 1
+            await self._publish(f"{self._name}/{self._attempts}")
+
+    async def _publish(self, attempt: str) -> None:
+        finishing = False
+        try:
+            async with asyncio.timeout(3 * CALL_S):
+                async with self._lease.session() as session:
+                    if session.round_id is not None:
+                        await self._controller.abort_round.remote(session.token, session.round_id, "again")
+                    await self._controller.connect.remote(session.token, {})
+                async with self._lease.session() as session:
+                    if session.round_id is not None:
+                        raise Conflict("start_weight_update was called twice")
+                    await self._controller.open_round.remote(session.token, RoundOptions(persist=True))
+                for part in range(PARTS):
+                    async with self._lease.session() as session:
+                        payload = {"attempt": attempt, "part": part, "parts": PARTS}
+                        if session.round_id is None:
+                            raise Conflict("no round is open")
+                        send = self._controller.send.remote(session.token, session.round_id, payload)
+                        await self._lease.renewing(session.token, send)
+                finishing = True
+                async with self._lease.session() as session:
+                    if session.round_id is None:
+                        raise Conflict("no round is open")
+                    report = await self._controller.close_round.remote(
+                        session.token, session.round_id, attempt
+                    )
+                    self._oracle.committed(report.version, attempt)
+        except (RoundAborted, InvalidRequest) as error:
+            self._oracle.was_aborted(attempt, error)
+        except (SlipstreamError, Unreachable, TimeoutError) as error:
+            if not finishing:
+                self._oracle.was_aborted(attempt, error)

@@ -1,0 +1,125 @@
+"""A replica's process: what `deployments.replica.replica` does, with an engine without tensors."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from deployments.errors import ReplicaUnavailable
+from deployments.protocol.instructions import Directive, JoinAnswer
+from deployments.protocol.reports import Report, Unloadable
+from deployments.replica.follower import Follower
+from deployments.replica.gate import Gate
+from deployments.request_headers import Demand
+from tests.simulation.engine import FIRST, SimMember
+from tests.simulation.loop import Process
+from tests.simulation.oracle import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+HEARTBEAT_S = 4.5
+SELF_FENCE_S = HEARTBEAT_S * 2 / 3
+POLL_TIMEOUT_S = 2.0
+
+
+class Replica:
+    """One replica, from its join to its end."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self._world = world
+        self.name = name
+        self.process = Process(name, watched=True)
+        self.member: SimMember | None = None
+        self.gate: Gate | None = None
+        self.follower: Follower | None = None
+        self.following: asyncio.Task[None] | None = None
+        self.stats: tuple[int, bool] = (0, False)
+
+    async def run(self) -> None:
+        world = self._world
+        unloadable: Unloadable | None = None
+        while True:
+            try:
+                handle = world.controller_handle
+                ask = handle.join.remote(self.name, f"{self.name}-1", unloadable)
+                answer: JoinAnswer = await asyncio.wait_for(ask, POLL_TIMEOUT_S)
+            except Exception:  # the controller may start after us
+                await asyncio.sleep(0.3)
+                continue
+            try:
+                weights = FIRST if answer.path is None else world.read(answer.path, answer.version)
+                break
+            except OSError as error:
+                unloadable = Unloadable(version=answer.version, reason=str(error))
+                await asyncio.sleep(0.3)
+        await asyncio.sleep(world.start_s * (0.5 + world.rng.random()))
+        if answer.path is not None:
+            try:
+                weights = world.read(answer.path, answer.version)
+            except OSError as error:
+                if answer.path not in world.tampered:
+                    raise Violation(f"{self.name}: version {answer.version} was promised: {error}") from error
+                world.log("{} cannot load its version: {}", self.name, error)
+                world.kill(self.process)
+                return
+        self.member = SimMember(
+            answer.version,
+            weights,
+            world.work,
+            lambda version, attempt: world.oracle.went_live(self.name, version, attempt),
+            world.write,
+            world.read,
+        )
+        self.follower = Follower(
+            replica_id=self.name,
+            incarnation=f"{self.name}-1",
+            member=self.member,
+            poll=self._poll,
+            heartbeat_s=0.5,
+            retry_s=0.2,
+            interrupt_s=2.0,
+            clock=world.loop.time,
+        )
+        self.gate = Gate(
+            self.name,
+            self.member,  # type: ignore[arg-type]
+            self.follower,
+            self_fence_s=SELF_FENCE_S,
+            engine_dead=lambda: False,
+            clock=world.loop.time,
+        )
+        self.following = asyncio.get_running_loop().create_task(self.follower.run())
+        await self.following
+
+    async def _poll(self, report: Report) -> Directive:
+        fenced = report.incarnation in self._world.oracle.fenced
+        directive: Directive = await asyncio.wait_for(
+            self._world.controller_handle.poll.remote(report), POLL_TIMEOUT_S
+        )
+        if fenced and directive.admitted:
+            self._world.violation = Violation(f"{report.incarnation} is admitted, the disk says it is fenced")
+        return directive
+
+    async def answer(self, demand: Demand, seconds: float) -> tuple[int, int]:
+        """A request that came over HTTP."""
+        if self.gate is None or self.member is None:
+            raise ReplicaUnavailable("not started")
+        await self.gate.wait(demand)
+        return await self.member.generate(seconds)
+
+    @property
+    def version(self) -> int | None:
+        """Which version a request would be answered from now; None if none would."""
+        if self.gate is None or self.member is None or not self.process.runs:
+            return None
+        if not self.member.generates or self.gate.refusal() is not None:
+            return None
+        since = self.member.uncertain_since
+        if since is not None and self._world.loop.now > since:  # the exception is on its way
+            raise Violation(f"{self.name} takes requests with weights that may be a mixture")
+        return self.member.version
+
+    @property
+    def healthy(self) -> bool:
+        fenced = self.member is not None and self.member.fenced is not None
+        ended = self.following is not None and self.following.done()
+        return self.process.alive and not fenced and not ended

@@ -1,0 +1,75 @@
+"""Schedules of the whole control plane; `make test` runs a sample, `make chaos` many more."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.mutants import MUTANTS, NOT_FOUND, search
+from tests.simulation.schedule import Outcome, run, undisturbed
+
+BLOCK = 150  # schedules; some eight seconds of one core
+SAMPLE = 8  # blocks in `make test`
+MANY = 80  # in `make chaos`
+pytestmark = pytest.mark.timeout(900)  # they compute, and share their core
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_collected() -> Iterator[None]:
+    with undisturbed():
+        yield
+
+
+def check(block: int) -> None:
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        outcome = run(seed)
+        if outcome.problem is not None:
+            pytest.fail(described(run(seed, trace=True)), pytrace=False)
+
+
+def described(outcome: Outcome) -> str:
+    return "\n".join([*outcome.trace[-40:], f"seed {outcome.seed}: {outcome.problem}", outcome.replay])
+
+
+@pytest.mark.parametrize("block", range(SAMPLE))
+def test_whatever_goes_wrong_the_fleet_is_never_wrong_and_recovers(block: int) -> None:
+    check(block)
+
+
+@pytest.mark.chaos
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(SAMPLE, MANY))
+def test_many_schedules(block: int) -> None:
+    check(block)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_seed_is_one_schedule(seed: int) -> None:
+    assert run(seed, trace=True) == run(seed, trace=True)
+
+
+def test_a_seed_is_the_same_schedule_in_another_process() -> None:
+    program = (
+        "from tests.simulation.schedule import run, undisturbed\n"
+        "with undisturbed():\n    print([run(seed, trace=True) for seed in range(20, 40)])"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(printed) == 1
+
+
+@pytest.mark.chaos
+@pytest.mark.long
+@pytest.mark.parametrize("name", [each.name for each in MUTANTS if each.name not in NOT_FOUND])
+def test_a_fault_that_is_put_in_is_found(name: str) -> None:
+    assert "seed " in search(name, 2000, 110.0)
