@@ -89,16 +89,24 @@ def fleet(
                 }
             ],
         }
-        file = Path(root) / "fleet.yaml"
-        file.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "app.command.cli", "serve", "--config", str(file)]
-        command += ["--dashboard-port", str(port + 1)]
-        with _process(command, Path(root) / "log", {}) as process:
-            url = f"http://127.0.0.1:{port}"
-            _until_healthy(process, url, Path(root) / "log", serving=replicas)
-            if trainer:
-                _until_trainer(url)
+        with running(config, Path(root), replicas=replicas, trainer=trainer) as url:
             yield url
+
+
+@contextmanager
+def running(config: dict[str, Any], root: Path, *, replicas: int, trainer: bool) -> Iterator[str]:
+    """The fleet of a Serve config, whose file and log are below `root`; yields its URL once it is healthy."""
+    port = config["http_options"]["port"]
+    file = root / "fleet.yaml"
+    file.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "app.command.cli", "serve", "--config", str(file)]
+    command += ["--dashboard-port", str(port + 1)]
+    with _process(command, root / "log", {}) as process:
+        url = f"http://127.0.0.1:{port}"
+        _until_healthy(process, url, root / "log", serving=replicas)
+        if trainer:
+            _until_trainer(url)
+        yield url
 
 
 @contextmanager
