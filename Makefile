@@ -3,7 +3,7 @@
 #   make serve   the built-in model on two CPU replicas, with a trainer, at http://127.0.0.1:8000
 #   make rl      submits the RL job to the running fleet (in a second terminal)
 #   make test    the test suite         make test-fast  the tests without engines, for the daily loop
-#   make chaos   all tests that kill    make check      format, lint, types, import rules
+#   make chaos   every real fault       make check      format, lint, types, import rules
 #   make bench   the benchmarks         make clean      removes caches and state, keeps the environment
 #
 # Variables: CONFIG=serve_config.yaml  ARGS="passed on to the program"  PYTHON=python3.12
