@@ -83,7 +83,7 @@ class Engine:
     @classmethod
     async def start(cls, spec: EngineSpec, *, version: int) -> "Engine":
         """Start the engine's processes and build its application; about 30 s on a CPU."""
-        args = _server_arguments(spec)
+        args = server_arguments(spec)
         engine_args = AsyncEngineArgs.from_cli_args(args)
         with kept_log_file():
             config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -279,7 +279,7 @@ class Engine:
                         kill_process_tree(process.pid)
 
 
-def _server_arguments(spec: EngineSpec) -> Namespace:
+def server_arguments(spec: EngineSpec) -> Namespace:
     """vLLM's own server arguments, so that every option of `vllm serve` has its usual default."""
     parser = make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args([])
@@ -289,6 +289,7 @@ def _server_arguments(spec: EngineSpec) -> Namespace:
         "weight_transfer_config": {"backend": spec.backend},
         "additional_config": {"staging": spec.staging},
         "worker_extension_cls": WORKER_EXTENSION,
+        "enable_scale_out": True,  # /inference/v1/generate; what else it opens, `passed_routes` decides
         "log_error_stack": False,
         **spec.arguments,
     }

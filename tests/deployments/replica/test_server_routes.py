@@ -1,0 +1,57 @@
+"""The routes of the vLLM server that a replica starts: token ids in and out, and nothing that is not decided on."""
+
+from collections.abc import Iterator
+
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.testclient import TestClient
+from vllm.entrypoints.launchers.app import build_app
+
+from deployments.errors import NoSuchRoute
+from deployments.passed_routes import PASSED, REFUSED, require_passed
+from deployments.replica.engine import EngineSpec, server_arguments
+
+# What this server has only for whoever asks it directly: the fleet answers these itself.
+FLEET = {"/health", "/metrics", "/openapi.json"}
+SPEC = EngineSpec(model="m", served_model_name="m", backend="slipstream_shm", staging="host")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FastAPI]:
+    """vLLM's own application with a replica's arguments; no engine is behind it."""
+    yield build_app(server_arguments(SPEC), ("generate",))
+
+
+def described(server: FastAPI) -> set[str]:
+    return set(server.openapi()["paths"])
+
+
+def test_token_ids_in_and_out_are_switched_on(server: FastAPI) -> None:
+    assert "/inference/v1/generate" in described(server)
+    answer = TestClient(server).post("/inference/v1/generate", json={"token_ids": []})
+    assert answer.status_code == 400, "it is read, and found wrong; 403: it is switched off"
+
+
+def test_every_route_of_the_server_passes_is_refused_or_is_the_fleets(server: FastAPI) -> None:
+    paths = {route.path for route in server.routes if isinstance(route, APIRoute)}
+    assert paths >= {"/v1/completions", "/v1/chat/completions/render", "/inference/v1/abort_requests"}
+    assert paths - FLEET <= PASSED.keys() | REFUSED.keys()
+
+
+def test_what_aborts_requests_of_one_engine_does_not_pass(server: FastAPI) -> None:
+    with pytest.raises(NoSuchRoute, match="use /abort_requests"):
+        require_passed("POST", "/inference/v1/abort_requests")
+
+
+def test_no_route_that_changes_the_engine_is_there_to_be_passed(server: FastAPI) -> None:
+    """vLLM's development routes are not switched on: nothing but the list stands before those that are."""
+    paths = {route.path for route in server.routes if isinstance(route, APIRoute)}
+    assert not paths & {"/collective_rpc", "/pause", "/update_weights", "/server_info", "/sleep"}
+
+
+def test_an_operator_may_switch_it_off() -> None:
+    spec = EngineSpec(
+        model="m", served_model_name="m", backend="x", staging="host", arguments={"enable_scale_out": False}
+    )
+    assert server_arguments(spec).enable_scale_out is False

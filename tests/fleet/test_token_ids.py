@@ -1,0 +1,163 @@
+"""`/inference/v1/generate` on a real fleet: token ids in and out, as verifiers, prime-rl and SkyRL call it."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fleet.conftest import MODEL, Fleet
+from tests.fleet.talk import PROMPT, complete, succeeded, train_and_publish
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+
+ROUTE = "/inference/v1/generate"
+VOCABULARY = 32_000  # more than any tiny model has
+
+
+def generate(client: httpx.Client, sampling: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
+    headers = fields.pop("headers", None)
+    sampling = {"temperature": 0, "max_tokens": 8, "ignore_eos": True} | (sampling or {})
+    return client.post(
+        ROUTE, json={"token_ids": PROMPT, "sampling_params": sampling} | fields, headers=headers
+    )
+
+
+def test_its_tokens_are_those_of_the_completions_route(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        answer = succeeded(generate(client, {"logprobs": 1}, model=MODEL)).json()
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == complete(client, PROMPT, 8).token_ids
+        assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+
+
+def test_what_verifiers_and_skyrl_send_is_understood(fleet: Fleet) -> None:
+    verifiers = {
+        "sampling_params": {
+            "temperature": 1.0,
+            "max_tokens": 4,
+            "stop_token_ids": [2],
+            "logprobs": 1,
+            "skip_special_tokens": False,
+            "routed_experts_prompt_start": 0,
+        },
+        "cache_salt": "7",
+        "priority": 0,
+    }
+    skyrl = {"sampling_params": {"n": 2, "logprobs": 0, "output_kind": 2, "prompt_logprobs": 0, "max_tokens": 4}}
+    with fleet.client() as client:
+        for sent, choices in ((verifiers, 1), (skyrl, 2)):
+            body = {"model": MODEL, "token_ids": PROMPT, **sent}
+            answer = succeeded(client.post(ROUTE, json=body, headers={"X-Session-ID": "trajectory-1"})).json()
+            assert len(answer["choices"]) == choices
+        assert len(answer["prompt_logprobs"]) == len(PROMPT)
+        # A priority needs vLLM's priority scheduling; without it vLLM refuses, and so do we.
+        assert generate(client, priority=1).status_code == 400
+
+
+def test_answers_and_streams_have_versions(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        answer = succeeded(generate(client, {"n": 2, "temperature": 1}))
+        version = fleet.version()
+        assert answer.json()["weight_version"] == int(answer.headers["x-weight-version"]) == version
+        for choice in answer.json()["choices"]:
+            # vLLM's own spans: as text, so that its models and /derender read the answer.
+            assert choice["weight_versions"] == [{"version": str(version), "start": 0, "end": 8}]
+        events = succeeded(generate(client, stream=True)).text.split("\n\n")
+        chunks = [json.loads(event[len("data: ") :]) for event in events if event.startswith("data: {")]
+        assert chunks[-1]["weight_version"] == version
+        assert chunks[-1]["choices"][0]["weight_versions"] == [{"version": str(version), "start": 0, "end": 8}]
+        assert events[-2] == "data: [DONE]"
+
+
+def test_a_minimum_version_is_waited_for_or_refused(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        version = train_and_publish(client)
+        fresh = succeeded(generate(client, headers={"x-min-weight-version": str(version)}))
+        assert fresh.json()["weight_version"] == version
+        headers = {"x-min-weight-version": str(version + 1), "x-weight-timeout": "0.2"}
+        refused = generate(client, headers=headers)
+        assert refused.status_code == 409
+        assert refused.json()["error"]["detail"] == {"expected": version + 1, "actual": version}
+
+
+@pytest.mark.parametrize("header", ["x-session-id", "X-Session-ID"])
+def test_a_session_stays_with_its_replica(fleet: Fleet, header: str) -> None:
+    with fleet.client() as client:
+        seen: set[str] = set()
+        for session in map(str, range(20)):
+            of_session = {
+                succeeded(generate(client, {"max_tokens": 1}, headers={header: session})).headers[
+                    "x-slipstream-replica"
+                ]
+                for _ in range(3)
+            }
+            assert len(of_session) == 1
+            seen |= of_session
+        assert len(seen) == 2
+
+
+def test_what_is_out_of_bounds_is_refused_and_no_engine_is_lost(fleet: Fleet) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"token_ids": []},
+        {"token_ids": [-1]},
+        {"token_ids": [10**9]},
+        {"token_ids": [2**70]},
+        {"token_ids": [1] * 5000},
+        {"token_ids": "text"},
+        {"cache_salt": ""},
+        {"cache_salt": "a" * 5000},
+        {"priority": 2**80},
+        {"model": "another"},
+        *(
+            {"sampling_params": each}
+            for each in (
+                {"n": 20_000},
+                {"n": 0},
+                {"max_tokens": 0},
+                {"max_tokens": 2**70},
+                {"seed": 2**70},
+                {"logprobs": 10**6},
+                {"prompt_logprobs": 10**6},
+                {"stop_token_ids": [VOCABULARY * 100], "min_tokens": 1},
+                {"stop_token_ids": [-7], "min_tokens": 1},
+                {"logit_bias": {str(10**9): 1}},
+                {"allowed_token_ids": [10**9]},
+                {"allowed_token_ids": []},
+                {"logprob_token_ids": [10**9]},
+                {"prompt_logprob_token_ids": [[10**9]]},
+                {"trace_decode_token_ids": [10**9]},
+                {"routed_experts_prompt_start": -1},
+                {"structured_outputs": {"regex": "("}},
+                {"temperature": "nan"},
+            )
+        ),
+    ]
+    with fleet.client() as client:
+        before = {member["incarnation"] for member in client.get("/fleet").json()["members"]}
+        for changes in wrong:
+            body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}} | changes
+            answer = client.post(
+                ROUTE, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
+            )
+            assert 400 <= answer.status_code < 500, (changes, answer.status_code, answer.text[:300])
+            assert answer.json()["error"]["message"]
+        assert {member["incarnation"] for member in client.get("/fleet").json()["members"]} == before
+        succeeded(generate(client))
+
+
+def test_pictures_for_a_model_that_reads_none_do_no_harm(fleet: Fleet) -> None:
+    place = {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": 0, "length": 2}]}}
+    bodies: list[dict[str, Any]] = [
+        {"features": place},
+        {"features": place | {"kwargs_data": {"image": ["gAAA"]}}},
+        {"content_parts": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]},
+        {"content_parts": [{"type": "image_url", "url": "file:///etc/passwd"}]},
+    ]
+    with fleet.client(timeout_s=30) as client:
+        before = {member["incarnation"] for member in client.get("/fleet").json()["members"]}
+        for changes in bodies:
+            answer = generate(client, **changes)
+            assert 400 <= answer.status_code < 500, (changes, answer.status_code, answer.text[:300])
+        assert {member["incarnation"] for member in client.get("/fleet").json()["members"]} == before
+        succeeded(generate(client))
