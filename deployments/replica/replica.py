@@ -29,6 +29,7 @@ from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.load import watch_load
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import disown_engine, own_engine
+from deployments.replica.server.info import add_server_info
 from deployments.replica_info import ReplicaEndpoint, RoutingStats
 from deployments.scaling import ScalingStats
 
@@ -69,6 +70,7 @@ class Replica:
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
         own_engine()
         self._engine = await Engine.start(spec, version=answer.version)
+        add_server_info(self._engine.app, self._engine.llm.vllm_config)
         self._load = watch_load(self._engine.llm)
         self._member = member_of(self._engine, spec)
         self._follower = Follower(

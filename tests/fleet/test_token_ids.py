@@ -44,7 +44,9 @@ def test_what_verifiers_and_skyrl_send_is_understood(fleet: Fleet) -> None:
         "cache_salt": "7",
         "priority": 0,
     }
-    skyrl = {"sampling_params": {"n": 2, "logprobs": 0, "output_kind": 2, "prompt_logprobs": 0, "max_tokens": 4}}
+    skyrl = {
+        "sampling_params": {"n": 2, "logprobs": 0, "output_kind": 2, "prompt_logprobs": 0, "max_tokens": 4}
+    }
     with fleet.client() as client:
         for sent, choices in ((verifiers, 1), (skyrl, 2)):
             body = {"model": MODEL, "token_ids": PROMPT, **sent}
@@ -66,7 +68,9 @@ def test_answers_and_streams_have_versions(fleet: Fleet) -> None:
         events = succeeded(generate(client, stream=True)).text.split("\n\n")
         chunks = [json.loads(event[len("data: ") :]) for event in events if event.startswith("data: {")]
         assert chunks[-1]["weight_version"] == version
-        assert chunks[-1]["choices"][0]["weight_versions"] == [{"version": str(version), "start": 0, "end": 8}]
+        assert chunks[-1]["choices"][0]["weight_versions"] == [
+            {"version": str(version), "start": 0, "end": 8}
+        ]
         assert events[-2] == "data: [DONE]"
 
 

@@ -1,0 +1,125 @@
+"""`/server_info`: what vLLM prints, of one server, and nothing that a fleet keeps to itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+from vllm.config import VllmConfig
+from vllm.config.kv_transfer import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.serve.dev.server_info import api_router
+
+from deployments.replica.engine import EngineSpec, server_arguments
+from deployments.replica.server.info import WITHHELD, add_server_info, describe
+from tests.tiny_models import save_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture
+def config(checkpoint: Path) -> VllmConfig:
+    spec = EngineSpec(
+        model=str(checkpoint),
+        served_model_name="tiny",
+        backend="slipstream_shm",
+        staging="host",
+        arguments={"dtype": "float32", "hf_token": "hf_operators_own"},
+    )
+    made: VllmConfig = AsyncEngineArgs.from_cli_args(server_arguments(spec)).create_engine_config()
+    return made
+
+
+def vllms_own(config: VllmConfig, config_format: str) -> Any:
+    """`vllm_config` of vLLM's route, from its own router."""
+    app = FastAPI()
+    api_router.attach_router(app)
+    app.state.vllm_config = config
+    return TestClient(app).get(f"/server_info?config_format={config_format}").json()["vllm_config"]
+
+
+def ours(config: VllmConfig, query: str = "") -> Any:
+    app = FastAPI()
+    add_server_info(app, config)
+    answer = TestClient(app).get(f"/server_info{query}")
+    assert answer.status_code == 200
+    return answer.json()
+
+
+@pytest.fixture(autouse=True)
+def _without_collecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's route runs a dozen programs to describe the host, which is no part of ours."""
+    monkeypatch.setattr(api_router, "_get_system_env_info_cached", dict)
+
+
+def test_it_is_vllms_tree_but_for_what_is_withheld(config: VllmConfig) -> None:
+    theirs = vllms_own(config, "json")
+    assert theirs["model_config"]["hf_token"] == "hf_operators_own"
+    theirs["model_config"]["hf_token"] = WITHHELD
+    theirs["additional_config"]["staging"] = WITHHELD
+    answer = ours(config, "?config_format=json")
+    assert answer.keys() == {"vllm_config", "vllm_env", "system_env"}
+    assert answer["vllm_config"] == theirs
+
+
+def test_what_trl_reads_is_there(config: VllmConfig) -> None:
+    shown = ours(config, "?config_format=json")["vllm_config"]
+    assert shown["weight_transfer_config"] == {"backend": "slipstream_shm"}
+    assert shown["lora_config"] is None
+    assert shown["parallel_config"]["data_parallel_size"] == 1
+    assert shown["model_config"]["dtype"] == "torch.float32"
+    assert shown["model_config"]["logprobs_mode"] == "raw_logprobs"
+
+
+def test_the_text_is_vllms_own(config: VllmConfig) -> None:
+    assert ours(config)["vllm_config"] == vllms_own(config, "text") == str(config)
+
+
+def test_ranks_of_one_replica_are_not_the_fleets(config: VllmConfig) -> None:
+    config.parallel_config.data_parallel_size = 4
+    assert ours(config, "?config_format=json")["vllm_config"]["parallel_config"]["data_parallel_size"] == 1
+    assert "data_parallel_size=1," in ours(config)["vllm_config"]
+    assert config.parallel_config.data_parallel_size == 4, "the engine's own stays"
+
+
+def test_an_unknown_format_is_refused(config: VllmConfig) -> None:
+    app = FastAPI()
+    add_server_info(app, config)
+    assert TestClient(app).get("/server_info?config_format=xml").status_code == 422
+
+
+@pytest.mark.parametrize("config_format", ["text", "json"])
+def test_nothing_secret_leaves(config: VllmConfig, config_format: Any) -> None:
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="LMCacheConnectorV1",
+        kv_role="kv_both",
+        kv_connector_extra_config={"remote": {"url": "redis://kv:sesame-1@host"}, "list": ["sesame-2"]},
+    )
+    config.load_config.model_loader_extra_config = {"aws_access_key_id": "sesame-3"}
+    config.additional_config = {"of_a_plugin": "sesame-4"}
+    config.observability_config.otlp_traces_endpoint = "https://me:sesame-5@traces.example:4317/x"
+    config.model_config.served_model_name = "tiny-sesame-6-operators"
+    config.parallel_config.ray_runtime_env = {"env_vars": {"PLAIN": "sesame-7"}}  # type: ignore[assignment]
+    environment = {
+        "SLIPSTREAM_TOKEN": "sesame-6-operators",
+        "VLLM_API_KEY": "sesame-8-of-vllm",
+        "VLLM_LOGGING_PREFIX": "sesame-9",
+        "RAY_AUTH_MODE": "disabled",
+    }
+    made = describe(config, config_format, environment)
+    text = json.dumps(made)
+    assert "sesame" not in text and "hf_operators_own" not in text
+    assert made["vllm_env"] == made["system_env"] == {}
+    assert "traces.example" in text and WITHHELD in text
+    assert describe(config, config_format, {})["vllm_config"] != made["vllm_config"], "of the environment"
+
+
+def test_a_name_with_token_in_it_is_no_secret(config: VllmConfig) -> None:
+    shown = ours(config, "?config_format=json")["vllm_config"]
+    assert shown["model_config"]["tokenizer"] == config.model_config.tokenizer
+    assert shown["scheduler_config"]["max_num_batched_tokens"] > 0
