@@ -1,4 +1,4 @@
-"""`/inference/v1/generate` on a real fleet: token ids in and out, as verifiers, prime-rl and SkyRL call it."""
+"""`/inference/v1/generate` on a real fleet, as verifiers, prime-rl and SkyRL call it."""
 
 import json
 from typing import Any

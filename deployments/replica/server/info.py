@@ -1,11 +1,12 @@
 """`/server_info`: the engine's configuration as vLLM prints it, of the fleet as if it were one server.
 
-Trainers read it before they begin: `weight_transfer_config`, `lora_config`, `model_config.dtype`. A replica's
-own data parallelism is the fleet's affair, as are the replicas: one server with `data_parallel_size` 1 is shown.
+Trainers read it before they begin: `weight_transfer_config`, `lora_config`, `model_config.dtype`. A
+replica's own data parallelism is the fleet's affair, as are the replicas: one server with
+`data_parallel_size` 1 is shown.
 
-vLLM's answer also has the environment of its process. Ours has none of it, and no secret: no text under a name
-that sounds like one, none in the free-form settings of connectors and loaders, no password in an address, and
-nothing that an environment variable with such a name holds.
+vLLM's answer also has the environment of its process. Ours has none of it, and no secret: no text under a
+name that sounds like one, none in the free-form settings of connectors and loaders, no password in an
+address, and nothing that an environment variable with such a name holds.
 """
 
 import asyncio

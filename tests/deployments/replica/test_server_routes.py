@@ -1,4 +1,4 @@
-"""The routes of the vLLM server that a replica starts: token ids in and out, and nothing that is not decided on."""
+"""The routes of the vLLM server that a replica starts: token ids in and out, and nothing undecided."""
 
 from collections.abc import Iterator
 
