@@ -57,6 +57,23 @@ class PauseState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FellAsleep:
+    status: str  # sleeping
+    level: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WokeUp:
+    status: str  # awake: all memory of every replica; else sleeping
+    tags: Sequence[str] | None  # as they were asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Success:
+    success: bool  # on every replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SleepState:
     is_sleeping: bool  # every replica
 

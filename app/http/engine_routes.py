@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pydantic import JsonValue, TypeAdapter
 from ray.serve.handle import DeploymentHandle
 
-from app.http.answers import AbortedRequests, PauseState, SleepState, Status
+from app.http.answers import AbortedRequests, FellAsleep, PauseState, SleepState, Status, Success, WokeUp
 from app.http.endpoint import Endpoint
 from app.http.requests import (
     AbortRequestsBody,
     PauseQuery,
+    ResetPrefixCacheBody,
     ResetPrefixCacheQuery,
     SleepQuery,
     WakeUpQuery,
@@ -73,9 +74,11 @@ class EngineRoutes:
     async def abort_requests(self, body: AbortRequestsBody) -> AbortedRequests:
         """Abort running requests, by id or all of them."""
         counts = _COUNTS.validate_python(await self._call(AbortRequests(request_ids=body.request_ids)))
-        return AbortedRequests(status="aborted", aborted=sum(counts.values()))
+        # vLLM counts the ids that it was given, whether such requests run or not; each replica is given all.
+        aborted = len(body.request_ids) if body.request_ids else sum(counts.values())
+        return AbortedRequests(status="aborted", aborted=aborted)
 
-    async def sleep(self, query: SleepQuery) -> None:
+    async def sleep(self, query: SleepQuery) -> FellAsleep:
         """Free GPU memory.
 
         At level 1 the weights wait in host memory; at level 2 they are discarded, and a round has to bring
@@ -85,8 +88,9 @@ class EngineRoutes:
             Conflict: a round is open; or, with mode `wait`, as for a pause.
         """
         await self._call(Sleep(level=query.level, mode=query.mode))
+        return FellAsleep(status="sleeping", level=query.level)
 
-    async def wake_up(self, query: WakeUpQuery) -> None:
+    async def wake_up(self, query: WakeUpQuery) -> WokeUp:
         """Wake all parts, or those in `tags`.
 
         Refused if the fleet would compute with weights that a sleep at level 2 discarded.
@@ -96,19 +100,25 @@ class EngineRoutes:
         """
         # Each once: a repeated tag is an error in the middle of vLLM's own bookkeeping.
         tags = tuple(dict.fromkeys(query.tags))
-        await self._call(WakeUp(tags=tags if tags else None))
+        awake = all((await self._call(WakeUp(tags=tags if tags else None))).values())
+        return WokeUp(status="awake" if awake else "sleeping", tags=query.tags or None)
 
     async def is_sleeping(self) -> SleepState:
         """Whether every replica is asleep."""
         return SleepState(is_sleeping=all((await self._call(IsSleeping())).values()))
 
-    async def reset_prefix_cache(self, query: ResetPrefixCacheQuery) -> None:
-        """Discard the cached prefixes."""
-        await self._call(
+    async def reset_prefix_cache(self, query: ResetPrefixCacheQuery, body: ResetPrefixCacheBody) -> Success:
+        """Discard the cached prefixes; the flags come in the query or in a body.
+
+        Without success on every replica, as vLLM: running requests hold blocks there, or a connector does.
+        """
+        answers = await self._call(
             ResetPrefixCache(
-                reset_running_requests=query.reset_running_requests, reset_connector=query.reset_external
+                reset_running_requests=query.reset_running_requests or body.reset_running_requests,
+                reset_connector=query.reset_external or body.reset_external,
             )
         )
+        return Success(success=all(answers.values()))
 
     async def _call(self, operation: Operation) -> Mapping[str, JsonValue]:
         answers: Mapping[str, JsonValue] = await self._controller.call.remote(operation)

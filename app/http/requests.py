@@ -8,7 +8,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -38,19 +37,6 @@ class Query(BaseModel):
     """Query parameters; they arrive as text."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-def _flag(text: object) -> object:
-    # pydantic reads "yes", "on" and "t" as true as well; these routes never have.
-    known = {"true": True, "1": True, "false": False, "0": False}
-    if isinstance(text, str):
-        if text.lower() not in known:
-            raise ValueError("expected true or false")
-        return known[text.lower()]
-    return text
-
-
-Flag = Annotated[bool, BeforeValidator(_flag)]
 
 
 # -- the fleet -------------------------------------------------------------------------------------
@@ -123,7 +109,7 @@ class WeightCheckerBody(VllmBody):
 
 class PauseQuery(Query):
     mode: InFlight = Field(default=InFlight.ABORT, description="what happens to running requests")
-    clear_cache: Flag = True
+    clear_cache: bool = True
 
 
 class SleepQuery(Query):
@@ -136,9 +122,16 @@ class WakeUpQuery(Query):
 
 
 class ResetPrefixCacheQuery(Query):
-    reset_running_requests: Flag = False
-    reset_external: Flag = False
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
+class ResetPrefixCacheBody(VllmBody):
+    """vLLM 0.32 reads the query alone; SkyRL sends a body."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
 
 
 class WorldSizeQuery(Query):
-    include_dp: Flag = Field(default=True, description="count the workers of every replica")
+    include_dp: bool = Field(default=True, description="count the workers of every replica")

@@ -2,6 +2,7 @@
 
 from pydantic import JsonValue
 
+from deployments.condition import MEMORY_TAGS
 from deployments.protocol.operations import (
     AbortRequests,
     Disconnect,
@@ -31,6 +32,7 @@ async def carry_out(engine: Engine, operation: Operation) -> JsonValue:
             await engine.sleep(operation)
         case WakeUp():
             await engine.wake_up(operation)
+            return not engine.asleep & MEMORY_TAGS  # as vLLM, which asks its executor
         case IsSleeping():
             return bool(await engine.llm.is_sleeping())
         case ResetPrefixCache():

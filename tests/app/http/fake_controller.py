@@ -15,7 +15,9 @@ from deployments.protocol.operations import (
     IsPaused,
     IsSleeping,
     Operation,
+    ResetPrefixCache,
     Sleep,
+    WakeUp,
     WeightChecksums,
 )
 from deployments.protocol.publishing import Lease, PublisherSession, ReplicaTimings, RoundOptions, RoundReport
@@ -52,6 +54,8 @@ class FakeController:
             call out; its successor is there at once.
         delay_s: method name -> how long its calls take.
         sent, operations, options: what was received.
+        sleepers: replicas a part of which still sleeps after a wake-up.
+        busy: replicas whose prefix cache cannot be reset, because requests hold blocks.
     """
 
     def __init__(self) -> None:
@@ -67,6 +71,8 @@ class FakeController:
         self.version = 3
         self.label: str | None = None
         self.serving: Sequence[str] = REPLICAS
+        self.sleepers: set[str] = set()
+        self.busy: set[str] = set()
         self.checksums: dict[str, list[dict[str, str]]] = {name: [{"w": "aa"}] for name in REPLICAS}
         self.lease: Lease | None = None
         self.round_id: int | None = None
@@ -228,6 +234,10 @@ class FakeController:
                 return replica_id == self.serving[0]  # one of two
             case AbortRequests():
                 return 2
+            case WakeUp():
+                return replica_id not in self.sleepers
+            case ResetPrefixCache():
+                return replica_id not in self.busy or operation.reset_running_requests
             case WeightChecksums():
                 return list(self.checksums[replica_id])
         return None

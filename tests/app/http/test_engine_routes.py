@@ -68,8 +68,9 @@ async def test_parameters_become_an_operation(
     [
         ("/pause", b'{"status":"paused"}'),
         ("/resume", b'{"status":"resumed"}'),
-        ("/sleep", b""),
-        ("/wake_up", b""),
+        ("/sleep?level=2", b'{"status":"sleeping","level":2}'),
+        ("/wake_up?tags=weights", b'{"status":"awake","tags":["weights"]}'),
+        ("/reset_prefix_cache", b'{"success":true}'),
     ],
 )
 async def test_answers_are_those_of_vllm(fleet: httpx.AsyncClient, path: str, answer: bytes) -> None:
@@ -80,7 +81,7 @@ async def test_answers_are_those_of_vllm(fleet: httpx.AsyncClient, path: str, an
     ("path", "message"),
     [
         ("/pause?mode=nap", "mode: expected 'keep', 'wait' or 'abort', got 'nap'"),
-        ("/pause?clear_cache=soon", "clear_cache: expected true or false, got 'soon'"),
+        ("/pause?clear_cache=soon", "clear_cache: expected a valid boolean, got 'soon'"),
         ("/sleep?level=3", "level: expected less than or equal to 2, got '3'"),
         ("/sleep?level=deep", "level: expected a valid integer, got 'deep'"),
         ("/sleep?level=1&mode=", "mode: expected 'keep', 'wait' or 'abort', got ''"),
@@ -88,7 +89,7 @@ async def test_answers_are_those_of_vllm(fleet: httpx.AsyncClient, path: str, an
             "/wake_up?tags=weights&tags=weigths",
             "tags: expected 'weights', 'kv_cache' or 'scheduling', got 'weigths'",
         ),
-        ("/reset_prefix_cache?reset_external=yes", "reset_external: expected true or false, got 'yes'"),
+        ("/reset_prefix_cache?reset_external=", "reset_external: expected a valid boolean, got ''"),
     ],
 )
 async def test_a_wrong_parameter_is_named(
@@ -124,7 +125,8 @@ async def test_requests_are_aborted_on_every_replica_and_counted(
     fleet: httpx.AsyncClient, controller: FakeController, content: bytes, request_ids: tuple[str, ...] | None
 ) -> None:
     answer = await fleet.post("/abort_requests", content=content)
-    assert answer.json() == {"status": "aborted", "aborted": 4}
+    # Ids are counted as vLLM counts them; without ids, what ran on each replica.
+    assert answer.json() == {"status": "aborted", "aborted": 2 if request_ids else 4}
     assert controller.operations == [AbortRequests(request_ids=request_ids)]
 
 
@@ -140,3 +142,46 @@ async def test_what_the_controller_refuses_is_passed_on(
     controller.fail_next["call"] = Conflict("wake the weights first: /wake_up?tags=weights")
     answer = await fleet.post("/wake_up")
     assert (answer.status_code, answer.json()["error"]["type"]) == (409, "conflict")
+
+
+async def test_a_fleet_is_awake_when_every_replica_is(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    controller.sleepers = {controller.serving[1]}
+    assert (await fleet.post("/wake_up")).json() == {"status": "sleeping", "tags": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "flags"),
+    [
+        ("", b"", (False, False)),
+        ("", b"{}", (False, False)),
+        ("", b'{"reset_running_requests": true}', (True, False)),  # SkyRL
+        ("?reset_external=true", b'{"reset_running_requests": false}', (False, True)),
+        ("?reset_running_requests=1", b'{"reset_external": true, "model": "m"}', (True, True)),
+    ],
+)
+async def test_the_flags_of_a_reset_come_in_the_query_or_in_a_body(
+    fleet: httpx.AsyncClient, controller: FakeController, path: str, content: bytes, flags: tuple[bool, bool]
+) -> None:
+    assert (await fleet.post(f"/reset_prefix_cache{path}", content=content)).json() == {"success": True}
+    assert controller.operations == [
+        ResetPrefixCache(reset_running_requests=flags[0], reset_connector=flags[1])
+    ]
+
+
+async def test_flags_of_a_reset_that_are_none_are_named(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    for content in (b'{"reset_running_requests": "yes"}', b"[true]", b"{"):
+        answer = await fleet.post("/reset_prefix_cache", content=content)
+        assert answer.status_code == 400, content
+    assert controller.operations == []
+
+
+async def test_a_cache_that_one_replica_cannot_reset_is_no_success(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    controller.busy = {controller.serving[0]}
+    assert (await fleet.post("/reset_prefix_cache")).json() == {"success": False}
+    assert (await fleet.post("/reset_prefix_cache?reset_running_requests=true")).json() == {"success": True}

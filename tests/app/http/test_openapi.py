@@ -88,7 +88,8 @@ async def test_parameters_bodies_and_answers_are_those_of_the_models() -> None:
     answered = rollback["responses"]["200"]["content"]["application/json"]["schema"]
     assert answered == {"$ref": "#/components/schemas/SlipstreamRoundReport"}
     assert paths["/train/publish"]["post"]["requestBody"]["required"] is False
-    assert "content" not in paths["/sleep"]["post"]["responses"]["200"], "an empty answer"
+    slept = paths["/sleep"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert slept == {"$ref": "#/components/schemas/SlipstreamFellAsleep"}
     assert "text/event-stream" in paths["/fleet/events"]["get"]["responses"]["200"]["content"]
     trajectories = schemas["SlipstreamStepBody"]["properties"]["trajectories"]
     assert "advantage" in trajectories["items"]["required"]
