@@ -28,8 +28,8 @@ from deployments.placement import FREE_TIMEOUT_S, Slots
 from deployments.replica.engine import EngineSpec
 from deployments.replica.farewell import LEAVE_S
 from deployments.replica.replica import Replica
+from deployments.router.limits import RouterLimits
 from deployments.router.request_router import FleetRequestRouter
-from deployments.router.router import RouterLimits
 from deployments.scaling import FleetScaling
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import STOP_TIMEOUT_S as TRAINER_STOP_TIMEOUT_S

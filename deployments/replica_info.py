@@ -21,4 +21,4 @@ class RoutingStats:
 
     version: int = 0
     admitted: bool = True
-    in_flight: int = 0  # requests from all routers
+    in_flight: int = 0  # sequences from all routers, or requests if those are more

@@ -12,6 +12,14 @@ NOT_BEGUN = b"not-begun"  # the request did not reach the engine, or the replica
 MAX_SESSION_ID = 256
 MAX_NUMBER = 10**9  # of a version; and of seconds, which is thirty years
 LOST = b"lost"  # the engine had the request when it failed
+PART_HEADER = b"x-slipstream-part"  # the request is a part of a client's; see `Part`
+
+
+@dataclass(slots=True)
+class Census:
+    """Which replicas could answer a request: filled in by the choice of one of them."""
+
+    loads: dict[str, int] = field(default_factory=dict)  # sequences in flight, by replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +31,9 @@ class Demand:
         timeout_s: how long to wait for them.
         session_id: requests of one session go to one replica while it is there.
         refused: replicas that have refused this request already; they are asked last.
-        in_flight: requests that the asking router has at each replica.
+        in_flight: sequences that the asking router has at each replica.
+        prefer: the replica that this part of a split request is meant for.
+        census: to be filled in.
     """
 
     min_version: int = 0
@@ -31,6 +41,33 @@ class Demand:
     session_id: str | None = None
     refused: tuple[str, ...] = ()
     in_flight: Mapping[str, int] = field(default_factory=dict)
+    prefer: str | None = None
+    census: Census | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of a split request: what its answer has in common with those of the other parts.
+
+    Attributes:
+        first_choice: the index of its first choice in the whole answer.
+        created: of all parts, in seconds since 1970.
+    """
+
+    first_choice: int
+    created: int
+
+    def header(self) -> str:
+        """The value of `PART_HEADER`."""
+        return f"{self.first_choice},{self.created}"
+
+
+def part_of(value: bytes | None) -> Part | None:
+    """The part that a router's `PART_HEADER` names; None: the request is whole."""
+    if value is None:
+        return None
+    first_choice, created = value.split(b",")
+    return Part(first_choice=int(first_choice), created=int(created))
 
 
 def demand_of(headers: Mapping[str, str], weight_timeout_s: float) -> Demand:

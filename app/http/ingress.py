@@ -26,7 +26,8 @@ from deployments.errors import AnswerLost, FleetUnavailable, MethodNotAllowed, S
 from deployments.logs import serve_logger
 from deployments.lost_calls import is_lost
 from deployments.passed_routes import require_passed, route_path
-from deployments.router.router import Router, RouterLimits
+from deployments.router.limits import RouterLimits
+from deployments.router.router import Router
 
 logger = serve_logger()
 

@@ -19,7 +19,17 @@ import uvicorn
 from deployments.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.passed_routes import require_passed
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
-from deployments.request_headers import KEY_HEADER, LOST, NOT_BEGUN, REFUSED_HEADER, Demand, demand_of
+from deployments.request_headers import (
+    KEY_HEADER,
+    LOST,
+    NOT_BEGUN,
+    PART_HEADER,
+    REFUSED_HEADER,
+    Demand,
+    Part,
+    demand_of,
+    part_of,
+)
 
 KEEP_ALIVE_S = 75  # longer than the router reuses a connection, so that it never uses a closed one
 
@@ -91,7 +101,8 @@ class ReplicaFront:
             await self._gate(
                 demand_of({name.decode(): text.decode("latin-1") for name, text in headers.items()}, 0)
             )
-            answer = _Answer(send, SpanRecorder(self._version()), self._replica_id, self._refused)
+            recorder, part = SpanRecorder(self._version()), part_of(headers.get(PART_HEADER))
+            answer = _Answer(send, recorder, self._replica_id, self._refused, part)
             self._running[task] = answer
             await answer.run(self._app, scope, receive)
         except SlipstreamError as error:
@@ -121,10 +132,12 @@ class _Answer:
         recorder: SpanRecorder,
         replica_id: str,
         refused: Callable[[], ReplicaUnavailable | None],
+        part: Part | None,
     ) -> None:
         self._send = send
         self._recorder = recorder
-        self._annotate = StreamAnnotator(recorder)
+        self._part = part
+        self._annotate = StreamAnnotator(recorder, part)
         self._replica_id = replica_id
         self._refused = refused
         self._start: Message | None = None  # held back until the first part of the body
@@ -162,7 +175,7 @@ class _Answer:
             if more:
                 return
             assert self._start is not None
-            piece = annotate_json(bytes(self._body), self._recorder, self._start["status"])
+            piece = annotate_json(bytes(self._body), self._recorder, self._start["status"], self._part)
         elif self._is_stream:
             if not self.begun and piece.startswith(b'data: {"error"'):  # vLLM's, when its engine is dead
                 self._replacement = self._refused()

@@ -2,12 +2,15 @@
 
 vLLM reports the spans with a request's last output, but its OpenAI answers do not carry them. The
 recorder follows the engine calls of one HTTP request (a context variable connects the two), and the
-annotators add `weight_versions` per choice and `weight_version` to the answer.
+annotators add `weight_versions` per choice and `weight_version` to the answer. An answer that is a part of
+another one is written so that the router need not read it: see `deployments.router.merging`.
 """
 
 import json
 from contextvars import ContextVar
 from typing import Any
+
+from deployments.request_headers import Part
 
 Span = dict[str, int]
 
@@ -34,10 +37,11 @@ class SpanRecorder:
             self.version = max(self.version, spans[-1]["version"])
 
 
-def annotate_json(body: bytes, recorder: SpanRecorder, status: int) -> bytes:
+def annotate_json(body: bytes, recorder: SpanRecorder, status: int, part: Part | None = None) -> bytes:
     """The JSON answer with versions, or an error in the shape that all of ours have.
 
-    Anything that is not a JSON object goes out as it came.
+    Anything that is not a JSON object goes out as it came. The answer of a part has two lines: the object
+    without its choices, and the choices without brackets.
     """
     try:
         answer = json.loads(body)
@@ -53,19 +57,28 @@ def annotate_json(body: bytes, recorder: SpanRecorder, status: int) -> bytes:
             answer["error"].setdefault("detail", {})
     else:
         _annotate(answer, recorder)
+        if part is not None:
+            choices = answer.pop("choices")
+            _place(answer, choices, part)
+            return _encode(answer) + b"\n" + _encode(choices)[1:-1]
     return _encode(answer)
 
 
 class StreamAnnotator:
-    """Rewrites the last events of a server-sent stream; the events before them pass untouched."""
+    """Rewrites the last events of a server-sent stream; the events before them pass untouched.
 
-    def __init__(self, recorder: SpanRecorder) -> None:
+    Args:
+        part: of which this is the stream; then all events are rewritten.
+    """
+
+    def __init__(self, recorder: SpanRecorder, part: Part | None = None) -> None:
         self._recorder = recorder
+        self._part = part
 
     def __call__(self, chunk: bytes) -> bytes:
         # Spans are known once a choice has finished, before vLLM's event for it: no earlier event needs to be
         # parsed.
-        if not self._recorder.spans:
+        if not self._recorder.spans and self._part is None:
             return chunk
         return b"\n\n".join(self._event(event) for event in chunk.split(b"\n\n"))
 
@@ -75,13 +88,26 @@ class StreamAnnotator:
         try:
             data = json.loads(event[len(b"data: ") :])
         except (ValueError, RecursionError):  # an event that the transport split: leave it as it is
+            if self._part is not None:
+                raise  # its choices would have other numbers
             return event
-        if "error" not in data:
+        if "error" in data:
+            return event if self._part is None else b"data: " + _encode(data)
+        if self._recorder.spans:
             _annotate(data, self._recorder)
+        if self._part is not None:
+            _place(data, data["choices"], self._part)
         return b"data: " + _encode(data)
 
 
-def _encode(answer: dict[str, Any]) -> bytes:
+def _place(answer: dict[str, Any], choices: list[dict[str, Any]], part: Part) -> None:
+    """Number the choices as the whole answer counts them. Versions are found by vLLM's numbers: first."""
+    answer["created"] = part.created
+    for choice in choices:
+        choice["index"] += part.first_choice
+
+
+def _encode(answer: Any) -> bytes:
     # "replace": half of a surrogate pair, which JSON may name and UTF-8 has no bytes for.
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 

@@ -35,28 +35,34 @@ def check_headers(request: Request) -> None:
         raise PayloadTooLarge(f"the headers must have at most {MAX_HEADER_BYTES} bytes, got {size}")
 
 
-def check_sequences(body: bytes, limit: int) -> None:
+def check_sequences(body: bytes, limit: int) -> dict[str, Any]:
     """Return if the body asks for at most so many sequences: prompts times answers to each.
 
     What is not JSON, or not as vLLM expects it, is left to vLLM, which says what is wrong with it.
+
+    Returns:
+        The body's JSON object; empty if it has none, or cannot ask for many.
 
     Raises:
         InvalidRequest: it asks for more, or is nested too deeply.
     """
     if not _may_ask_for_many(body):
-        return
+        return {}
     try:
         asked = json.loads(body)
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     except ValueError:
-        return
-    if isinstance(asked, dict) and (count := sequences(asked)) > limit:
+        return {}
+    if not isinstance(asked, dict):
+        return {}
+    if (count := sequences(asked)) > limit:
         raise InvalidRequest(
             f"expected at most {limit} sequences in a request (prompts times 'n'), got {count}: "
             "send several, or set 'router.max_sequences'",
             {"expected": limit, "actual": count},
         )
+    return asked
 
 
 def sequences(asked: Mapping[str, Any]) -> int:

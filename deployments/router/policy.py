@@ -19,7 +19,20 @@ class Candidate:
     replica_id: str
     version: int
     admitted: bool
-    in_flight: int = 0  # requests from all routers
+    in_flight: int = 0  # sequences from all routers
+
+
+def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str, int]:
+    """The sequences in flight at each replica that may answer.
+
+    A replica that is older than the demanded version counts: it may reach it in time, and what is known of
+    its version is late. Just after an update all prompts would go to the first replica that reported it.
+    """
+    return {
+        candidate.replica_id: _load(candidate, demand)
+        for candidate in candidates
+        if candidate.admitted and candidate.replica_id not in demand.refused
+    }
 
 
 def order_candidates(candidates: Sequence[Candidate], demand: Demand) -> list[list[str]]:
@@ -29,10 +42,10 @@ def order_candidates(candidates: Sequence[Candidate], demand: Demand) -> list[li
     the current ones, because they may reach it in time. Replicas that refused the request come last.
     Among equals, a session is mapped to its replica by rendezvous hashing, so that a change of the
     membership moves only the sessions of the replica that left. Without a session, two replicas are
-    drawn and the less loaded one comes first (power of two choices).
+    drawn and the less loaded one comes first (power of two choices). A preferred replica comes before
+    all others, unless it refused.
     """
-    # The router's own count is exact but misses the other routers; the replica's count is late.
-    load = {c.replica_id: max(c.in_flight, demand.in_flight.get(c.replica_id, 0)) for c in candidates}
+    load = {candidate.replica_id: _load(candidate, demand) for candidate in candidates}
     groups: dict[tuple[bool, bool], list[str]] = {}
     for candidate in candidates:
         if candidate.admitted:
@@ -44,7 +57,15 @@ def order_candidates(candidates: Sequence[Candidate], demand: Demand) -> list[li
             ordered += [[replica_id] for replica_id in _by_affinity(group, demand.session_id)]
         else:
             ordered.append(sorted(random.sample(group, min(2, len(group))), key=load.__getitem__))
+    preferred = demand.prefer
+    if preferred is not None and preferred in eligible_loads(candidates, demand):
+        return [[preferred], *ordered]
     return ordered
+
+
+def _load(candidate: Candidate, demand: Demand) -> int:
+    """The router's own count is exact but misses the other routers; the replica's count is late."""
+    return max(candidate.in_flight, demand.in_flight.get(candidate.replica_id, 0))
 
 
 def _by_affinity(replica_ids: Collection[str], session_id: str) -> list[str]:

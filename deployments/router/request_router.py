@@ -8,7 +8,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from deployments.replica_info import RoutingStats
 from deployments.request_headers import Demand
-from deployments.router.policy import Candidate, order_candidates
+from deployments.router.policy import Candidate, eligible_loads, order_candidates
 
 
 class FleetRequestRouter(RequestRouter):
@@ -26,7 +26,10 @@ class FleetRequestRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True
             demand = next((a for a in pending_request.args if isinstance(a, Demand)), demand)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        groups = order_candidates([_candidate(*item) for item in by_id.items()], demand)
+        candidates = [_candidate(*item) for item in by_id.items()]
+        if demand.census is not None:
+            demand.census.loads = eligible_loads(candidates, demand)
+        groups = order_candidates(candidates, demand)
         return [[by_id[replica_id] for replica_id in group] for group in groups]
 
 

@@ -16,8 +16,10 @@ from deployments.errors import Conflict, ReplicaUnavailable, SlipstreamError
 from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.spans import RECORDER
 from deployments.request_headers import Demand
-from deployments.router.policy import Candidate, order_candidates
-from deployments.router.router import Router, RouterLimits
+from deployments.router.limits import RouterLimits
+from deployments.router.policy import Candidate, eligible_loads, order_candidates
+from deployments.router.router import Router
+from tests.deployments.fake_completions import FakeCompletions
 
 SPANS = [{"version": 7, "start": 0, "end": 3}]
 
@@ -30,6 +32,7 @@ class Engine:
         self.left = 0  # streams that were not read to their end
         self.asked: list[str] = []  # paths of the requests that passed the front
         self.lives = asyncio.Event()  # answers of /late wait for it
+        self.completions = FakeCompletions(self.fail)
         self.app = Starlette(
             routes=[
                 Route("/whole", self.whole, methods=["POST"]),
@@ -38,8 +41,13 @@ class Engine:
                 Route("/die-in-stream", self.die_in_stream, methods=["POST"]),
                 Route("/late", self.late, methods=["POST"]),
                 Route("/text", self.text),
+                Route("/v1/completions", self.completions.completions, methods=["POST"]),
+                Route("/v1/chat/completions/batch", self.completions.batch_chat, methods=["POST"]),
             ]
         )
+
+    def fail(self) -> None:
+        self.refusal = "the engine is dead"
 
     async def whole(self, request: Request) -> Response:
         self._spans()
@@ -99,6 +107,8 @@ class Fleet:
         self.engines: dict[str, Engine] = {}
         self.fronts: dict[str, ReplicaFront] = {}
         self.metadata: dict[str, dict[str, Any]] = {}
+        self.loads: dict[str, int] = {}  # as the replicas have reported them
+        self.demands: list[Demand] = []
 
     async def add(self, name: str) -> ReplicaServer:
         engine = self.engines[name] = Engine()
@@ -124,7 +134,13 @@ class Fleet:
 
     @asynccontextmanager
     async def choose_replica(self, demand: Demand, *, _reserve: bool) -> AsyncIterator[Any]:
-        known = [Candidate(replica_id=name, version=6, admitted=True) for name in self.metadata]
+        self.demands.append(demand)
+        known = [
+            Candidate(replica_id=name, version=6, admitted=True, in_flight=self.loads.get(name, 0))
+            for name in self.metadata
+        ]
+        if demand.census is not None:
+            demand.census.loads = eligible_loads(known, demand)
         ranks = order_candidates(known, demand)
         if not ranks:
             await asyncio.sleep(3600)

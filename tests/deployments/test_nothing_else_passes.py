@@ -15,7 +15,8 @@ from app.http.auth import Guard, Tokens
 from app.http.ingress import build_app
 from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.request_headers import Demand
-from deployments.router.router import Router, RouterLimits
+from deployments.router.limits import RouterLimits
+from deployments.router.router import Router
 
 LIMITS = RouterLimits(
     max_in_flight=8,

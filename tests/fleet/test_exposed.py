@@ -58,7 +58,7 @@ SCRIPT = """
     from app.http.serve_address import listening_host
     from app.main import build
     from app.settings.config import parse_config
-    from deployments.router.router import RouterLimits
+    from deployments.router.limits import RouterLimits
 
     ray.init(address="local", include_dashboard=False, num_cpus=1, configure_logging=False)
     assert listening_host() is None

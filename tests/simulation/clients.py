@@ -18,7 +18,7 @@ MAX_LOSSES = 2
 
 
 async def one_request(world: "World") -> None:
-    """What the router does with a request, as `Router._forward` does it."""
+    """What the router does with a request, as `Forwarder.forward` does it."""
     began = world.loop.now
     wants = world.oracle.newest_answer if world.rng.random() < 0.3 else 0
     refused: tuple[str, ...] = ()

@@ -1,6 +1,9 @@
 import json
 
+import pytest
+
 from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json
+from deployments.request_headers import Part
 
 SPANS = [{"version": 3, "start": 0, "end": 5}, {"version": 4, "start": 5, "end": 9}]
 
@@ -64,3 +67,38 @@ def test_an_event_that_is_cut_in_two_passes_whole() -> None:
     annotate = StreamAnnotator(recorder())
     half = b'data: {"choices": [{"ind'
     assert annotate(half) == half
+
+
+PART = Part(first_choice=6, created=99)
+
+
+def test_a_part_has_its_choices_on_a_line_of_their_own_numbered_on() -> None:
+    choices = [{"index": index, "text": "a\nb", "finish_reason": "stop"} for index in range(2)]
+    body = json.dumps({"id": "x", "created": 1, "choices": choices, "usage": None})
+    rest, of_part = annotate_json(body.encode(), recorder(), 200, PART).split(b"\n")
+    assert json.loads(rest) == {"id": "x", "created": 99, "usage": None, "weight_version": 4}
+    numbered = json.loads(b"[" + of_part + b"]")
+    assert [choice["index"] for choice in numbered] == [6, 7]
+    assert [choice["weight_versions"] for choice in numbered] == [SPANS, []], "found by vLLM's numbers"
+
+
+def test_an_error_of_a_part_is_an_error() -> None:
+    error = annotate_json(b'{"error": {"message": "m", "type": "t"}}', recorder(), 400, PART)
+    assert json.loads(error) == {"error": {"message": "m", "type": "t", "detail": {}}}
+
+
+def test_every_event_of_a_part_is_numbered_on() -> None:
+    made = SpanRecorder(3)
+    annotate = StreamAnnotator(made, PART)
+    early = annotate(b'data: {"created":1,"choices":[{"index":1,"text":"a"}]}\n\n')
+    assert early == b'data: {"created":99,"choices":[{"index":7,"text":"a"}]}\n\n'
+    made.record(made.open_call(2) + 1, SPANS)
+    late = annotate(b'data: {"created":1,"choices":[{"index":1,"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n')
+    event, done, _ = late.split(b"\n\n")
+    assert done == b"data: [DONE]"
+    assert json.loads(event[6:])["choices"] == [
+        {"index": 7, "finish_reason": "stop", "weight_versions": SPANS}
+    ]
+    assert annotate(b'data: {"error": {"code": 500}}\n\n') == b'data: {"error":{"code":500}}\n\n'
+    with pytest.raises(ValueError):
+        annotate(b'data: {"created":1,"choi')  # its choices would keep their numbers

@@ -1,6 +1,6 @@
 """The limits that a live router takes."""
 
-from deployments.router.router import RouterLimits
+from deployments.router.limits import RouterLimits
 
 
 def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.request_headers import Demand
-from deployments.router.policy import Candidate, order_candidates
+from deployments.router.policy import Candidate, eligible_loads, order_candidates
 
 FLEET = [Candidate(replica_id=f"r{i}", version=5, admitted=True) for i in range(5)]
 
@@ -72,3 +72,20 @@ def test_a_session_stays_on_its_replica_while_that_is_there(session: str) -> Non
 def test_sessions_spread_over_the_fleet() -> None:
     firsts = Counter(flat(order_candidates(FLEET, Demand(session_id=str(i))))[0] for i in range(500))
     assert {60 < firsts[candidate.replica_id] < 140 for candidate in FLEET} == {True}
+
+
+def test_a_preferred_replica_comes_first_unless_it_refused_or_is_not_admitted() -> None:
+    behind = Candidate(replica_id="behind", version=4, admitted=True)
+    demand = Demand(min_version=5, prefer="behind")
+    assert flat(order_candidates([FLEET[0], behind], demand))[0] == "behind", "it is there in time"
+    refused = Demand(prefer="r0", refused=("r0",))
+    assert flat(order_candidates(FLEET[:2], refused)) == ["r1", "r0"]
+    joiner = Candidate(replica_id="new", version=5, admitted=False)
+    assert flat(order_candidates([joiner, FLEET[0]], Demand(prefer="new"))) == ["r0"]
+
+
+def test_loads_are_of_the_replicas_that_may_answer() -> None:
+    joiner = Candidate(replica_id="new", version=5, admitted=False)
+    behind = Candidate(replica_id="behind", version=4, admitted=True, in_flight=2)
+    demand = Demand(min_version=5, refused=("r1",), in_flight={"r0": 3, "r1": 9})
+    assert eligible_loads([*FLEET[:2], behind, joiner], demand) == {"r0": 3, "behind": 2}

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from deployments.request_headers import Demand
+from deployments.request_headers import Census, Demand
 from deployments.router.request_router import FleetRequestRouter
 
 
@@ -34,3 +34,10 @@ async def test_a_replica_that_has_not_reported_yet_may_be_chosen() -> None:
     unknown = replica("unknown")
     fenced = replica("fenced", version=5, admitted=False, in_flight=0)
     assert await chosen([unknown, fenced], pending(Demand())) == [[unknown]]
+
+
+async def test_a_census_is_filled_in() -> None:
+    census = Census()
+    busy = replica("busy", version=5, admitted=True, in_flight=9)
+    await chosen([busy, replica("idle")], pending(Demand(census=census)))
+    assert census.loads == {"busy": 9, "idle": 0}

@@ -19,7 +19,9 @@ from ray.serve.exceptions import BackPressureError
 from deployments.errors import DeadlyRequest, FleetUnavailable
 from deployments.logs import serve_logger
 from deployments.request_headers import Demand
-from deployments.router.router import MAX_REFUSALS, Router, RouterLimits
+from deployments.router.forwarding import MAX_REFUSALS
+from deployments.router.limits import RouterLimits
+from deployments.router.router import Router
 
 LIMITS = RouterLimits(
     max_in_flight=8,

@@ -1,0 +1,274 @@
+"""Sends one request to one replica after another, until one of them answers.
+
+Serve's request router chooses the replica. The request and its answer go over a connection to that replica's
+own HTTP server. What a replica refuses, or loses before its answer has begun, is sent to another one. A
+request under which replicas are lost again and again is refused.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import aiohttp
+from multidict import CIMultiDict
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from yarl import URL
+
+from deployments.errors import DeadlyRequest, FleetUnavailable
+from deployments.logs import serve_logger
+from deployments.replica_info import ReplicaEndpoint
+from deployments.request_headers import KEY_HEADER, LOST, REFUSED_HEADER, Census, Demand
+from deployments.router.connections import connections
+from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
+from deployments.router.limits import RouterLimits
+from deployments.router.silence import Patience, Probes
+
+RETRY_PAUSE_S = 0.05
+MAX_REFUSALS = 8  # that a request remembers
+CENSUS_TIMEOUT_S = 1.0  # which asks nobody: it is at once, or there is no replica
+logger = serve_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgoing:
+    """A request, or a part of one, as a replica gets it.
+
+    Attributes:
+        target: path and query.
+        headers: without the fleet's key.
+        sequences: how many it asks for: its weight in the load of a replica.
+        identity: of the client's request; what is refused as deadly is refused as a whole.
+    """
+
+    method: str
+    target: str
+    headers: CIMultiDict[str]
+    body: bytes
+    sequences: int
+    identity: RequestIdentity
+
+
+@dataclass(slots=True, kw_only=True)
+class Trail:
+    """Where a request has been: it is kept when the same request is forwarded again."""
+
+    demand: Demand
+    lost: list[str] = field(default_factory=list)  # replicas that were lost under it
+
+    def refused(self, replica_id: str) -> None:
+        """It is not to be sent there again, if there is another one."""
+        self.demand = replace(self.demand, refused=(*self.demand.refused, replica_id)[-MAX_REFUSALS:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """The answer of a replica has begun. Closing `connection` early ends the request in the engine."""
+
+    replica_id: str
+    answer: aiohttp.ClientResponse
+    patience: Patience
+    connection: AsyncExitStack
+
+    @property
+    def is_whole(self) -> bool:
+        """It has arrived already."""
+        return self.answer.content_length is not None
+
+    async def body(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            Interrupted: the replica was lost.
+        """
+        if self.is_whole:
+            return await self.answer.read()
+        return b"".join([piece async for piece in self.pieces()])
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The answer's body as it comes.
+
+        Raises:
+            Interrupted: the replica was lost.
+        """
+        try:
+            async for piece in self.answer.content.iter_any():
+                self.patience.heard()
+                yield piece
+        except aiohttp.ClientError as error:
+            raise Interrupted(first_line(error)) from error
+
+
+class Interrupted(Exception):
+    """A replica was lost in the middle of its answer."""
+
+
+class _NotBegun(Exception):
+    """A replica refuses the request, or cannot be reached; its engine never had it."""
+
+
+class _Lost(Exception):
+    """A replica was lost, or its engine failed, after the request had reached it."""
+
+
+class Forwarder:
+    """The way to the replicas, with what this router replica knows of them."""
+
+    def __init__(self, rollout: DeploymentHandle, *, silence_s: float, probe_timeout_s: float) -> None:
+        self._silence_s = silence_s
+        self._probe_timeout_s = probe_timeout_s
+        self._probes = Probes(self._answers)
+        self._rollout = rollout
+        self._session: aiohttp.ClientSession | None = None
+        self._per_replica: Counter[str] = Counter()  # sequences in flight
+        self._deadly = DeadlyRequests()
+
+    async def close(self) -> None:
+        """Close the connections to the replicas."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def loads(self, demand: Demand) -> dict[str, int]:
+        """The sequences in flight at each replica that may answer; empty if none is there."""
+        census = Census()
+        try:
+            await self._choose(replace(demand, census=census), time.monotonic() + CENSUS_TIMEOUT_S)
+        except (TimeoutError, BackPressureError, DeploymentUnavailableError):
+            return {}  # forwarding waits for one, and says what is wrong
+        return census.loads
+
+    async def forward(self, request: Outgoing, trail: Trail, limits: RouterLimits) -> Begun:
+        """The first answer that is not a refusal; tries replica after replica.
+
+        Raises:
+            FleetUnavailable: `find_replica_timeout_s` went by without a replica that could answer.
+            DeadlyRequest: replicas were lost under it.
+        """
+        deadline = time.monotonic() + limits.find_replica_timeout_s
+        reason = "no replica is ready"
+        self._deadly.check(request.identity)
+        while True:
+            try:
+                replica_id, endpoint = await self._choose(trail.demand, deadline)
+            except (BackPressureError, DeploymentUnavailableError) as error:
+                reason = first_line(error)
+            except TimeoutError:
+                pass  # no replica could be chosen: the last reason says why
+            else:
+                self._deadly.check(request.identity)  # again: it may have waited long for a replica
+                began = time.monotonic()
+                try:
+                    return await self._attempt(replica_id, endpoint, request)
+                except _NotBegun as error:
+                    reason = str(error)
+                    trail.refused(replica_id)
+                except _Lost as error:
+                    reason = str(error)
+                    self.count_loss(request, trail, replica_id, reason)
+                    deadline += time.monotonic() - began  # its engine was at work: that was no search
+            if time.monotonic() > deadline:
+                raise FleetUnavailable(
+                    f"no replica could answer within {limits.find_replica_timeout_s:g} s: {reason}",
+                    {"retry_after_s": limits.retry_after_s},
+                )
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    def count_loss(self, request: Outgoing, trail: Trail, replica_id: str, reason: str) -> None:
+        """A replica was lost under a request; returns if the request may be tried again.
+
+        Raises:
+            DeadlyRequest: it was the last one that this request may cost.
+        """
+        trail.lost.append(replica_id)
+        trail.refused(replica_id)
+        identity, lost = request.identity, trail.lost
+        try:
+            self._deadly.lost(identity, lost)
+        except DeadlyRequest as refused:
+            logger.error("%s %s is refused: %s; %s", identity.method, identity.path, refused.message, reason)
+            raise
+
+    async def _attempt(self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing) -> Begun:
+        """The answer of one replica.
+
+        Raises:
+            _NotBegun: the replica refuses the request, or cannot be reached.
+            _Lost: the request reached the replica, which then failed.
+        """
+        try:
+            async with AsyncExitStack() as connection:
+                async with asyncio.timeout(None) as limit:
+                    patience = self._patience(endpoint, lambda: limit.reschedule(0))
+                    connection.callback(patience.close)
+                    answer = await connection.enter_async_context(
+                        self._request(replica_id, endpoint, request)
+                    )
+                    refusal = answer.headers.get(REFUSED_HEADER.decode())
+                    if refusal is not None:
+                        reason = (await answer.json())["error"]["message"]
+                        raise _Lost(reason) if refusal == LOST.decode() else _NotBegun(reason)
+                    if answer.content_length is not None:
+                        await answer.read()  # a replica that is lost here can still be replaced
+                patience.give_up = answer.close
+                return Begun(
+                    replica_id=replica_id, answer=answer, patience=patience, connection=connection.pop_all()
+                )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _NotBegun(f"replica {replica_id} does not answer: {first_line(error)}") from error
+        except aiohttp.ClientError as error:
+            # Whether its engine had begun, a broken connection does not say: it counts.
+            raise _Lost(f"replica {replica_id} does not answer: {first_line(error)}") from error
+        except TimeoutError as error:
+            raise _Lost(f"replica {replica_id} is silent, and answers nothing else either") from error
+
+    def _patience(self, endpoint: ReplicaEndpoint, give_up: Callable[[], None]) -> Patience:
+        return Patience(lambda: self._probes.alive(endpoint.address, endpoint.key), give_up, self._silence_s)
+
+    async def _answers(self, address: str, key: str) -> bool:
+        """Whether a replica's server answers; what, is all the same: it has no route `/`."""
+        if self._session is None:
+            return True
+        timeout = aiohttp.ClientTimeout(total=self._probe_timeout_s)
+        headers = {KEY_HEADER.decode(): key}
+        try:
+            async with self._session.get(f"http://{address}/", headers=headers, timeout=timeout):
+                return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def _choose(self, demand: Demand, deadline: float) -> tuple[str, ReplicaEndpoint]:
+        """The id and the endpoint of the replica to try; waits while there is none.
+
+        Raises:
+            TimeoutError: there was none until the deadline.
+        """
+        current = replace(demand, in_flight=dict(self._per_replica))
+        async with asyncio.timeout(deadline - time.monotonic()):
+            # Without a reservation: it costs two calls to the replica, and our own count is more exact.
+            async with self._rollout.choose_replica(current, _reserve=False) as chosen:
+                return chosen.replica_id, ReplicaEndpoint(**chosen.replica_metadata)
+
+    @asynccontextmanager
+    async def _request(
+        self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session is None:  # created here, in the event loop that serves requests
+            self._session = connections()
+        headers = CIMultiDict([*request.headers.items(), (KEY_HEADER.decode(), endpoint.key)])
+        url = URL(f"http://{endpoint.address}{request.target}", encoded=True)
+        self._per_replica[replica_id] += request.sequences
+        try:
+            async with self._session.request(
+                request.method, url, headers=headers, data=request.body or None, allow_redirects=False
+            ) as answer:
+                yield answer
+        finally:
+            self._per_replica[replica_id] -= request.sequences
+
+
+def first_line(error: BaseException) -> str:
+    """An error of somebody else's as one line."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -1,0 +1,268 @@
+"""Lists of prompts over several replicas: real connections, fronts and router; vLLM's routes are fakes."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.deployments.routed_fleet import Fleet, service
+
+PROMPTS = [f"prompt {letter}" for letter in "abcdefgh"]
+ROOM = {"max_body_bytes": 10_000, "max_sequences": 100}
+
+
+def asked_of(fleet: Fleet) -> dict[str, list[Any]]:
+    """The prompts that reached each replica."""
+    return {
+        name: [body.get("prompt", body.get("messages")) for body in engine.completions.bodies]
+        for name, engine in fleet.engines.items()
+    }
+
+
+def events_of(text: str) -> list[Any]:
+    """The data of a stream's events; "[DONE]" is text."""
+    found = []
+    for event in text.strip().split("\n\n"):
+        data = event.removeprefix("data: ")
+        found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_list_is_answered_by_all_replicas_as_by_one() -> None:
+    asked = {"prompt": PROMPTS, "n": 2, "logprobs": 1, "prompt_logprobs": 1, "return_token_ids": True}
+    async with service("a", **ROOM) as (_, _, client):
+        alone = (await client.post("/v1/completions", json=asked)).json()
+    async with service("a", "b", **ROOM) as (fleet, router, client):
+        answer = await client.post("/v1/completions", json=asked)
+        assert asked_of(fleet) == {"a": [PROMPTS[:4]], "b": [PROMPTS[4:]]}
+        assert answer.headers["x-slipstream-replica"] == "a, b"
+        assert answer.headers["x-weight-version"] == "7"
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        together = answer.json()
+        for whole in (alone, together):
+            assert whole.pop("id").startswith("cmpl-") and whole.pop("created")
+        assert together == alone | {"metrics": None}
+        assert [choice["index"] for choice in together["choices"]] == list(range(16))
+        await until(lambda: router.in_flight == 0)
+
+
+async def test_lists_of_token_ids_and_batches_of_chats_are_divided_too() -> None:
+    async with service("a", "b", **ROOM) as (fleet, _, client):
+        ids = [list(map(ord, prompt)) for prompt in PROMPTS]
+        answer = (await client.post("/v1/completions", json={"prompt": ids})).json()
+        assert [choice["text"] for choice in answer["choices"]] == [prompt.upper() for prompt in PROMPTS]
+        assert asked_of(fleet) == {"a": [ids[:4]], "b": [ids[4:]]}
+    async with service("a", "b", **ROOM) as (fleet, _, client):
+        chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+        answer = (await client.post("/v1/chat/completions/batch", json={"messages": chats})).json()
+        said = [(choice["index"], choice["message"]["content"]) for choice in answer["choices"]]
+        assert said == [(index, prompt.upper()) for index, prompt in enumerate(PROMPTS)]
+        assert asked_of(fleet) == {"a": [chats[:4]], "b": [chats[4:]]}
+
+
+async def test_the_version_is_the_oldest_and_each_choice_keeps_its_own() -> None:
+    async with service("a", "b", **ROOM) as (fleet, _, client):
+        fleet.engines["a"].completions.version = 9
+        answer = (await client.post("/v1/completions", json={"prompt": PROMPTS})).json()
+        assert answer["weight_version"] == 7
+        spans = [choice["weight_versions"][0]["version"] for choice in answer["choices"]]
+        assert spans == [9] * 4 + [7] * 4
+        text = (await client.post("/v1/completions", json={"prompt": PROMPTS, "stream": True})).text
+        versions = [each["weight_version"] for each in events_of(text)[:-1] if "weight_version" in each]
+        assert versions[-1] == 7
+
+
+async def test_the_busier_replica_gets_less_and_a_small_list_goes_to_one() -> None:
+    async with service("a", "b", **ROOM) as (fleet, _, client):
+        fleet.loads = {"a": 4}
+        await client.post("/v1/completions", json={"prompt": PROMPTS * 2})
+        assert {name: len(lists[0]) for name, lists in asked_of(fleet).items()} == {"a": 6, "b": 10}
+        await client.post("/v1/completions", json={"prompt": PROMPTS[:7]})
+        assert sorted(len(lists) for lists in asked_of(fleet).values()) == [1, 2]
+
+
+async def test_a_session_stays_on_its_replica() -> None:
+    async with service("a", "b", **ROOM) as (fleet, _, client):
+        for _ in range(3):
+            await client.post("/v1/completions", json={"prompt": PROMPTS}, headers={"x-session-id": "s"})
+        assert sorted(len(lists) for lists in asked_of(fleet).values()) == [0, 3]
+
+
+async def test_every_part_has_the_demands_and_the_name_of_the_request() -> None:
+    async with service("a", "b", **ROOM) as (fleet, _, client):
+        headers = {"x-request-id": "mine", "x-min-weight-version": "7", "x-slipstream-part": "5,5"}
+        answer = await client.post("/v1/completions", json={"prompt": PROMPTS}, headers=headers)
+        assert answer.json()["id"] == "cmpl-mine"
+        assert [choice["index"] for choice in answer.json()["choices"]] == list(range(8))
+        assert {demand.min_version for demand in fleet.demands} == {7}
+        refused = {"x-min-weight-version": "8", "x-weight-timeout": "0.5"}
+        answer = await client.post("/v1/completions", json={"prompt": PROMPTS}, headers=refused)
+        assert (answer.status_code, answer.json()["error"]["detail"]) == (409, {"waited_s": 0.5})
+
+
+async def test_a_client_cannot_ask_for_a_part() -> None:
+    async with service("a", **ROOM) as (_, _, client):
+        answer = await client.post(
+            "/v1/completions", json={"prompt": "a"}, headers={"x-slipstream-part": "5,5"}
+        )
+        assert answer.json()["choices"][0]["index"] == 0
+
+
+async def test_the_list_counts_as_a_whole() -> None:
+    async with service("a", "b", max_body_bytes=10_000, max_sequences=15, max_in_flight=1) as (
+        fleet,
+        _,
+        client,
+    ):
+        answer = await client.post("/v1/completions", json={"prompt": PROMPTS, "n": 2})
+        assert answer.status_code == 400 and "got 16" in answer.json()["error"]["message"]
+        assert (await client.post("/v1/completions", json={"prompt": PROMPTS})).status_code == 200
+        assert [len(lists) for lists in asked_of(fleet).values()] == [1, 1], "and has one place"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_part_that_is_refused_answers_the_whole(stream: bool) -> None:
+    async with service("a", "b", **ROOM) as (fleet, router, client):
+        slow = ["slow", *PROMPTS[:6], "wrong"]
+        answer = await client.post("/v1/completions", json={"prompt": slow, "stream": stream})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "a wrong prompt")
+        await until(lambda: fleet.engines["a"].completions.cancelled == 1)
+        assert router.in_flight == 0
+
+
+async def test_a_part_whose_replica_is_lost_goes_elsewhere() -> None:
+    async with service("a", "b", "c", **ROOM) as (fleet, _, client):
+        fleet.loads = {"c": 100}
+        fleet.engines["b"].completions.dies = True
+        answer = await client.post("/v1/completions", json={"prompt": PROMPTS})
+        assert [choice["text"] for choice in answer.json()["choices"]] == [each.upper() for each in PROMPTS]
+        assert asked_of(fleet)["b"] == [PROMPTS[4:]]
+        assert sum(PROMPTS[4:] in lists for lists in asked_of(fleet).values()) == 2
+        assert sum(PROMPTS[:4] in lists for lists in asked_of(fleet).values()) == 1, "asked once"
+
+
+async def test_so_does_one_that_had_begun_while_the_client_has_nothing_of_it() -> None:
+    async with service("a", "b", "c", **ROOM) as (fleet, _, client):
+        fleet.loads = {"c": 100}
+        fleet.engines["b"].completions.dies = True
+        prompts = ["slow", *PROMPTS[1:]]
+        posted = asyncio.create_task(client.post("/v1/completions", json={"prompt": prompts, "stream": True}))
+        await until(lambda: sum(PROMPTS[4:] in lists for lists in asked_of(fleet).values()) == 2)
+        assert not posted.done()
+        for engine in fleet.engines.values():
+            engine.completions.lives.set()
+        *events, done = events_of((await posted).text)
+        texts = [""] * 8
+        for event in events:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        assert done == "[DONE]" and texts == [prompt.upper() for prompt in prompts]
+
+
+async def test_a_part_that_costs_two_replicas_is_refused_and_so_is_its_repetition() -> None:
+    async with service("a", "b", "c", **ROOM) as (fleet, _, client):
+        for engine in fleet.engines.values():
+            engine.completions.dies = True
+        answer = await client.post("/v1/completions", json={"prompt": PROMPTS})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (422, "deadly_request")
+        asked = sum(len(lists) for lists in asked_of(fleet).values())
+        again = await client.post("/v1/completions", json={"prompt": PROMPTS})
+        assert again.status_code == 422 and sum(len(lists) for lists in asked_of(fleet).values()) == asked
+
+
+async def test_a_stream_has_the_events_of_all_parts_one_usage_and_one_end() -> None:
+    asked = {"prompt": PROMPTS, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    async with service("a", "b", **ROOM) as (fleet, router, client):
+        answer = await client.post("/v1/completions", json=asked)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["x-slipstream-replica"] == "a, b"
+        *events, usage, done = events_of(answer.text)
+        assert done == "[DONE]" and usage["choices"] == []
+        assert usage["usage"]["total_tokens"] == 3 * sum(map(len, PROMPTS)) and usage["weight_version"] == 7
+        assert len({(each["id"], each["created"]) for each in [*events, usage]}) == 1
+        texts, spans = [""] * 16, [None] * 16
+        for event in events:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+                spans[choice["index"]] = choice.get("weight_versions") or spans[choice["index"]]
+        assert texts == [prompt.upper() for prompt in PROMPTS for _ in range(2)]
+        assert spans == [[{"version": 7, "start": 0, "end": 8}]] * 16
+        assert [len(lists) for lists in asked_of(fleet).values()] == [1, 1]
+        await until(lambda: router.in_flight == 0)
+
+
+async def test_a_stream_begins_when_every_part_has_and_is_not_held_back_after_that() -> None:
+    async with service("a", "b", **ROOM) as (fleet, _, client):
+        prompts = ["slow", *PROMPTS[:6], "slowly"]
+        seen: list[bytes] = []
+
+        async def read() -> None:
+            asked = {"prompt": prompts, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=asked) as answer:
+                async for piece in answer.aiter_raw():
+                    seen.append(piece)
+
+        reading = asyncio.create_task(read())
+        await until(lambda: fleet.engines["b"].completions.bodies)
+        await asyncio.sleep(0.1)
+        assert seen == [], "the first part has not begun"
+        fleet.engines["a"].completions.lives.set()
+        await until(lambda: b'"index":0' in b"".join(seen))
+        assert b"[DONE]" not in b"".join(seen), "the second part goes on"
+        fleet.engines["b"].completions.lives.set()
+        await asyncio.wait_for(reading, 5)
+        assert b"".join(seen).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_part_that_is_lost_after_the_client_has_some_of_it_ends_the_stream() -> None:
+    async with service("a", "b", **ROOM) as (fleet, router, client):
+        asked = {"prompt": ["slowly", *PROMPTS[:6], "slowly"], "stream": True}
+        async with client.stream("POST", "/v1/completions", json=asked) as answer:
+            text = ""
+            async for piece in answer.aiter_text():
+                text += piece
+                if text.count("\n\n") >= 8:  # the first token of each prompt
+                    fleet.engines["b"].completions.dies = True
+                    fleet.engines["b"].completions.lives.set()
+        last = events_of(text)[-1]
+        assert last["error"]["type"] == "replica_unavailable"
+        await until(lambda: fleet.engines["a"].completions.cancelled == 1)
+        assert router.in_flight == 0
+
+
+async def test_an_error_that_vllm_reports_in_a_part_ends_the_stream_as_vllm_does() -> None:
+    async with service("a", "b", **ROOM) as (_, _, client):
+        asked = {"prompt": [*PROMPTS[:7], "fault"], "stream": True}
+        *_, error, done = events_of((await client.post("/v1/completions", json=asked)).text)
+        assert error["error"]["message"] == "a fault" and done == "[DONE]"
+
+
+async def test_a_client_that_leaves_ends_all_parts() -> None:
+    async with service("a", "b", **ROOM) as (fleet, router, client):
+        asked = {"prompt": ["slowly", *PROMPTS[:6], "slowly"], "stream": True}
+        async with client.stream("POST", "/v1/completions", json=asked) as answer:
+            await anext(answer.aiter_raw())
+        await until(lambda: [each.completions.cancelled for each in fleet.engines.values()] == [1, 1])
+        await until(lambda: router.in_flight == 0)
+
+
+async def test_a_request_that_is_cancelled_before_its_answer_ends_all_parts() -> None:
+    async with service("a", "b", **ROOM) as (fleet, router, _):
+        # Serve cancels the router's task when the client of an answer that has not begun goes away.
+        transport = httpx.ASGITransport(app=router)
+        async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as direct:
+            asked = {"prompt": ["slow", *PROMPTS[:6], "slow"]}
+            waiting = asyncio.create_task(direct.post("/v1/completions", json=asked))
+            await until(lambda: all(each.completions.bodies for each in fleet.engines.values()))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            await until(lambda: [each.completions.cancelled for each in fleet.engines.values()] == [1, 1])
+            assert router.in_flight == 0
