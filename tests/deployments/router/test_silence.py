@@ -70,7 +70,7 @@ async def fleet(*replicas: StubReplica) -> AsyncIterator[httpx.AsyncClient]:
             stack.callback(server.close)
             host, port = server.sockets[0].getsockname()
             addresses.append(f"{host}:{port}")
-        router = Router(InTurn(*addresses), LIMITS, silence_s=0.1, probe_timeout_s=0.2)
+        router = Router(InTurn(*addresses), LIMITS, silence_s=0.1, probe_timeout_s=1.0)
         stack.push_async_callback(router.close)
         transport = httpx.ASGITransport(app=router)
         yield await stack.enter_async_context(
