@@ -45,6 +45,7 @@ class EngineSpec:
 
     Attributes:
         model: a directory that vLLM can load, or a hub id.
+        checkpoint: what the fleet started from, if `model` is another one: a version in the store.
         served_model_name: the name that clients use, whatever directory the weights came from.
         backend: the weight transfer backend, by its name in vLLM's registry.
         staging: device | host | none.
@@ -56,6 +57,7 @@ class EngineSpec:
     served_model_name: str
     backend: str
     staging: str
+    checkpoint: str | None = None
     staging_share: float = 1.0
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -63,7 +65,8 @@ class EngineSpec:
         """The same with the weights of a stored version."""
         # `load_format: dummy` is about the checkpoint that the fleet starts from: a replica that takes its
         # place later would serve noise under the committed version's number.
-        return replace(self, model=checkpoint, arguments={**self.arguments, "load_format": "auto"})
+        arguments = {**self.arguments, "load_format": "auto"}
+        return replace(self, model=checkpoint, checkpoint=self.checkpoint or self.model, arguments=arguments)
 
 
 class Engine:
@@ -287,7 +290,7 @@ def server_arguments(spec: EngineSpec) -> Namespace:
         "model": spec.model,
         "served_model_name": [spec.served_model_name],
         "weight_transfer_config": {"backend": spec.backend},
-        "additional_config": {"staging": spec.staging},
+        "additional_config": {"staging": spec.staging, "checkpoint": spec.checkpoint or spec.model},
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_scale_out": True,  # /inference/v1/generate; what else it opens, `passed_routes` decides
         "log_error_stack": False,

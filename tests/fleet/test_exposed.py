@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
 
 def environment() -> dict[str, str]:
-    return users_environment() | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
+    return users_environment(
+        RAY_USAGE_STATS_ENABLED="0", RAY_SERVE_ENABLE_HA_PROXY="1", RAY_worker_niceness="0"
+    )
 
 
 @pytest.mark.parametrize("security", [{}, {"host": "127.0.0.1"}])

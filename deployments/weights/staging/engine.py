@@ -69,11 +69,13 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        checkpoint = vllm_config.model_config.model
+        # Not `model_config.model`: for a replica that caught up that is a version in the store, which will be
+        # removed.
+        self.checkpoint = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
         self.staging = self._make_staging(vllm_config, model)
         self.retained = RetainedVersions()
-        self.version_writer = VersionWriter(write_files=partial(copy_model_files, checkpoint))
-        self.schema = read_schema(Path(checkpoint))
+        self.version_writer = VersionWriter(write_files=partial(copy_model_files, self.checkpoint))
+        self.schema = read_schema(Path(self.checkpoint))
         self._lacking: frozenset[str] = frozenset()  # what this connection's publisher does not have
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
         self._update: StagedUpdate | None = None

@@ -96,8 +96,17 @@ class StagingWorkerExtension:
             retained = engine.retained.committed(version, label, fleet_id, digest)
             # What its publisher lacks: a version in the store is a complete checkpoint.
             names = (engine.schema or {}).keys() - retained.tensors.keys()
-            added = read_tensors(Path(self.vllm_config.model_config.model), names)
-            engine.version_writer.put(replace(retained, added=added), Store(Path(directory)))
+            store = Store(Path(directory))
+            added = read_tensors(self._complete_checkpoint(store), names)
+            engine.version_writer.put(replace(retained, added=added), store)
+
+    def _complete_checkpoint(self, store: Store) -> Path:
+        """Where the tensors are that no publisher has sent: what this engine was loaded from, or else, since
+        versions in the store are complete, the newest of them."""
+        loaded, versions = Path(self.vllm_config.model_config.model), store.list()
+        if loaded.is_dir() or not versions:
+            return loaded
+        return store.path_of(versions[-1])
 
     def staging_store_state(self) -> dict[str, Any] | None:
         """How the last write to the store ended, a `StoreResult`; None if none has ended on this worker."""

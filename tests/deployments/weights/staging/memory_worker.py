@@ -89,15 +89,16 @@ class MemoryTransferEngine(StagedWeightTransferEngine[MemoryInitInfo, MemoryUpda
 class ModelRunner:
     """The part of vLLM's model runner that the worker calls."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, vllm_config: VllmConfig) -> None:
         self._model = model
+        self._vllm_config = vllm_config
         self.loaded_from: str | None = None
 
     def get_model(self) -> Model:
         return self._model
 
     def reload_weights(self, weights_path: str) -> None:
-        self.loaded_from = weights_path
+        self.loaded_from = self._vllm_config.model_config.model = weights_path  # as vLLM does
 
     def reset_lora_state(self) -> None:
         pass
@@ -106,15 +107,17 @@ class ModelRunner:
 class MemoryWorker(CPUWorker, StagingWorkerExtension):  # in the order in which vLLM mixes it in
     """A worker that was never started: no device, no distributed environment."""
 
-    def __init__(self, checkpoint: Path, *, index: int = 0) -> None:
+    def __init__(self, checkpoint: Path, *, index: int = 0, loaded: Path | None = None) -> None:
+        """One that was loaded from the checkpoint of the fleet, or from a version in the store."""
         self.model = Model()
         record_metadata_for_reloading(self.model)  # as vLLM's loader does it
         self.rank = index
         self.vllm_config = VllmConfig()
-        self.vllm_config.model_config = SimpleNamespace(model=str(checkpoint), dtype=torch.float32)
+        self.vllm_config.model_config = SimpleNamespace(model=str(loaded or checkpoint), dtype=torch.float32)
+        self.vllm_config.additional_config = {"checkpoint": str(checkpoint)}
         self.vllm_config.parallel_config.rank = index
         self.vllm_config.parallel_config.world_size = 2
-        self.model_runner = ModelRunner(self.model)
+        self.model_runner = ModelRunner(self.model, self.vllm_config)
         self.engine = MemoryTransferEngine(
             SimpleNamespace(), self.vllm_config, torch.device("cpu"), self.model
         )
