@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from deployments.errors import InvalidRequest
 
@@ -17,9 +18,15 @@ PART_HEADER = b"x-slipstream-part"  # the request is a part of a client's; see `
 
 @dataclass(slots=True)
 class Census:
-    """Which replicas could answer a request: filled in by the choice of one of them."""
+    """The replicas that Serve knows: filled in by the choice of one of them.
 
-    loads: dict[str, int] = field(default_factory=dict)  # sequences in flight, by replica
+    Attributes:
+        loads: sequences in flight at each replica that may answer the request.
+        metadata: of all, as `ReplicaEndpoint` has it.
+    """
+
+    loads: dict[str, int] = field(default_factory=dict)
+    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

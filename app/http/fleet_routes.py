@@ -1,7 +1,8 @@
 """`/health`, `/fleet...`, `/metrics`: what the fleet is doing, and going back to an older version."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,8 +18,15 @@ from app.http.requests import EventsQuery, RollbackBody, ScaleBody
 from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.status import Event, FleetStatus, SizeStatus
+from deployments.router.scrape import Scraped
 
 EVENTS_WAIT_S = 10.0
+Scrape = Callable[[], Awaitable[Scraped]]
+
+
+async def no_others() -> Scraped:
+    """Of a fleet without processes to ask."""
+    return Scraped()
 
 
 class FleetRoutes:
@@ -26,11 +34,15 @@ class FleetRoutes:
 
     Args:
         trainer: None where the fleet has no trainer deployment.
+        scrape: the metrics of other processes.
     """
 
-    def __init__(self, controller: DeploymentHandle, trainer: DeploymentHandle | None) -> None:
+    def __init__(
+        self, controller: DeploymentHandle, trainer: DeploymentHandle | None, scrape: Scrape = no_others
+    ) -> None:
         self._controller = controller
         self._trainer = trainer
+        self._scrape = scrape
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -98,10 +110,12 @@ class FleetRoutes:
         return size
 
     async def metrics(self) -> Response:
-        """The fleet's state in Prometheus' text format."""
+        """The fleet's state, vLLM's metrics of each replica and Serve's, in Prometheus' text format."""
         fleet: FleetStatus = await self._controller.fleet.remote()
         rounds: list[RoundReport] = await self._controller.rounds.remote()
-        return PlainTextResponse(exposition(fleet, rounds), media_type=CONTENT_TYPE_LATEST)
+        # In a thread: a replica has some thousand lines, and this process streams answers.
+        text = await asyncio.to_thread(exposition, fleet, rounds, await self._scrape())
+        return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _events(self, since: int) -> AsyncIterator[str]:
         yield ": connected\n\n"

@@ -55,7 +55,7 @@ class Ingress:
         await require_guarded(has_token=self._guard.asks(Access.OPERATOR))
         max_bytes = limits.max_body_bytes
         self._endpoints = [
-            *FleetRoutes(controller, trainer).endpoints(),
+            *FleetRoutes(controller, trainer, self._router.metrics).endpoints(),
             *WeightRoutes(controller, max_bytes, allow_pickled_ipc=allow_pickled_ipc).endpoints(),
             *EngineRoutes(controller, max_bytes).endpoints(),
             *TrainRoutes(trainer, max_bytes).endpoints(),

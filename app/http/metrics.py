@@ -1,25 +1,97 @@
-"""The fleet's state in Prometheus' text format."""
+"""`/metrics` in Prometheus' text format: what the controller knows, and what replicas and Serve count.
 
-from collections.abc import Sequence
+Nothing here is counted by the router that answers, so it does not matter which one a scrape reaches. Counts
+of the controller come from its journal. vLLM's come from each replica's process and get the label `replica`.
+Serve's (all that begins with `ray_serve_`) come from Ray's agent on each node; their own label `replica`
+names replicas of all deployments, the routers among them.
+"""
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.status import FleetStatus
+from deployments.router.scrape import Scraped
+
+SERVE = "ray_serve_"
 
 
-def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport]) -> str:
-    """Gauges of the fleet and of the last committed round of the history."""
+def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scraped) -> str:
+    """The fleet's own metrics, and those of other processes.
+
+    A process that did not answer in time, or with something else than metrics, is left out, and its
+    `slipstream_..._metrics_up` is 0.
+
+    Args:
+        rounds: the history, for the timings of the last committed round.
+    """
+    families = _Families()
+    _fleet(families, fleet)
+    _last_round(families, rounds)
+    known = dict.fromkeys(member.replica_id for member in fleet.members if member.state != "fenced")
+    for name in known | dict.fromkeys(scraped.replicas):
+        up = families.merge(scraped.replicas.get(name), replica=name)
+        families.gauge("replica_metrics_up", "1 if the replica's own metrics are here", up, replica=name)
+    for name, text in scraped.nodes.items():
+        up = families.merge(text, keep=lambda family: family.startswith(SERVE))
+        families.gauge("node_metrics_up", "1 if Serve's metrics of this node are here", up, node=name)
     registry = CollectorRegistry()
-    families: dict[str, Gauge] = {}
+    registry.register(families)
+    return generate_latest(registry).decode()
 
-    def gauge(name: str, text: str, value: float, **labels: str) -> None:
-        family = families.get(name)
-        if family is None:
-            family = Gauge(f"slipstream_{name}", text, sorted(labels), registry=registry)
-            families[name] = family
-        (family.labels(**labels) if labels else family).set(value)
 
+class _Families(Collector):
+    """Metric families by name, each once, whoever has samples of it."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Metric] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families.values()
+
+    def gauge(self, name: str, text: str, value: float, **labels: str) -> None:
+        """One sample of a gauge of ours."""
+        family = self._families.setdefault(
+            name, GaugeMetricFamily(f"slipstream_{name}", text, labels=[*labels])
+        )
+        assert isinstance(family, GaugeMetricFamily)
+        family.add_metric([*labels.values()], value)
+
+    def counter(self, name: str, text: str, value: float, **labels: str) -> None:
+        """One sample of a counter of ours; its name gets `_total`."""
+        family = self._families.setdefault(
+            name, CounterMetricFamily(f"slipstream_{name}", text, labels=[*labels])
+        )
+        assert isinstance(family, CounterMetricFamily)
+        family.add_metric([*labels.values()], value)
+
+    def merge(
+        self, text: str | None, keep: Callable[[str], bool] = lambda family: True, **labels: str
+    ) -> bool:
+        """Add the families of another process, with these labels; False: there are none that fit."""
+        if text is None:
+            return False
+        try:
+            theirs = [each for each in text_string_to_metric_families(text) if keep(each.name)]
+        except ValueError:
+            return False
+        if any(self._families.get(each.name, each).type != each.type for each in theirs):
+            return False
+        for each in theirs:
+            family = self._families.setdefault(each.name, Metric(each.name, each.documentation, each.type))
+            family.samples += [
+                Sample(s.name, {**s.labels, **labels}, s.value, s.timestamp) for s in each.samples
+            ]
+        return True
+
+
+def _fleet(families: _Families, fleet: FleetStatus) -> None:
+    gauge = families.gauge
     gauge("weight_version", "version that the fleet has committed", fleet.committed_version)
     stored = 0 if fleet.stored_version is None else fleet.stored_version
     gauge("stored_weight_version", "newest version in the store, which late joiners load", stored)
@@ -28,14 +100,16 @@ def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport]) -> str:
         name = member.replica_id
         gauge("replica_weight_version", "version of one replica", member.version, replica=name)
         gauge("replica_serving", "1 if it takes requests", member.state == "serving", replica=name)
-    for phase in ("committed", "aborted"):
-        ended = sum(report.phase == phase for report in rounds)
-        gauge("rounds", "rounds in the history, by how they ended", ended, phase=phase)
+    for outcome, count in fleet.rounds_ended.items():
+        families.counter("rounds", "rounds of this fleet, by how they ended", count, outcome=outcome)
+
+
+def _last_round(families: _Families, rounds: Sequence[RoundReport]) -> None:
     committed = [report for report in rounds if report.phase == "committed"]
-    if committed:
-        last = committed[-1]
-        gauge("last_round_duration_seconds", "the last committed round", last.duration_s)
-        for name, timings in last.replicas.items():
-            gauge("last_round_gap_seconds", "pause of one replica", timings.gap_s, replica=name)
-            gauge("last_round_stage_seconds", "staging of one replica", timings.stage_s, replica=name)
-    return generate_latest(registry).decode()
+    if not committed:
+        return
+    last, gauge = committed[-1], families.gauge
+    gauge("last_round_duration_seconds", "the last committed round", last.duration_s)
+    for name, timings in last.replicas.items():
+        gauge("last_round_gap_seconds", "pause of one replica", timings.gap_s, replica=name)
+        gauge("last_round_stage_seconds", "staging of one replica", timings.stage_s, replica=name)

@@ -287,6 +287,7 @@ class Ledger:
             connection=None if connection is None else connection.status(),
             store_problem=self._storing.problem or self.promises.problem or self._store_wait.problem,
             condition=self._desired_state.names(),
+            rounds_ended=self._versions.rounds_ended(),
         )
 
     # -- progress -----------------------------------------------------------------------------

@@ -99,6 +99,15 @@ class VersionState:
         """Rounds that ended, oldest first; bounded."""
         return list(self._history)
 
+    def rounds_ended(self) -> dict[str, int]:
+        """How many rounds of this fleet were committed and aborted; only ever more, also after a restart.
+
+        Nothing is counted: a round's id is never used twice, and each commit makes the next version.
+        """
+        undecided = self._current is not None and not self._current.decided
+        aborted = self._last_round_id - self._committed_version - undecided
+        return {"committed": self._committed_version, "aborted": aborted}
+
     def undecided(self, round_id: int) -> Round:
         """The round in flight, if it has this id and no decision yet.
 

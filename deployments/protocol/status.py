@@ -1,7 +1,7 @@
 """What the controller tells about the fleet: `/fleet` and `/fleet/events`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import JsonValue
 
@@ -80,6 +80,7 @@ class FleetStatus:
     connection: ConnectionStatus | None
     store_problem: str | None  # why the committed version will not get into the store
     condition: Sequence[str]  # names of the operations that lead a fresh engine to the fleet's condition
+    rounds_ended: Mapping[str, int] = field(default_factory=dict)  # of this state directory, by their outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

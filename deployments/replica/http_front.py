@@ -31,6 +31,7 @@ from deployments.request_headers import (
     part_of,
 )
 
+METRICS = "/metrics"  # vLLM's; the fleet answers a route of that name itself, with those of all replicas
 KEEP_ALIVE_S = 75  # longer than the router reuses a connection, so that it never uses a closed one
 
 Message = MutableMapping[str, Any]
@@ -92,6 +93,8 @@ class ReplicaFront:
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(KEY_HEADER, b""), self.key.encode()):
             return await _send_error(send, InvalidRequest("this port is for the fleet's routers"))
+        if scope["method"] == "GET" and scope["path"] == METRICS:
+            return await self._app(scope, receive, send)  # whatever its state, and no request of a client
         task = asyncio.current_task()
         assert task is not None
         answer: _Answer | None = None

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import aiohttp
@@ -25,6 +25,7 @@ from deployments.request_headers import KEY_HEADER, LOST, REFUSED_HEADER, Census
 from deployments.router.connections import connections
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
 from deployments.router.limits import RouterLimits
+from deployments.router.scrape import Scraped, scrape
 from deployments.router.silence import Patience, Probes
 
 RETRY_PAUSE_S = 0.05
@@ -133,12 +134,19 @@ class Forwarder:
 
     async def loads(self, demand: Demand) -> dict[str, int]:
         """The sequences in flight at each replica that may answer; empty if none is there."""
+        return (await self._census(demand)).loads
+
+    async def metrics(self) -> Scraped:
+        """The metrics of every replica, whether it may answer requests or not, and of every node."""
+        known = (await self._census(Demand())).metadata
+        return await scrape(self._connections(), {name: ReplicaEndpoint(**known[name]) for name in known})
+
+    async def _census(self, demand: Demand) -> Census:
         census = Census()
-        try:
+        # Without a replica that may answer, forwarding waits for one, and says what is wrong.
+        with suppress(TimeoutError, BackPressureError, DeploymentUnavailableError):
             await self._choose(replace(demand, census=census), time.monotonic() + CENSUS_TIMEOUT_S)
-        except (TimeoutError, BackPressureError, DeploymentUnavailableError):
-            return {}  # forwarding waits for one, and says what is wrong
-        return census.loads
+        return census
 
     async def forward(self, request: Outgoing, trail: Trail, limits: RouterLimits) -> Begun:
         """The first answer that is not a refusal; tries replica after replica.
@@ -239,6 +247,11 @@ class Forwarder:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
+    def _connections(self) -> aiohttp.ClientSession:
+        if self._session is None:  # created here, in the event loop that serves requests
+            self._session = connections()
+        return self._session
+
     async def _choose(self, demand: Demand, deadline: float) -> tuple[str, ReplicaEndpoint]:
         """The id and the endpoint of the replica to try; waits while there is none.
 
@@ -255,13 +268,12 @@ class Forwarder:
     async def _request(
         self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        if self._session is None:  # created here, in the event loop that serves requests
-            self._session = connections()
+        session = self._connections()
         headers = CIMultiDict([*request.headers.items(), (KEY_HEADER.decode(), endpoint.key)])
         url = URL(f"http://{endpoint.address}{request.target}", encoded=True)
         self._per_replica[replica_id] += request.sequences
         try:
-            async with self._session.request(
+            async with session.request(
                 request.method, url, headers=headers, data=request.body or None, allow_redirects=False
             ) as answer:
                 yield answer

@@ -202,18 +202,16 @@ def _merged_headers(parts: Sequence[_Part]) -> Headers:
 
 async def _merged_events(parts: Sequence[_Part], news: asyncio.Event) -> AsyncIterator[bytes]:
     merged = MergedStream(len(parts))
+    pieces: list[bytes] = []
     try:
         while True:
             news.clear()
-            pieces = b"".join(
-                [
-                    merged.add(index, part.take())
-                    for index, part in enumerate(parts)
-                    for _ in list(part.waiting)
-                ]
-            )
+            pieces = []
+            for index, part in enumerate(parts):
+                while part.waiting:
+                    pieces.append(merged.add(index, part.take()))
             if pieces:
-                yield pieces
+                yield b"".join(pieces)
                 continue
             for part in parts:
                 if part.failure is not None:
@@ -223,7 +221,7 @@ async def _merged_events(parts: Sequence[_Part], news: asyncio.Event) -> AsyncIt
                 return
             await news.wait()
     except PartFailed as failed:
-        yield failed.event + b"\n\n" + b"data: [DONE]\n\n"
+        yield b"".join([*pieces, failed.event, b"\n\ndata: [DONE]\n\n"])
     except (Interrupted, SlipstreamError, _Refused) as error:
         logger.warning("a part of a stream was lost: %s", error)
         yield b"data: " + _error_body(error) + b"\n\n"

@@ -29,6 +29,7 @@ class FleetRequestRouter(RequestRouter):
         candidates = [_candidate(*item) for item in by_id.items()]
         if demand.census is not None:
             demand.census.loads = eligible_loads(candidates, demand)
+            demand.census.metadata = {name: each.replica_metadata for name, each in by_id.items()}
         groups = order_candidates(candidates, demand)
         return [[by_id[replica_id] for replica_id in group] for group in groups]
 

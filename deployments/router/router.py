@@ -29,6 +29,7 @@ from deployments.router.forwarding import Begun, Forwarder, Interrupted, Outgoin
 from deployments.router.limits import RouterLimits
 from deployments.router.parts import PartRequest, answer_in_parts, returned
 from deployments.router.prompt_lists import PromptList, prompt_list
+from deployments.router.scrape import Scraped
 from deployments.router.silence import PROBE_TIMEOUT_S, SILENCE_S
 from deployments.router.splitting import MIN_SEQUENCES, split_prompts
 
@@ -87,6 +88,10 @@ class Router:
                 await response(scope, receive, send)
         finally:
             self.in_flight -= 1
+
+    async def metrics(self) -> Scraped:
+        """The Prometheus metrics of every replica and every node."""
+        return await self._forwarder.metrics()
 
     async def close(self) -> None:
         """Close the connections to the replicas."""

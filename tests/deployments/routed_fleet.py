@@ -1,7 +1,7 @@
 """The router in front of replica fronts on their own servers; only Serve's choice of a replica is a fake."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ class Engine:
         self.asked: list[str] = []  # paths of the requests that passed the front
         self.lives = asyncio.Event()  # answers of /late wait for it
         self.completions = FakeCompletions(self.fail)
+        self.in_flight: Callable[[], int] = lambda: 0
         self.app = Starlette(
             routes=[
                 Route("/whole", self.whole, methods=["POST"]),
@@ -41,6 +42,7 @@ class Engine:
                 Route("/die-in-stream", self.die_in_stream, methods=["POST"]),
                 Route("/late", self.late, methods=["POST"]),
                 Route("/text", self.text),
+                Route("/metrics", self.metrics),
                 Route("/v1/completions", self.completions.completions, methods=["POST"]),
                 Route("/v1/chat/completions/batch", self.completions.batch_chat, methods=["POST"]),
             ]
@@ -94,6 +96,9 @@ class Engine:
     async def text(self, request: Request) -> Response:
         return PlainTextResponse("plain", headers={"x-own": "kept"})
 
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(f"running {self.in_flight()}\n")
+
     def _spans(self) -> None:
         recorder = RECORDER.get()
         assert recorder is not None
@@ -128,6 +133,7 @@ class Fleet:
             require_passed=lambda method, path: None,  # its routes are not vLLM's
         )
         self.fronts[name] = front
+        engine.in_flight = lambda: front.in_flight
         server = ReplicaServer(front, "127.0.0.1")
         self.metadata[name] = {"address": server.address, "key": front.key}
         return server
@@ -141,6 +147,7 @@ class Fleet:
         ]
         if demand.census is not None:
             demand.census.loads = eligible_loads(known, demand)
+            demand.census.metadata = dict(self.metadata)
         ranks = order_candidates(known, demand)
         if not ranks:
             await asyncio.sleep(3600)

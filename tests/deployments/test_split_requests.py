@@ -241,7 +241,9 @@ async def test_a_part_that_is_lost_after_the_client_has_some_of_it_ends_the_stre
 async def test_an_error_that_vllm_reports_in_a_part_ends_the_stream_as_vllm_does() -> None:
     async with service("a", "b", **ROOM) as (_, _, client):
         asked = {"prompt": [*PROMPTS[:7], "fault"], "stream": True}
-        *_, error, done = events_of((await client.post("/v1/completions", json=asked)).text)
+        *events, error, done = events_of((await client.post("/v1/completions", json=asked)).text)
+        said = "".join(each["choices"][0]["text"] for each in events if each["choices"][0]["index"] == 7)
+        assert said == "FA", "what came before it is not lost"
         assert error["error"]["message"] == "a fault" and done == "[DONE]"
 
 

@@ -284,6 +284,7 @@ def status(
         round=current,
         lease=None,
         connection=None,
+        rounds_ended={"committed": version, "aborted": 4},
         store_problem=None,
         condition=(),
     )

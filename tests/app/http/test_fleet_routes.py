@@ -121,5 +121,5 @@ async def test_metrics_count_rounds_and_replicas() -> None:
         text = (await fleet.get("/metrics")).text
     assert "slipstream_weight_version 3.0" in text and "slipstream_stored_weight_version 2.0" in text
     assert 'slipstream_replica_serving{replica="replica-1"} 1.0' in text
-    assert 'slipstream_rounds{phase="aborted"} 1.0' in text
+    assert 'slipstream_rounds_total{outcome="aborted"} 4.0' in text
     assert 'slipstream_last_round_gap_seconds{replica="replica-0"} 0.5' in text

@@ -10,7 +10,7 @@ from deployments.protocol.instructions import Commit, CommitMode, Verify
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.fake_replica import FakeReplica
-from tests.deployments.ledger.ledger_scene import Scene
+from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 
 def test_an_undecided_round_is_gone_after_a_restart_and_its_staging_is_dropped() -> None:
@@ -25,6 +25,30 @@ def test_an_undecided_round_is_gone_after_a_restart_and_its_staging_is_dropped()
     assert scene.ledger.committed_version == 0
     assert "drop" in scene.replicas[0].names() and scene.replicas[0].admitted
     assert scene.status().round is None
+
+
+def test_rounds_that_ended_are_counted_on_after_a_restart() -> None:
+    scene = Scene(replicas=1)
+    scene.connect()
+    counts = []
+
+    def count() -> None:
+        counts.append(tuple(scene.status().rounds_ended[outcome] for outcome in ("committed", "aborted")))
+
+    for _ in range(2):
+        report_of(scene.publish())
+    count()
+    scene.open()
+    count()  # it is open
+    scene.restart()  # which aborts it
+    count()
+    scene.journal[:] = compact(scene.journal)
+    scene.restart()
+    scene.poll(3)
+    scene.connect()
+    report_of(scene.publish())
+    count()
+    assert counts == [(2, 0), (2, 0), (2, 1), (3, 1)]
 
 
 @pytest.mark.parametrize("commit", list(CommitMode))

@@ -8,7 +8,9 @@ from deployments.router.request_router import FleetRequestRouter
 
 
 def replica(name: str, **stats: object) -> Any:
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=stats)
+    return SimpleNamespace(
+        replica_id=SimpleNamespace(unique_id=name), routing_stats=stats, replica_metadata={"address": name}
+    )
 
 
 def pending(*args: object) -> Any:
@@ -39,5 +41,7 @@ async def test_a_replica_that_has_not_reported_yet_may_be_chosen() -> None:
 async def test_a_census_is_filled_in() -> None:
     census = Census()
     busy = replica("busy", version=5, admitted=True, in_flight=9)
-    await chosen([busy, replica("idle")], pending(Demand(census=census)))
+    fenced = replica("fenced", admitted=False)
+    await chosen([busy, replica("idle"), fenced], pending(Demand(census=census)))
     assert census.loads == {"busy": 9, "idle": 0}
+    assert census.metadata == {name: {"address": name} for name in ("busy", "idle", "fenced")}

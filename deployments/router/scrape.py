@@ -1,0 +1,80 @@
+"""Asks every replica, and Ray's agent on every node, for their Prometheus metrics.
+
+A scrape of the fleet reaches one of its routers, and another one the next time. What it answers comes from
+the processes that count, and is the same whichever router collects it.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import ray
+
+from deployments.replica_info import ReplicaEndpoint
+from deployments.request_headers import KEY_HEADER
+
+PATH = "/metrics"
+TIMEOUT_S = 3.0  # of all together; Prometheus itself gives up after ten seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scraped:
+    """The metrics of each process in Prometheus' text format; None: it did not answer in time.
+
+    Attributes:
+        replicas: vLLM's, by replica id.
+        nodes: Ray's, of the processes of each node, by the agent's address.
+    """
+
+    replicas: Mapping[str, str | None] = field(default_factory=dict)
+    nodes: Mapping[str, str | None] = field(default_factory=dict)
+
+
+async def scrape(
+    session: aiohttp.ClientSession,
+    replicas: Mapping[str, ReplicaEndpoint],
+    *,
+    timeout_s: float = TIMEOUT_S,
+) -> Scraped:
+    """Ask all at once; takes `timeout_s` at most."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+
+    async def ask(address: str, key: str | None = None) -> str | None:
+        headers = {} if key is None else {KEY_HEADER.decode(): key}
+        try:
+            async with (
+                asyncio.timeout_at(deadline),
+                session.get(f"http://{address}{PATH}", headers=headers) as answer,
+            ):
+                return await answer.text() if answer.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError):
+            return None  # the scrape says so
+
+    async def ask_nodes() -> dict[str, str | None]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                addresses = await asyncio.to_thread(_agents)
+        except TimeoutError:
+            return {}
+        return dict(zip(addresses, await asyncio.gather(*map(ask, addresses)), strict=True))
+
+    async def ask_replicas() -> dict[str, str | None]:
+        answers = await asyncio.gather(*[ask(each.address, each.key) for each in replicas.values()])
+        return dict(zip(replicas, answers, strict=True))
+
+    of_replicas, of_nodes = await asyncio.gather(ask_replicas(), ask_nodes())
+    return Scraped(replicas=of_replicas, nodes=of_nodes)
+
+
+def _agents() -> list[str]:
+    """The addresses of Ray's metrics agents; none where there is no cluster, or metrics are switched off."""
+    if not ray.is_initialized():
+        return []
+    nodes: list[dict[str, Any]] = ray.nodes()
+    return [
+        f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        for node in nodes
+        if node["Alive"] and node["MetricsExportPort"] > 0
+    ]

@@ -1,0 +1,107 @@
+"""`/metrics` with those of other processes: each family once, types kept, histograms intact."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.http.metrics import exposition
+from deployments.router.scrape import Scraped
+from tests.app.http.fake_controller import REPLICAS, report, status
+
+FLEET = status(3, REPLICAS)
+
+
+def of_an_engine(tokens: int) -> str:
+    """What a replica's process answers."""
+    registry = CollectorRegistry()
+    labels = {"model_name": "m", "engine": "0"}
+    Counter("vllm:prompt_tokens", "prefilled", [*labels], registry=registry).labels(**labels).inc(tokens)
+    Gauge("vllm:num_requests_running", "now", [*labels], registry=registry).labels(**labels).set(2)
+    latency = Histogram("vllm:e2e_seconds", 'a "text"', [*labels], registry=registry, buckets=(0.5, 1.0))
+    for seconds in (0.1, 0.7, 3.0):
+        latency.labels(**labels).observe(seconds)
+    return generate_latest(registry).decode()
+
+
+def of_a_node(replica: str) -> str:
+    return (
+        "# HELP ray_serve_request_count_total requests\n# TYPE ray_serve_request_count_total counter\n"
+        f'ray_serve_request_count_total{{deployment="router",replica="{replica}"}} 4.0\n'
+        "# HELP ray_node_disk_usage disk\n# TYPE ray_node_disk_usage gauge\nray_node_disk_usage 1.0\n"
+    )
+
+
+def families(scraped: Scraped) -> Mapping[str, Any]:
+    """By name; a name that comes twice would make two families."""
+    found = list(text_string_to_metric_families(exposition(FLEET, [report(1, 3)], scraped)))
+    assert len({family.name for family in found}) == len(found)
+    return {family.name: family for family in found}
+
+
+def values(family: Any, *labels: str) -> dict[Any, float]:
+    return {tuple(sample.labels[name] for name in labels): sample.value for sample in family.samples}
+
+
+def test_metrics_of_all_replicas_are_one_family_with_a_label() -> None:
+    found = families(Scraped(replicas={"replica-0": of_an_engine(5), "replica-1": of_an_engine(7)}))
+    tokens = found["vllm:prompt_tokens"]
+    assert tokens.type == "counter" and tokens.documentation == "prefilled"
+    assert values(tokens, "replica", "model_name") == {("replica-0", "m"): 5.0, ("replica-1", "m"): 7.0}
+    assert found["vllm:num_requests_running"].type == "gauge"
+    assert values(found["slipstream_replica_metrics_up"], "replica") == {
+        ("replica-0",): 1.0,
+        ("replica-1",): 1.0,
+    }
+
+
+def test_histograms_are_intact() -> None:
+    latency = families(Scraped(replicas={"replica-0": of_an_engine(5), "replica-1": of_an_engine(7)}))[
+        "vllm:e2e_seconds"
+    ]
+    assert latency.type == "histogram" and latency.documentation == 'a "text"'
+    for replica in REPLICAS:
+        mine = [sample for sample in latency.samples if sample.labels["replica"] == replica]
+        buckets = {sample.labels["le"]: sample.value for sample in mine if sample.name.endswith("_bucket")}
+        assert buckets == {"0.5": 1.0, "1.0": 2.0, "+Inf": 3.0}
+        (count,) = [sample.value for sample in mine if sample.name.endswith("_count")]
+        (total,) = [sample.value for sample in mine if sample.name.endswith("_sum")]
+        assert (count, round(total, 1)) == (3.0, 3.8)
+
+
+def test_of_a_node_there_are_serves_with_their_own_label() -> None:
+    found = families(Scraped(nodes={"n1": of_a_node("a"), "n2": of_a_node("b"), "n3": None}))
+    assert values(found["ray_serve_request_count"], "replica") == {("a",): 4.0, ("b",): 4.0}
+    assert "ray_node_disk_usage" not in found
+    up = values(found["slipstream_node_metrics_up"], "node")
+    assert up == {("n1",): 1.0, ("n2",): 1.0, ("n3",): 0.0}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        "{not metrics",
+        "# TYPE vllm:prompt_tokens_total gauge\nvllm:prompt_tokens_total 1\n" * 2 + "x y z",
+    ],
+)
+def test_a_replica_that_does_not_answer_is_left_out_and_the_scrape_says_so(answer: str | None) -> None:
+    found = families(Scraped(replicas={"replica-0": of_an_engine(5), "replica-1": answer}))
+    assert values(found["vllm:prompt_tokens"], "replica") == {("replica-0",): 5.0}
+    up = values(found["slipstream_replica_metrics_up"], "replica")
+    assert up == {("replica-0",): 1.0, ("replica-1",): 0.0}
+
+
+def test_types_that_do_not_agree_leave_the_second_out() -> None:
+    other = of_an_engine(5).replace("vllm:num_requests_running gauge", "vllm:num_requests_running counter")
+    found = families(Scraped(replicas={"replica-0": of_an_engine(5), "replica-1": other}))
+    assert values(found["slipstream_replica_metrics_up"], "replica")["replica-1",] == 0.0
+    assert found["vllm:num_requests_running"].type == "gauge"
+
+
+def test_a_member_that_no_router_can_reach_is_down_and_a_stranger_is_shown() -> None:
+    found = families(Scraped(replicas={"replica-9": of_an_engine(1)}))
+    up = values(found["slipstream_replica_metrics_up"], "replica")
+    assert up == {("replica-0",): 0.0, ("replica-1",): 0.0, ("replica-9",): 1.0}
