@@ -208,6 +208,7 @@ def _router(
         limits,
         tokens,
         args.weights.allow_pickled_ipc_over_http,
+        args.checkpoint_roots,
     )
 
 

@@ -32,6 +32,12 @@ def rounds() -> Call[Sequence[RoundReport]]:
     return Call(method="GET", path="/fleet/rounds", read=_then(typed(History), lambda made: made.rounds))
 
 
+def publish_directory(path: str, label: str | None = None) -> Call[RoundReport]:
+    """Move the fleet to the weights of a checkpoint directory, which every replica's host can read."""
+    body = {"path": path} if label is None else {"path": path, "label": label}
+    return Call(method="POST", path="/fleet/publish", body=body, read=typed(RoundReport), repeatable=False)
+
+
 def rollback(version: int) -> Call[RoundReport]:
     """Publish a stored version again."""
     body = {"version": version}

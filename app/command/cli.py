@@ -1,6 +1,7 @@
 """The command line: `slipstream serve`, `slipstream rl`, and the fleet's control routes by name."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from app.client import calls
 from app.client.connection import LOCAL_URL, Call, FleetClient, FleetError, token_from
 from app.client.options import Url
 from app.command import deploy as deployment
-from app.command import launch, submit
+from app.command import launch, progress, submit
 
 cli = typer.Typer(
     help="Serve a model from a fleet, and update its weights while it serves.",
@@ -58,6 +59,18 @@ def status(url: Url = LOCAL_URL) -> None:
 def rounds(url: Url = LOCAL_URL) -> None:
     """Every update, with its timings."""
     show(url, calls.rounds(), lambda reports: {"rounds": [asdict(report) for report in reports]})
+
+
+@cli.command()
+def publish(
+    path: Annotated[Path, typer.Argument(help="a checkpoint directory that every replica's host can read")],
+    label: Annotated[str | None, typer.Option(help="your own name for the version")] = None,
+    url: Url = LOCAL_URL,
+) -> None:
+    """Serve the weights of a checkpoint directory."""
+    call = calls.publish_directory(os.path.abspath(path), label)  # links are the fleet's to follow
+    with progress.shown(url):
+        show(url, call, asdict)
 
 
 @cli.command()

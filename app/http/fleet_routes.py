@@ -1,4 +1,4 @@
-"""`/health`, `/fleet...`, `/metrics`: what the fleet is doing, and going back to an older version."""
+"""`/health`, `/fleet...`, `/metrics`: what the fleet is doing, and versions that come from a directory."""
 
 import asyncio
 import json
@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from app.http.answers import Health, History
 from app.http.auth import Access
+from app.http.directory_publisher import DirectoryPublisher
 from app.http.endpoint import Endpoint
 from app.http.metrics import exposition
-from app.http.requests import EventsQuery, RollbackBody, ScaleBody
+from app.http.requests import EventsQuery, PublishDirectoryBody, RollbackBody, ScaleBody
 from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.status import Event, FleetStatus, SizeStatus
@@ -34,14 +35,20 @@ class FleetRoutes:
 
     Args:
         trainer: None where the fleet has no trainer deployment.
+        directories: publishes checkpoint directories.
         scrape: the metrics of other processes.
     """
 
     def __init__(
-        self, controller: DeploymentHandle, trainer: DeploymentHandle | None, scrape: Scrape = no_others
+        self,
+        controller: DeploymentHandle,
+        trainer: DeploymentHandle | None,
+        directories: DirectoryPublisher,
+        scrape: Scrape = no_others,
     ) -> None:
         self._controller = controller
         self._trainer = trainer
+        self._directories = directories
         self._scrape = scrape
 
     def endpoints(self) -> list[Endpoint]:
@@ -50,6 +57,7 @@ class FleetRoutes:
             Endpoint("GET", "/fleet", self.fleet),
             Endpoint("GET", "/fleet/rounds", self.rounds),
             Endpoint("GET", "/fleet/events", self.events, media_type="text/event-stream"),
+            Endpoint("POST", "/fleet/publish", self.publish),
             Endpoint("POST", "/fleet/rollback", self.rollback),
             Endpoint("POST", "/fleet/scale", self.scale),
             Endpoint("GET", "/metrics", self.metrics, media_type="text/plain"),
@@ -87,14 +95,27 @@ class FleetRoutes:
             raise InvalidRequest(f"Last-Event-ID: expected the number of an event, got {text!r}")
         return StreamingResponse(self._events(int(text)), media_type="text/event-stream")
 
-    async def rollback(self, body: RollbackBody) -> RoundReport:
-        """Publish a stored version again, as an ordinary round.
+    async def publish(self, body: PublishDirectoryBody) -> RoundReport:
+        """Make the weights of a checkpoint directory the fleet's next version, as an ordinary round.
+
+        `/fleet` says meanwhile how far it is: `round.sent_bytes` of `round.file_bytes`.
 
         Raises:
-            InvalidRequest: the fleet has no trainer, or the version is not in the store.
+            InvalidRequest: it is outside the configured roots, or no whole checkpoint of this model.
+            Conflict: another publisher holds the lease, or the weights sleep.
+            RoundAborted: it changed while it was read, or not every replica can read it.
+        """
+        return await self._directories.publish(body.path, body.label)
+
+    async def rollback(self, body: RollbackBody) -> RoundReport:
+        """Publish a stored version again, as an ordinary round. A trainer goes on from there.
+
+        Raises:
+            InvalidRequest: the version is not in the store.
         """
         if self._trainer is None:
-            raise InvalidRequest("a rollback needs the trainer deployment, and the fleet has none")
+            path: str = await self._controller.rollback_source.remote(body.version)
+            return await self._directories.publish(path, f"rollback to {body.version}")
         report: RoundReport = await self._trainer.rollback.remote(body.version)
         return report
 

@@ -1,6 +1,7 @@
 """The ingress: the routes of the fleet, the trainer and the weights; everything else goes to a replica."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayError
@@ -14,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.auth import Access, Guard, Tokens, Unauthorized, passed_access
+from app.http.directory_publisher import DirectoryPublisher
 from app.http.endpoint import Endpoint
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes
@@ -39,6 +41,7 @@ class Ingress:
         trainer: None where an outside program publishes.
         tokens: of the operator and of users.
         allow_pickled_ipc: read CUDA IPC handles that vLLM's client has pickled.
+        checkpoint_roots: directories below which checkpoints may be published.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -49,14 +52,17 @@ class Ingress:
         limits: RouterLimits,
         tokens: Tokens,
         allow_pickled_ipc: bool,
+        checkpoint_roots: Sequence[Path] = (),
     ) -> None:
         self._router, self._limits = Router(rollout, limits), limits
         self._guard = Guard(tokens)
         await require_guarded(has_token=self._guard.asks(Access.OPERATOR))
         max_bytes = limits.max_body_bytes
+        directories = DirectoryPublisher(controller, checkpoint_roots)
+        weights = WeightRoutes(controller, max_bytes, directories, allow_pickled_ipc=allow_pickled_ipc)
         self._endpoints = [
-            *FleetRoutes(controller, trainer, self._router.metrics).endpoints(),
-            *WeightRoutes(controller, max_bytes, allow_pickled_ipc=allow_pickled_ipc).endpoints(),
+            *FleetRoutes(controller, trainer, directories, self._router.metrics).endpoints(),
+            *weights.endpoints(),
             *EngineRoutes(controller, max_bytes).endpoints(),
             *TrainRoutes(trainer, max_bytes).endpoints(),
         ]

@@ -42,6 +42,11 @@ class Query(BaseModel):
 # -- the fleet -------------------------------------------------------------------------------------
 
 
+class PublishDirectoryBody(OwnBody):
+    path: str = Field(min_length=1)  # absolute; below one of the configured roots, on every replica's host
+    label: str | None = None  # beside the version's number
+
+
 class RollbackBody(OwnBody):
     version: int  # in the store
 
@@ -78,10 +83,22 @@ class InitEngineBody(VllmBody):
 
 
 class UpdateWeightsBody(VllmBody):
+    """One payload of the open round; or, as prime-rl has it, a directory that becomes the next version."""
+
     update_info: Annotated[
         JsonValue,  # `ipc_handles.refuse_or_restrict` says what else is wrong with it
         WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}),
-    ]
+    ] = None
+    weight_dir: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_the_two(self) -> Self:
+        given = sorted(self.model_fields_set)
+        if len(given) != 1:
+            raise ValueError(f"expected the field 'update_info' or the field 'weight_dir', got {given}")
+        if given == ["weight_dir"] and self.weight_dir is None:
+            raise ValueError("weight_dir: expected the path of a directory, got None")
+        return self
 
 
 class FinishUpdateBody(VllmBody):

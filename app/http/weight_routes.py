@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from ray.serve.handle import DeploymentHandle
 
 from app.http.answers import Checksums, Comparison, Message, NewWeightVersion, WeightInfo, WorldSize
+from app.http.directory_publisher import DirectoryPublisher
 from app.http.endpoint import Endpoint
 from app.http.ipc_handles import refuse_or_restrict
 from app.http.lease import RENEW_S, HttpLease
@@ -39,6 +40,7 @@ class WeightRoutes:
     """The routes of an outside publisher.
 
     Args:
+        directories: publishes checkpoint directories.
         allow_pickled_ipc: read CUDA IPC handles that vLLM's client has pickled.
         renew_s: see `HttpLease`.
     """
@@ -47,11 +49,13 @@ class WeightRoutes:
         self,
         controller: DeploymentHandle,
         max_body_bytes: int,
+        directories: DirectoryPublisher,
         *,
         allow_pickled_ipc: bool,
         renew_s: float = RENEW_S,
     ) -> None:
         self._controller = controller
+        self._directories = directories
         self._lease = HttpLease(controller, renew_s)
         self._max_body_bytes = max_body_bytes
         self._allow_pickled_ipc = allow_pickled_ipc
@@ -104,11 +108,16 @@ class WeightRoutes:
     async def update(self, body: UpdateWeightsBody) -> Message:
         """Send one payload of the open round: one for all workers, or a list with one for each.
 
+        With `weight_dir` instead it is a whole round, with the weights of a directory: `/fleet/publish`.
+
         Raises:
             Conflict: another publisher holds the lease, or no round is open.
             InvalidRequest: the payload has pickled handles that are not allowed.
             RoundAborted: the transfer failed.
         """
+        if body.weight_dir is not None:
+            await self._directories.publish(body.weight_dir, None)
+            return Message(message="Weights updated")
         # In a thread: thousands of pickled handles take seconds.
         payload = await asyncio.to_thread(
             refuse_or_restrict, body.update_info, allowed=self._allow_pickled_ipc

@@ -87,6 +87,11 @@ class AppConfig(Section):
         """The store's directory, absolute."""
         return self.state_dir / self.store.path.expanduser()
 
+    @property
+    def checkpoint_roots(self) -> tuple[Path, ...]:
+        """Below which a checkpoint directory may be published: the store's too, or nobody could go back."""
+        return (self.store_path, *self.security.checkpoint_roots)
+
     @model_validator(mode="wrap")
     @classmethod
     def _explain_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:

@@ -23,6 +23,7 @@ from deployments.errors import FleetUnavailable, InvalidRequest
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.store_assignment import StoreLocation
+from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.json_values import json_only
 from deployments.protocol.operations import Operation
@@ -196,7 +197,7 @@ class Controller:
             await self._durable.wait(self._ledger.is_complete, None)
             return self._ledger.open_round(token, options or RoundOptions(), self._durable.now())
 
-    async def send(self, token: int, round_id: int, payload: JsonValue) -> None:
+    async def send(self, token: int, round_id: int, payload: JsonValue | FilePart) -> None:
         """Returns once every participant has received. A collective's data must flow meanwhile.
 
         Raises:
@@ -204,7 +205,7 @@ class Controller:
             RoundAborted: the round ended.
         """
         async with self._durable.answer():
-            checked = json_only(payload, "payload")
+            checked = payload if isinstance(payload, FilePart) else json_only(payload, "payload")
             await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
 
     async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:

@@ -17,6 +17,7 @@ from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
+from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Connect, Drop
 from deployments.protocol.publishing import LACKING
 from deployments.protocol.status import ConnectionStatus
@@ -155,10 +156,10 @@ class Connections:
                 Drop.name, {member: Drop(round_id=None)}, now, on_complete=self._fence_not_done
             )
 
-    def taken_by(self, publisher: str) -> None:
-        """A connection belongs to its publisher; the next publisher makes its own."""
-        if self._current is not None and self._current.publisher != publisher:
-            self._current = None
+    def of(self, publisher: str) -> Connection | None:
+        """A connection belongs to its publisher; another one makes its own, unless it needs none."""
+        current = self._current
+        return current if current is not None and current.publisher == publisher else None
 
     def drop(self) -> None:
         self._current = None
@@ -200,6 +201,13 @@ class Connections:
         call.finish(error=Conflict(reason, {"connect_again": True, "replicas": lacking}))
 
 
+def check_connected(connection: Connection | None, members: Sequence[Member]) -> None:
+    """Raises Conflict if the publisher has no connection, or not to these members."""
+    if connection is None:
+        raise Conflict("connect before opening a round: no publisher is connected", {"connect_again": True})
+    connection.check_members(members)
+
+
 def first_ranks(members: Sequence[Member]) -> list[int]:
     """For each member, the number of workers of the members before it."""
     return list(accumulate((member.world_size for member in members), initial=0))[:-1]
@@ -226,7 +234,9 @@ def checked_rank_offset(init_info: Mapping[str, JsonValue], members: Sequence[Me
     return offset
 
 
-def split_payload(payload: JsonValue, members: Sequence[Member]) -> dict[Member, JsonValue]:
+def split_payload(
+    payload: JsonValue | FilePart, members: Sequence[Member]
+) -> dict[Member, JsonValue | FilePart]:
     """Each member's part: a list has one entry per worker, anything else is for all.
 
     Raises:

@@ -104,7 +104,6 @@ class Publishers:
         self._events.record("lease", now, publisher=publisher, token=lease.token)
         if before is not None:
             self._abort_undecided(f"{publisher!r} took a new lease", now)
-        self._connections.taken_by(publisher)
         return lease
 
     def session(self, publisher: str, now: float) -> PublisherSession:

@@ -33,6 +33,7 @@ from deployments.ledger.recovery import recover
 from deployments.ledger.staging_phase import StagingPhase
 from deployments.ledger.store_assignment import StoreAssignment, StoreLocation, StoreWait
 from deployments.ledger.version_state import VersionState
+from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.operations import Disconnect, Operation, Sleep
 from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions, RoundReport
@@ -157,13 +158,14 @@ class Ledger:
 
     def open_round(self, token: int, options: RoundOptions, now: float) -> int:
         """The round's id; see `StagingPhase.open`. Raises Conflict while the weights sleep."""
-        self.renew(token, now)
-        self._desired_state.check_awake(self._connections.lacking)
-        round_id = self._staging.open(self._storing.permitted(options), self._connections.current, now)
+        publisher = self.renew(token, now).publisher
+        connection = None if options.file_bytes is not None else self._connections.of(publisher)
+        self._desired_state.check_awake(0 if connection is None else connection.lacking)
+        round_id = self._staging.open(self._storing.permitted(options), connection, now)
         self._advance(now)
         return round_id
 
-    def send(self, token: int, round_id: int, payload: JsonValue, now: float) -> PendingCall:
+    def send(self, token: int, round_id: int, payload: JsonValue | FilePart, now: float) -> PendingCall:
         """Every participant receives one payload; see `StagingPhase.send`."""
         self.renew(token, now)
         call = self._staging.send(round_id, payload, now)

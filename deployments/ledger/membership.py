@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 
+from deployments.errors import FleetUnavailable
 from deployments.ledger.decisions import KEPT_FENCES, Admitted, DecisionLog, EpochChanged, Fenced, Participant
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
@@ -224,6 +225,19 @@ class Membership:
             for queued in member.queue:
                 if queued.due is not None:
                     queued.due += stalled_s
+
+    def check_returned(self) -> None:
+        """After a restart: a round without the replicas that still serve would leave them behind.
+
+        Raises:
+            FleetUnavailable: some have not returned.
+        """
+        absent = [member.replica_id for member in self.returning()]
+        if absent:
+            raise FleetUnavailable(
+                f"the controller restarted and replicas {absent} have not polled yet; try again",
+                {"replicas": absent},
+            )
 
     def count_failed_transfers(
         self, verdict: Verdict, action: str, now: float, missing: Mapping[str, str]

@@ -11,7 +11,8 @@ from deployments.errors import InvalidRequest, RoundAborted, TransferAborted
 from deployments.ledger.connection import Connection
 from deployments.ledger.dispatch import still_running
 from deployments.ledger.limits import LedgerConfig
-from deployments.ledger.members import Member, PendingCall, join_reasons
+from deployments.ledger.members import Member, PendingCall, Verdict, join_reasons
+from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import CommitMode, KvCache, Receive, StagingOptions
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import DrainFallback, ReplicaTimings, RoundOptions, RoundReport
@@ -52,6 +53,8 @@ class Round:
     drain_timeout_s: float
     drain_fallback: DrainFallback
     persist: bool = False
+    file_bytes: int | None = None  # its payloads are `FilePart`s; see `RoundOptions`
+    sent_bytes: int = 0  # of these
     phase: RoundPhase = RoundPhase.OPEN
     verification: Verification = Verification.NONE
     digest: str | None = None  # of all tensors, on which its participants agree
@@ -81,7 +84,7 @@ class Round:
     def must_drain(self) -> bool:
         return self.in_flight is InFlight.WAIT and not self.drained
 
-    def receive(self, payload: JsonValue) -> Receive:
+    def receive(self, payload: JsonValue | FilePart) -> Receive:
         """The instruction for a replica whose part of a payload this is."""
         return Receive(round_id=self.round_id, payload=payload, options=self.staging_options)
 
@@ -107,6 +110,8 @@ class Round:
             phase=self.phase.value,
             age_s=round(now - self.opened_at, 3),
             participants=tuple(member.replica_id for member in self.participants),
+            file_bytes=self.file_bytes,
+            sent_bytes=self.sent_bytes,
         )
 
     def report(self, phase: RoundPhase, reason: str, now: float) -> RoundReport:
@@ -168,6 +173,7 @@ def new_round(
         drain_timeout_s=_or_default(options.drain_timeout_s, config.drain_timeout_s),
         drain_fallback=_or_default(options.drain_fallback, config.drain_fallback),
         persist=options.persist,
+        file_bytes=options.file_bytes,
     )
 
 
@@ -205,6 +211,21 @@ def rejected_by_all(current: Round, call: PendingCall, rejected: dict[str, str])
     return InvalidRequest(
         f"round {current.round_id} aborted: every replica rejected {call.name}: {join_reasons(rejected)}",
         {"round_id": current.round_id, "phase": call.name, "replicas": rejected},
+    )
+
+
+def files_refused(current: Round, verdict: Verdict) -> InvalidRequest | RoundAborted:
+    """The files are wrong, or not the same on every host: no fault of a replica's."""
+    refused = {**verdict.rejected, **verdict.transfer_failed}
+    detail = {"round_id": current.round_id, "replicas": refused}
+    if verdict.done:
+        reasons = join_reasons(refused)
+        return RoundAborted(
+            f"round {current.round_id} aborted: not every replica read the same: {reasons}", detail
+        )
+    reason = refused[min(refused)]  # of the others it is the same, but for what cannot be read anywhere
+    return InvalidRequest(
+        f"round {current.round_id} aborted: no replica takes this checkpoint: {reason}", detail
     )
 
 

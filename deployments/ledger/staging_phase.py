@@ -17,13 +17,14 @@ from deployments.errors import (
     SlipstreamError,
 )
 from deployments.ledger.commit_phase import CommitPhase
-from deployments.ledger.connection import Connection, split_payload
+from deployments.ledger.connection import Connection, check_connected, split_payload
 from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain
 from deployments.ledger.members import Member, PendingCall, classify, digest_minority, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.ledger.round import (
     Round,
     RoundPhase,
+    files_refused,
     new_round,
     not_drained,
     rejected_by_all,
@@ -31,6 +32,7 @@ from deployments.ledger.round import (
     transfer_failed,
 )
 from deployments.ledger.version_state import VersionState
+from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import (
     Body,
     CatchUp,
@@ -66,10 +68,12 @@ class StagingPhase:
         """Open a round with everyone who is free, joiners too: a round carries all weights. Returns its id.
 
         Raises:
-            Conflict: a round is in flight, or the publisher is not connected to the members.
+            Conflict: a round is in flight, or the publisher is not connected to the members and has to be.
             FleetUnavailable: too few replicas, or some have not returned since a restart.
         """
-        members = self._eligible(connection)
+        members = self._eligible()
+        if options.file_bytes is None:
+            check_connected(connection, members)
         opened = new_round(
             options,
             self._membership.config,
@@ -85,7 +89,7 @@ class StagingPhase:
             self._dispatch.withdraw(member, CatchUp, delivered=False)
         return opened.round_id
 
-    def send(self, round_id: int, payload: JsonValue, now: float) -> PendingCall:
+    def send(self, round_id: int, payload: JsonValue | FilePart, now: float) -> PendingCall:
         """Every participant receives the payload.
 
         Raises:
@@ -93,6 +97,7 @@ class StagingPhase:
         """
         current = self._open_round(round_id)
         parts = split_payload(payload, current.participants)
+        current.sent_bytes += payload.size_bytes if isinstance(payload, FilePart) else 0
         bodies: dict[Member, Body] = {
             member: current.receive(parts[member]) for member in current.remaining()
         }
@@ -100,7 +105,9 @@ class StagingPhase:
             return self._send_drained(current, parts, now)
         return self._ask(current, Receive.name, bodies, now)
 
-    def _send_drained(self, current: Round, parts: Mapping[Member, JsonValue], now: float) -> PendingCall:
+    def _send_drained(
+        self, current: Round, parts: Mapping[Member, JsonValue | FilePart], now: float
+    ) -> PendingCall:
         """The first payload changes live weights: no request may run by then."""
         call = self._dispatch.expect(
             Receive.name, current.remaining(), on_complete=self._answered, round_id=current.round_id
@@ -214,34 +221,21 @@ class StagingPhase:
         )
         return next(receiving, None)
 
-    def _eligible(self, connection: Connection | None) -> list[Member]:
+    def _eligible(self) -> list[Member]:
         current = self._versions.current
         if current is not None:
             raise Conflict(
                 f"round {current.round_id} is {current.phase}: close or abort it before opening another",
                 {"round_id": current.round_id, "phase": current.phase.value},
             )
-        self._check_returned()
+        self._membership.check_returned()
         members, needed = self._membership.for_round(), self._membership.needed
         if len(members) < needed:
             raise FleetUnavailable(
                 f"a round needs at least {needed} replicas, {len(members)} are registered",
                 {"expected": needed, "actual": len(members)},
             )
-        if connection is None:
-            reason = "connect before opening a round: no publisher is connected"
-            raise Conflict(reason, {"connect_again": True})
-        connection.check_members(members)
         return members
-
-    def _check_returned(self) -> None:
-        """After a restart: a round without the replicas that still serve would leave them behind."""
-        absent = [member.replica_id for member in self._membership.returning()]
-        if absent:
-            raise FleetUnavailable(
-                f"the controller restarted and replicas {absent} have not polled yet; try again",
-                {"replicas": absent},
-            )
 
     def _open_round(self, round_id: int) -> Round:
         current = self._versions.undecided(round_id)
@@ -260,6 +254,12 @@ class StagingPhase:
             return  # it ended before the last answer came
         current.record(call)
         verdict = classify(call)
+        if current.file_bytes is not None and (verdict.rejected or verdict.transfer_failed):
+            self._membership.fence_each(verdict.replica_failed, call.name, now)
+            refusal = files_refused(current, verdict)
+            call.finish(error=refusal)
+            self.abort(current, refusal, now)
+            return
         self._membership.fence_each(verdict.to_fence, call.name, now)
         missing = {} if current.connection is None else current.connection.missing(call)
         self._membership.count_failed_transfers(verdict, call.name, now, missing)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
+from deployments.protocol.files import FilePart
 from deployments.protocol.operations import InFlight, Operation
 
 
@@ -45,7 +46,7 @@ class Receive:
 
     name: ClassVar[str] = "receive"
     round_id: int
-    payload: JsonValue
+    payload: JsonValue | FilePart
     options: StagingOptions
 
 

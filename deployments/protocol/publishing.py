@@ -40,6 +40,7 @@ class RoundOptions:
     """None means what the fleet was configured with.
 
     `persist`: a replica writes the version to the store after the commit, because its publisher will not.
+    `file_bytes`: the payloads are `FilePart`s, of so many bytes in all; such a round needs no connection.
     """
 
     commit: CommitMode | None = None
@@ -48,6 +49,7 @@ class RoundOptions:
     drain_timeout_s: float | None = None
     drain_fallback: DrainFallback | None = None
     persist: bool = False
+    file_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

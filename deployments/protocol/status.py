@@ -29,6 +29,8 @@ class RoundStatus:
     phase: str
     age_s: float
     participants: Sequence[str]  # replica ids
+    file_bytes: int | None = None  # of the files that the version is read from; None: it is sent
+    sent_bytes: int = 0  # of these, what the replicas were told to read so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

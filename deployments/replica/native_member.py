@@ -5,20 +5,25 @@
     COMMIT    the version; generation resumes (after RELEASE, if all swap together)
     DROP      once a payload was received the old weights are gone: the replica fails
 
+Of weights that come from files RECEIVE only compares the digests; VERIFY pauses, and loads the directory.
+
 So a fault after the first byte fences the replica, and Serve builds another one, which catches up. vLLM's
 publishers state no digests: replicas are compared with each other only. The tensors pass through vLLM's
 engine unseen, so nothing is retained for the store.
 """
 
+import asyncio
 import time
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import JsonValue
 
 from deployments.errors import PayloadRejected
+from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import (
     Body,
     CatchUp,
@@ -40,8 +45,11 @@ from deployments.protocol.reports import Staged, Swapped, Value
 from deployments.replica.engine import Engine, EngineSpec
 from deployments.replica.member import EngineMember
 from deployments.replica.staged_member import StagedMember
+from deployments.weights.staging.staged_update import compare
+from deployments.weights.store.file_read import FileRead
 from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, read_schema, repeated, torn
 from deployments.weights.wire.chunk_layout import parse
+from deployments.weights.wire.digest import inspect
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -58,17 +66,23 @@ class NativeMember(EngineMember):
 
     def __init__(self, engine: Engine, model: str, *, one_payload: bool) -> None:
         super().__init__(engine)
-        self._expected = read_schema(Path(model))
+        self._model = Path(model)
+        self._expected = read_schema(self._model)
         self._one_payload = one_payload
         self._receiving: int | None = None
         self._loaded: int | None = None  # the round whose loading ended
         self._offered: Offered = {}
         self._lacking: frozenset[str] = frozenset()  # what the connected publisher does not have
+        self._reading: FileRead | None = None  # of a round whose weights come from files
+        self._directory: str | None = None  # where they are
+        self._options = StagingOptions()
         self._paused_at = 0.0
         self._stage_s = 0.0
 
     async def interrupt(self) -> None:
-        """Nothing can: vLLM's engine waits for its peer inside the engine's own loop."""
+        """End the wait for a file. Nothing else can be: vLLM's engine waits for its peer in its own loop."""
+        if self._reading is not None:
+            self._reading.abort()
 
     async def _execute(self, body: Body) -> Value:
         match body:
@@ -97,6 +111,10 @@ class NativeMember(EngineMember):
         if self._receiving != body.round_id:
             self._check_unchanged()
             self._receiving, self._offered, self._stage_s = body.round_id, {}, 0.0
+            self._directory, self._reading = None, None
+        if isinstance(body.payload, FilePart):
+            await self._compare(body.payload, body.options)
+            return
         offered = _tensors_of(body.payload)
         self._refuse(repeated(self._offered, offered))
         self._check(offered, complete=self._one_payload)
@@ -114,11 +132,15 @@ class NativeMember(EngineMember):
             PayloadRejected: no tensors came.
             RuntimeError: some are missing.
         """
-        if self._receiving != body.round_id or not self.partially_updated:
+        if self._receiving != body.round_id or not (self.partially_updated or self._directory):
             raise PayloadRejected(f"round {body.round_id} has brought no payload")
         self._check(self._offered, complete=True)
         begin = time.perf_counter()
-        await self._engine.workers("finish_weight_update")
+        if self._directory is None:
+            await self._engine.workers("finish_weight_update")
+        else:
+            await self._hold(self._options)
+            await self._engine.workers("load_checkpoint", path=self._directory)
         digests = await self._engine.workers("native_digest")
         self._loaded = body.round_id
         return Staged(
@@ -167,21 +189,46 @@ class NativeMember(EngineMember):
     async def forget(self, body: Forget) -> None:
         """Nothing is retained."""
 
+    async def _compare(self, part: FilePart, options: StagingOptions) -> None:
+        """Compare a file with what its publisher has read; the engine goes on.
+
+        Raises:
+            PayloadRejected: it is another model's, differs, cannot be read, or vLLM could not load it.
+        """
+        refusals = [each for each in await self._engine.workers("reload_refusal") if each is not None]
+        self._refuse(refusals)
+        begin = time.perf_counter()
+        self._reading = FileRead(part, self._model, torch.device("cpu"))
+        try:
+            offered = await asyncio.to_thread(_compared, self._reading)
+        except ValueError as error:
+            raise PayloadRejected(str(error)) from error
+        self._refuse(repeated(self._offered, offered))
+        self._check(offered, complete=False)
+        self._stage_s += time.perf_counter() - begin
+        self._offered |= offered
+        self._directory, self._options = part.directory, options
+
     async def _pause(self, options: StagingOptions) -> None:
         """Stop generating, and begin vLLM's update of the live model."""
+        await self._hold(options)
+        await self._engine.workers("start_weight_update")
+
+    async def _hold(self, options: StagingOptions) -> None:
+        """Stop generating: the weights are about to change."""
         self._paused_at = time.perf_counter()
         self._engine.held = True  # a user's resume would let it generate with a mixture of two versions
         # With `wait` it was drained before.
         mode = InFlight.ABORT if options.in_flight is InFlight.ABORT else InFlight.KEEP
         await self._engine.llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
         self.partially_updated, self.staged_round = True, self._receiving
-        await self._engine.workers("start_weight_update")
 
     def _check(self, offered: Offered, *, complete: bool) -> None:
         if self._expected is not None:
-            expected = {name: spec for name, spec in self._expected.items() if name not in self._lacking}
+            lacking = self._lacking if self._reading is None else frozenset()
+            expected = {name: spec for name, spec in self._expected.items() if name not in lacking}
             problems = mismatches(expected, offered, complete=complete)
-            self._refuse(problems + torn(self._lacking, offered))
+            self._refuse(problems + torn(lacking, offered))
 
     def _refuse(self, problems: list[str]) -> None:
         """Raises PayloadRejected before the first byte, RuntimeError after it."""
@@ -195,6 +242,21 @@ def member_of(engine: Engine, spec: EngineSpec) -> EngineMember:
     if spec.staging != "none":
         return StagedMember(engine)
     return NativeMember(engine, spec.model, one_payload=spec.backend == "nccl")
+
+
+def _compared(reading: FileRead) -> Offered:
+    """What a file offers, whose tensors must have the digests that were stated, and no NaN. Blocks.
+
+    Raises:
+        ValueError: they have not, or the file cannot be read.
+    """
+    offered: Offered = {}
+    for received in reading.chunks():
+        found = inspect(received.read())
+        columns = torch.stack((received.sent, found.digests, found.nonfinite))
+        compare([*received.chunk.offered], *columns.numpy().view(np.uint64))
+        offered |= received.chunk.offered
+    return offered
 
 
 def _tensors_of(payload: JsonValue) -> Offered:

@@ -7,6 +7,7 @@ from typing import TypeVar
 from pydantic import JsonValue
 
 from deployments.errors import PayloadRejected, TransferFailed
+from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import (
     Call,
     Commit,
@@ -22,7 +23,7 @@ from deployments.protocol.reports import Outcome, Staged, StoreResult, Swapped
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
 from deployments.replica.progress import StagingProgress
-from deployments.weights.staging.reports import ConnectState, StagingState, from_wire
+from deployments.weights.staging.reports import ConnectState, StagingState, from_wire, to_wire
 
 STAGING_POLL_S = 0.005
 STORE_POLL_S = 0.5
@@ -72,13 +73,13 @@ class StagedMember(EngineMember):
             self._retaining = body.options.retain_version
         share = self._engine.staging_share if self._engine.busy else 1.0
         # The update begins in the same call: each call to the workers delays a decoding step.
-        await self._engine.workers(
-            "staging_receive",
-            payload=body.payload,
-            share=share,
-            begins=begins,
-            retain_version=self._retaining,
-        )
+        options = {"share": share, "begins": begins, "retain_version": self._retaining}
+        if isinstance(body.payload, FilePart):
+            if self._progress is None and begins:  # nobody has connected yet
+                self._progress = await StagingProgress.open(self._engine)
+            await self._engine.workers("staging_read", part=to_wire(body.payload), **options)
+        else:
+            await self._engine.workers("staging_receive", payload=body.payload, **options)
         self._payloads += 1
         states = await self._progress.until(self._payloads) if self._progress is not None else None
         if states is None:

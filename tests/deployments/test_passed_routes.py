@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import vllm
 
+from app.http.directory_publisher import DirectoryPublisher
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes
 from app.http.weight_routes import WeightRoutes
@@ -35,9 +36,10 @@ def routes_of_vllm() -> set[tuple[str, str]]:
 
 def ours() -> set[str]:
     handle = Handle(FakeController())
+    directories = DirectoryPublisher(handle, ())
     endpoints = [
-        *FleetRoutes(handle, None).endpoints(),
-        *WeightRoutes(handle, 1, allow_pickled_ipc=False).endpoints(),
+        *FleetRoutes(handle, None, directories).endpoints(),
+        *WeightRoutes(handle, 1, directories, allow_pickled_ipc=False).endpoints(),
         *EngineRoutes(handle, 1).endpoints(),
     ]
     return {endpoint.path for endpoint in endpoints}

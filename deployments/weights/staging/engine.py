@@ -30,14 +30,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.errors import TransferFailed
+from deployments.protocol.files import FilePart
 from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome
-from deployments.weights.staging.base import Staging, check_draft
+from deployments.weights.staging.host import make_staging
 from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import ConnectState, StagingState
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, wait_for
 from deployments.weights.staging.throttle import Throttle
+from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.model_files import copy_model_files
 from deployments.weights.store.retained import RetainedVersions
 from deployments.weights.store.version_writer import VersionWriter
@@ -48,6 +50,7 @@ from deployments.weights.wire.received_chunk import ReceivedChunk
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
+Chunks = Callable[[], Iterator[ReceivedChunk]]
 
 
 class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Init, Update]):
@@ -72,29 +75,19 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         # Not `model_config.model`: for a replica that caught up that is a version in the store, which will be
         # removed.
         self.checkpoint = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
-        self.staging = self._make_staging(vllm_config, model)
+        self.staging = make_staging(vllm_config, self.device, model)
         self.retained = RetainedVersions()
         self.version_writer = VersionWriter(write_files=partial(copy_model_files, self.checkpoint))
         self.schema = read_schema(Path(self.checkpoint))
         self._lacking: frozenset[str] = frozenset()  # what this connection's publisher does not have
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
         self._update: StagedUpdate | None = None
+        self._reading: FileRead | None = None  # what the update reads from a file
         self._page: ProgressPage | None = None
         self._connecting: Future[None] = Future()
         self._thread = StagingThread(self.device)
         self._stream = self._thread.stream
         self._throttle = Throttle()
-
-    def _make_staging(self, vllm_config: VllmConfig, model: torch.nn.Module) -> Staging:
-        check_draft(vllm_config)
-        mode = vllm_config.additional_config.get("staging", "host")
-        if mode == "device":
-            from deployments.weights.staging.device import DeviceStaging
-
-            return DeviceStaging(vllm_config, self.device, model)
-        from deployments.weights.staging.host import HostStaging
-
-        return HostStaging(model, vllm_config.model_config)
 
     @abstractmethod
     def connect(self, init_info: Init) -> None:
@@ -123,6 +116,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return parsed
 
     def init_transfer_engine(self, init_info: Init) -> None:
+        self._reading = None
         # A rendezvous waits for the other members: on the engine's own thread it would stop decoding.
         self._connecting = self._thread.submit(self._connect, init_info)
 
@@ -147,7 +141,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         raise AssertionError("payloads are staged by update_weights, never loaded directly")
 
     def start_weight_update(self) -> None:
-        self._update = StagedUpdate()
+        self._update, self._reading = StagedUpdate(lacking=self._lacking), None
         if self._page is not None:  # the report of the former update would be taken for this one's
             self._page.write(self.worker_index, None)
         self.retained.begin()
@@ -157,7 +151,17 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         # torch.accelerator.synchronize() of the base class raises where there is no accelerator,
         # and would wait for the staging where there is one.
         assert self._update is not None
-        self._thread.submit(self._stage, self._update, update_info)
+        self._thread.submit(
+            self._stage, self._update, lambda: self.receive(self.parse_update_info(update_info))
+        )
+
+    def read_part(self, part: FilePart) -> None:
+        """`update_weights` with tensors from a file of this host instead of the transport's. The transport's
+        connection stays as it is, and what its publisher lacks is no matter here."""
+        assert self._update is not None
+        self._update.from_files, self._update.lacking = True, frozenset()
+        self._reading = FileRead(part, Path(self.checkpoint), self.device)
+        self._thread.submit(self._stage, self._update, self._reading.chunks)
 
     def finish_weight_update(self) -> None:
         assert self._update is not None
@@ -195,10 +199,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return update.report()
 
     def drop(self) -> None:
-        """Discard the update. A payload that is still arriving ends by itself or is ended by `abort`."""
+        """Discard the update. A payload that is still arriving ends by itself or is ended by `abort`, which
+        may also end a connection: not where a file was read, even if it is dropped twice."""
         self._update = None
         self.retained.begin()
-        self.abort()
+        (self if self._reading is None else self._reading).abort()
         self._thread.run(self._drop_staging, limit_s=DROP_S)
 
     def _drop_staging(self) -> None:
@@ -225,10 +230,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             stack.enter_context(torch.cuda.stream(self._stream))
         return stack
 
-    def _stage(self, update: StagedUpdate, update_info: dict[str, Any]) -> None:
+    def _stage(self, update: StagedUpdate, chunks: Chunks) -> None:
         start = time.perf_counter()
         if update is self._update and update.outcome is Outcome.DONE:
-            self._guarded(update, lambda update: self._stage_payload(update, update_info))
+            self._guarded(update, lambda update: self._stage_payload(update, chunks))
         update.stage_s += time.perf_counter() - start
         update.payloads_done += 1
         if update is self._update and self._page is not None:
@@ -236,27 +241,23 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def _guarded(self, update: StagedUpdate, work: Callable[[StagedUpdate], None]) -> None:
         """Run a part of the staging on its thread; what it raises becomes the outcome of the update."""
-        try:
+
+        def beside_the_engine() -> None:
             with self._beside_the_engine():
                 work(update)
-        except TransferFailed as error:
-            update.fail(Outcome.TRANSFER_FAILED, str(error), error.missing_ranks)
-        except ValueError as error:  # what a transport or the schema says of a wrong payload
-            update.fail(Outcome.REJECTED, str(error))
-        except Exception as error:  # nothing reads a thread's exception: the outcome reports it
-            update.fail(Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}")
 
-    def _stage_payload(self, update: StagedUpdate, update_info: dict[str, Any]) -> None:
+        update.run(beside_the_engine)
+
+    def _stage_payload(self, update: StagedUpdate, chunks: Chunks) -> None:
         self._throttle.begin(self.share)
-        for received in self.receive(self.parse_update_info(update_info)):
+        for received in chunks():
             self._stage_chunk(update, received)
             if self._stream is not None and self.share < 1.0:
                 wait_for(self._stream.record_event())
                 time.sleep(self._throttle.delay_s(received.chunk.size_bytes))
                 self._throttle.resume()
         update.compare_digests()
-        schema = self.schema
-        if self.one_payload if schema is None else not missing(schema, update.offered.keys() | self._lacking):
+        if update.has_all(self.schema, one_payload=self.one_payload):
             # Here and not in `verify`, for which the engine waits.
             self._finalize(update)
 
@@ -264,9 +265,9 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         chunk = received.chunk
         if self.schema is not None and chunk not in self._matching:
             problems = mismatches(self.schema, chunk.offered, complete=False)
-            came = sorted(self._lacking & chunk.offered.keys())
+            came = sorted(update.lacking & chunk.offered.keys())
             problems += [f"{name!r} was said to be lacking, and came" for name in came]
-            problems += torn(self._lacking, chunk.offered.keys() - self._lacking)
+            problems += torn(update.lacking, chunk.offered.keys() - update.lacking)
             if problems:
                 raise ValueError(join_reasons(problems))
             self._matching.add(chunk)
@@ -285,11 +286,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def _finalize(self, update: StagedUpdate) -> None:
         if self.schema is not None:
-            absent = missing(self.schema, update.offered.keys() | self._lacking)
+            absent = missing(self.schema, update.offered.keys() | update.lacking)
             if absent:
                 raise ValueError(join_reasons(absent))
         complete = self.schema is not None
-        unfilled = self.staging.finalize(complete=complete, partial=complete and bool(self._lacking))
+        unfilled = self.staging.finalize(complete=complete, partial=complete and bool(update.lacking))
         if unfilled:
             raise ValueError(
                 join_reasons([f"parameter {name!r} received no or not all weights" for name in unfilled])

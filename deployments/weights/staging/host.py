@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -13,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from deployments.weights.staging.base import Tensors
+from deployments.weights.staging.base import Staging, Tensors, check_draft
 from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest_definition import Findings
@@ -98,6 +99,20 @@ class HostStaging:
 
     def release(self) -> None:
         pass
+
+
+def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
+    """The staging that an engine is configured with: this one, or the device's.
+
+    Raises:
+        ValueError: it is not possible for this model.
+    """
+    check_draft(vllm_config)
+    if vllm_config.additional_config.get("staging", "host") == "device":
+        from deployments.weights.staging.device import DeviceStaging
+
+        return DeviceStaging(vllm_config, device, model)
+    return HostStaging(model, vllm_config.model_config)
 
 
 def reload_refusal(model: torch.nn.Module) -> str | None:

@@ -1,15 +1,16 @@
 """What arrived of one update at a worker so far, and the comparison of its digests."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
 import torch
 
+from deployments.errors import TransferFailed
 from deployments.protocol.reports import Outcome
 from deployments.weights.staging.reports import StagingState
-from deployments.weights.wire.checkpoint_schema import join_reasons, repeated
+from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, missing, repeated
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by name
@@ -28,6 +29,8 @@ class ChunkFindings:
 class StagedUpdate:
     """An update while it arrives. Changed on the staging thread; other threads only call `report`."""
 
+    lacking: frozenset[str] = frozenset()  # what its publisher does not have
+    from_files: bool = False
     offered: Offered = field(default_factory=dict)  # what arrived
     pending: list[ChunkFindings] = field(default_factory=list)  # inspected, not compared
     names: list[str] = field(default_factory=list)  # of the tensors whose digests were compared
@@ -59,6 +62,17 @@ class StagedUpdate:
         """Whether the whole version has arrived and was compared."""
         return bool(self.digest)
 
+    def has_all(self, schema: Schema | None, *, one_payload: bool) -> bool:
+        """Whether nothing more is to come.
+
+        Args:
+            schema: of the model; None: not known.
+            one_payload: a version that is sent is one payload.
+        """
+        if schema is None:
+            return one_payload and not self.from_files
+        return not missing(schema, self.offered.keys() | self.lacking)
+
     def offer(self, tensors: Offered) -> None:
         """Note what arrives.
 
@@ -69,6 +83,17 @@ class StagedUpdate:
         if problems:
             raise ValueError(join_reasons(problems))
         self.offered |= tensors
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Run a part of the update; what it raises becomes its outcome."""
+        try:
+            work()
+        except TransferFailed as error:
+            self.fail(Outcome.TRANSFER_FAILED, str(error), error.missing_ranks)
+        except ValueError as error:  # what a transport or the schema says of a wrong payload
+            self.fail(Outcome.REJECTED, str(error))
+        except Exception as error:  # nothing reads a thread's exception: the outcome reports it
+            self.fail(Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}")
 
     def fail(self, outcome: Outcome, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
         """End the update: nothing more of it is staged."""

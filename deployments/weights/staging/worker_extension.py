@@ -13,9 +13,10 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 
+from deployments.protocol.files import FilePart
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.host import reload_refusal, replacing_all
-from deployments.weights.staging.reports import to_wire
+from deployments.weights.staging.reports import from_wire, to_wire
 from deployments.weights.store.safetensors_file import read_tensors
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
@@ -59,12 +60,26 @@ class StagingWorkerExtension:
         Raises:
             RuntimeError: vLLM's, if an update is active and another one begins, or none is active.
         """
+        self._prepare(share, begins, retain_version)
+        self.update_weights(payload)
+
+    def staging_read(
+        self, part: dict[str, Any], share: float, begins: bool, retain_version: int | None
+    ) -> None:
+        """As `staging_receive`, for a `FilePart` that every worker reads by itself.
+
+        Raises:
+            RuntimeError: vLLM's, as there.
+        """
+        self._prepare(share, begins, retain_version)
+        self._staging_engine.read_part(from_wire(FilePart, part))
+
+    def _prepare(self, share: float, begins: bool, retain_version: int | None) -> None:
         if begins:
             self.start_weight_update()
             if retain_version is not None and self._staging_engine.worker_index == 0:
                 self._staging_engine.retained.expect(retain_version)
         self._staging_engine.share = share
-        self.update_weights(payload)
 
     def staging_progress(self) -> dict[str, Any]:
         """A `StagingState`."""

@@ -6,18 +6,23 @@ summed modulo 2**64. This is done in two levels, so that the table of multiplier
 words to rows of `ROW_WORDS`, then rows to one number. It detects transport faults (a stale, truncated,
 permuted or missing piece); it is not a signature against an adversary.
 
-This module defines; `digest` and `digest_cuda` compute.
+This module defines; `digest_host` computes from bytes, `digest` and `digest_cuda` from tensors.
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 ROW_WORDS = 16384
 DIGEST_BYTES = 8

@@ -1,14 +1,16 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from app.command.cli import cli
+from deployments.protocol.status import RoundStatus
 from tests.app.http.fake_controller import report, status
 
 STATUS = asdict(status(3, ["replica-0"]))
@@ -19,13 +21,18 @@ class Fleet(BaseHTTPRequestHandler):
     """Answers as a fleet would, and records the requests."""
 
     requests: list[tuple[str, str, str | None, Any]]
+    states: Iterator[Any] = iter(())  # what `/fleet` answers, one after the other; then STATUS
+    ended: Event  # of a publication
 
     def do_GET(self) -> None:
-        self._answer(200, {"/fleet": STATUS, "/fleet/rounds": ROUNDS}[self.path])
+        self._answer(200, {"/fleet": next(self.states, STATUS), "/fleet/rounds": ROUNDS}[self.path])
 
     def do_POST(self) -> None:
         if self.path == "/fleet/rollback":
             self._answer(409, {"error": {"type": "conflict", "message": "a round is open", "detail": {}}})
+        elif self.path == "/fleet/publish":
+            Fleet.ended.wait(10)
+            self._answer(200, asdict(report(4, 7)))
         elif self.path == "/fleet/scale":
             self._answer(200, STATUS["size"])
         else:
@@ -49,8 +56,8 @@ class Fleet(BaseHTTPRequestHandler):
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "s3cret")
-    Fleet.requests = []
-    with HTTPServer(("127.0.0.1", 0), Fleet) as server:
+    Fleet.requests, Fleet.states, Fleet.ended = [], iter(()), Event()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Fleet) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -69,6 +76,35 @@ def test_control_commands_carry_the_token(url: str, command: str, state: str) ->
     result = CliRunner().invoke(cli, [command], env={"SLIPSTREAM_URL": url})
     assert (result.exit_code, json.loads(result.stdout)) == (0, {"status": state})
     assert Fleet.requests == [("POST", f"/{command}", "Bearer s3cret", None)]
+
+
+def reading(sent_mib: int, phase: str = "open") -> Any:
+    current = RoundStatus(
+        round_id=4,
+        version=7,
+        label=None,
+        phase=phase,
+        age_s=1.0,
+        participants=("replica-0",),
+        file_bytes=10 << 20,
+        sent_bytes=sent_mib << 20,
+    )
+    return STATUS | {"round": asdict(current)}
+
+
+def test_a_directory_is_published_with_a_progress_bar(url: str, tmp_path: Path) -> None:
+    def states() -> Iterator[Any]:
+        yield STATUS
+        yield from (reading(0), reading(4), reading(10), reading(10, "committing"))
+        Fleet.ended.set()
+
+    Fleet.states = states()
+    result = CliRunner().invoke(cli, ["publish", str(tmp_path / "a" / ".."), "--label", "s7", "--url", url])
+    assert (result.exit_code, json.loads(result.stdout)) == (0, json.loads(json.dumps(asdict(report(4, 7)))))
+    posted = [each for each in Fleet.requests if each[0] == "POST"]
+    body = {"path": str(tmp_path), "label": "s7"}
+    assert posted == [("POST", "/fleet/publish", "Bearer s3cret", body)]
+    assert "version 7" in result.stderr
 
 
 @pytest.mark.parametrize(("argument", "sent"), [("3", 3), ("auto", "auto")])

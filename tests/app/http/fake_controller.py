@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from ray.exceptions import ActorDiedError
 
 from deployments.errors import Conflict, InvalidRequest, RoundAborted, StalePublisher, TransferAborted
+from deployments.protocol.files import FilePart
 from deployments.protocol.json_values import json_only
 from deployments.protocol.operations import (
     AbortRequests,
@@ -64,7 +65,8 @@ class FakeController:
         self.dies_before: set[str] = set()
         self.dies_after: set[str] = set()
         self.delay_s: dict[str, float] = {}
-        self.sent: list[JsonValue] = []
+        self.sent: list[JsonValue | FilePart] = []
+        self.stored: dict[int, str] = {}  # directories by version
         self.operations: list[Operation] = []
         self.options: list[RoundOptions] = []
         self.init_info: JsonValue = None
@@ -127,12 +129,20 @@ class FakeController:
         self._leave("open_round")
         return self._last_round
 
-    async def send(self, token: int, round_id: int, payload: JsonValue) -> None:
+    async def send(self, token: int, round_id: int, payload: JsonValue | FilePart) -> None:
         await self._enter("send")
         self._holder(token)
         self._undecided(round_id)
-        self.sent.append(json_only(payload, "payload"))
+        self.sent.append(payload if isinstance(payload, FilePart) else json_only(payload, "payload"))
         self._leave("send")
+
+    async def abort_round(self, token: int, round_id: int, reason: str) -> None:
+        await self._enter("abort_round")
+        self._holder(token)
+        self._undecided(round_id)
+        aborted = report(round_id, self.version + 1, phase="aborted")
+        self.reports.append(replace(aborted, reason=reason))
+        self.round_id = None
 
     async def close_round(self, token: int, round_id: int, label: str | None) -> RoundReport:
         try:
@@ -160,6 +170,12 @@ class FakeController:
             self._no_round("sleep")
         self.operations.append(operation)
         return {replica_id: self._answer(operation, replica_id) for replica_id in self.serving}
+
+    async def rollback_source(self, version: int) -> str:
+        await self._enter("rollback_source")
+        if version not in self.stored:
+            raise InvalidRequest(f"version: expected one in the store {[*self.stored]}, got {version}")
+        return self.stored[version]
 
     async def set_label(self, label: str) -> None:
         await self._enter("set_label")

@@ -1,6 +1,7 @@
 """Our own routes as an HTTP client reaches them, in this process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.auth import Guard, Tokens, TokenSource
+from app.http.directory_publisher import DirectoryPublisher
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes
 from app.http.ingress import build_app
@@ -42,11 +44,14 @@ def application(
     user_token: str | None = None,
     router: ASGIApp | None = None,
     allow_pickled_ipc: bool = False,
+    checkpoint_roots: Sequence[Path] = (),
 ) -> Starlette:
     handle, training = Handle(controller), None if trainer is None else Handle(trainer)
+    directories = DirectoryPublisher(handle, checkpoint_roots)
+    weights = WeightRoutes(handle, MAX_BODY_BYTES, directories, allow_pickled_ipc=allow_pickled_ipc)
     endpoints = [
-        *FleetRoutes(handle, training).endpoints(),
-        *WeightRoutes(handle, MAX_BODY_BYTES, allow_pickled_ipc=allow_pickled_ipc).endpoints(),
+        *FleetRoutes(handle, training, directories).endpoints(),
+        *weights.endpoints(),
         *EngineRoutes(handle, MAX_BODY_BYTES).endpoints(),
         *TrainRoutes(training, MAX_BODY_BYTES).endpoints(),
     ]

@@ -1,13 +1,18 @@
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 from starlette.requests import Request
 
+from app.http.directory_publisher import DirectoryPublisher
 from app.http.fleet_routes import FleetRoutes
 from app.http.requests import EventsQuery
+from deployments.protocol.files import FilePart
 from deployments.protocol.status import Event
 from tests.app.http.fake_controller import FakeController, Handle, report, status
 from tests.app.http.fake_trainer import FakeTrainer
@@ -38,14 +43,20 @@ async def test_the_status_and_the_history_are_the_controllers() -> None:
         }
 
 
-async def test_a_rollback_needs_a_trainer_and_a_version() -> None:
+async def test_a_rollback_needs_a_version(tmp_path: Path) -> None:
     async def rollback(fleet: httpx.AsyncClient, body: object) -> tuple[int, Any]:
         answer = await fleet.post("/fleet/rollback", json=body)
         return answer.status_code, answer.json()
 
-    async with client(FakeController()) as fleet:
-        code, refused = await rollback(fleet, {"version": 2})
-        assert code == 400 and "the fleet has none" in refused["error"]["message"]
+    controller = FakeController()
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    controller.stored = {2: str(tmp_path)}
+    async with client(controller, checkpoint_roots=[tmp_path]) as fleet:  # without a trainer: from the store
+        code, refused = await rollback(fleet, {"version": 7})
+        assert code == 400 and "expected one in the store [2], got 7" in refused["error"]["message"]
+        code, made = await rollback(fleet, {"version": 2})
+        assert (code, made["version"], made["label"]) == (200, 4, "rollback to 2")
+        assert isinstance(controller.sent[0], FilePart) and controller.lease is None
     async with client(FakeController(), trainer=FakeTrainer()) as fleet:
         code, made = await rollback(fleet, {"version": 2})
         assert code == 200 and made["version"] == 5
@@ -82,7 +93,8 @@ def events(controller: FakeController, query: str = "", **headers: str) -> Any:
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "GET", "path": "/fleet/events", "query_string": b"", "headers": raw}
     since = EventsQuery() if not query else EventsQuery(since=int(query))
-    return FleetRoutes(Handle(controller), None).events(Request(scope), since)
+    handle = Handle(controller)
+    return FleetRoutes(handle, None, DirectoryPublisher(handle, ())).events(Request(scope), since)
 
 
 @pytest.mark.parametrize(

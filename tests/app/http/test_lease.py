@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from app.http.lease import PUBLISHER
+from app.http.directory_publisher import DirectoryPublisher
+from app.http.lease import PUBLISHER, RENEW_S
 from app.http.requests import InitEngineBody, UpdateWeightsBody
 from app.http.weight_routes import WeightRoutes
 from deployments.errors import InvalidRequest, RoundAborted, StalePublisher, TransferAborted
@@ -24,6 +25,12 @@ def controller() -> FakeController:
 async def fleet(controller: FakeController) -> AsyncIterator[httpx.AsyncClient]:
     async with client(controller) as made:
         yield made
+
+
+def weight_routes(controller: FakeController, renew_s: float = RENEW_S) -> WeightRoutes:
+    handle = Handle(controller)
+    directories = DirectoryPublisher(handle, ())
+    return WeightRoutes(handle, 1000, directories, allow_pickled_ipc=False, renew_s=renew_s)
 
 
 async def test_a_complete_update_acquires_the_lease_once_and_releases_it(
@@ -143,7 +150,7 @@ async def test_a_transfer_that_failed_is_answered_503_with_a_time_to_retry(
 
 
 async def test_a_long_call_renews_the_lease(controller: FakeController) -> None:
-    routes = WeightRoutes(Handle(controller), 1000, allow_pickled_ipc=False, renew_s=0.01)
+    routes = weight_routes(controller, renew_s=0.01)
     await routes.start()
     controller.delay_s["send"] = 0.1
     await routes.update(UpdateWeightsBody(update_info={}))
@@ -162,21 +169,21 @@ async def test_a_long_call_renews_the_lease(controller: FakeController) -> None:
 async def test_the_lease_is_renewed_while_any_call_waits_in_the_fleet(
     controller: FakeController, method: str, path: str, body: InitEngineBody | None
 ) -> None:
-    routes = WeightRoutes(Handle(controller), 1000, allow_pickled_ipc=False, renew_s=0.01)
+    routes = weight_routes(controller, renew_s=0.01)
     controller.delay_s[method] = 0.1
     await getattr(routes, path)(*([] if body is None else [body]))
     assert controller.calls.count("renew") >= 2
 
 
 async def test_a_short_call_does_not_renew(controller: FakeController) -> None:
-    routes = WeightRoutes(Handle(controller), 1000, allow_pickled_ipc=False)
+    routes = weight_routes(controller)
     await routes.start()
     await routes.update(UpdateWeightsBody(update_info={}))
     assert "renew" not in controller.calls
 
 
 async def test_a_lease_that_is_lost_during_a_long_call_ends_it(controller: FakeController) -> None:
-    routes = WeightRoutes(Handle(controller), 1000, allow_pickled_ipc=False, renew_s=0.01)
+    routes = weight_routes(controller, renew_s=0.01)
     await routes.start()
     controller.delay_s["send"] = 0.1
     controller.fail_next["renew"] = StalePublisher("token 1 is stale")
@@ -186,7 +193,7 @@ async def test_a_lease_that_is_lost_during_a_long_call_ends_it(controller: FakeC
 
 
 async def test_the_error_of_a_long_call_is_its_own(controller: FakeController) -> None:
-    routes = WeightRoutes(Handle(controller), 1000, allow_pickled_ipc=False, renew_s=0.01)
+    routes = weight_routes(controller, renew_s=0.01)
     await routes.start()
     controller.delay_s["send"] = 0.03
     controller.fail_next["send"] = TransferAborted("a peer is gone")

@@ -1,9 +1,12 @@
 """vLLM's routes that update weights: their order, parameters and answers."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from app.http.weight_routes import agreed
 from deployments.errors import Conflict
@@ -64,7 +67,14 @@ async def test_a_call_that_a_round_forbids_is_a_conflict_and_the_round_goes_on(
     [
         ("/init_weight_transfer_engine", b"", "expected the field 'init_info', got []"),
         ("/init_weight_transfer_engine", b'{"init_info": [1]}', "init_info: expected an object, got list"),
-        ("/update_weights", b"{}", "expected the field 'update_info', got []"),
+        ("/update_weights", b"{}", "expected the field 'update_info' or the field 'weight_dir', got []"),
+        ("/update_weights", b'{"update_info": {}, "weight_dir": "/x"}', "got ['update_info', 'weight_dir']"),
+        (
+            "/update_weights",
+            b'{"weight_dir": null}',
+            "weight_dir: expected the path of a directory, got None",
+        ),
+        ("/update_weights", b'{"weight_dir": 7}', "weight_dir: expected a valid string, got 7"),
         ("/update_weights", b'{"update_info": "x"}', "expected an object or a list of objects, got str"),
         ("/update_weights", b'{"update_info": [1]}', "expected an object or a list of objects, got int"),
         (
@@ -179,3 +189,18 @@ def test_checksums_that_differ_between_replicas_are_named() -> None:
         agreed({"r0": [{"a": "1", "b": "2"}], "r1": [{"a": "1", "b": "3"}]})
     assert caught.value.detail == {"tensors": ["b"]}
     assert agreed({}) == {}
+
+
+async def test_a_directory_is_a_whole_round_as_prime_rl_has_it(
+    controller: FakeController, tmp_path: Path
+) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    async with client(controller, checkpoint_roots=[tmp_path]) as fleet:
+        answer = await fleet.post("/update_weights", json={"weight_dir": str(tmp_path)})
+        assert (answer.status_code, answer.json()) == (200, {"message": "Weights updated"})
+        assert controller.version == 4 and controller.lease is None
+        assert controller.options[-1].persist and controller.options[-1].file_bytes == 8
+        await fleet.post("/start_weight_update")
+        refused = await fleet.post("/update_weights", json={"weight_dir": str(tmp_path)})
+        assert refused.status_code == 409 and "'http' publishes" in refused.json()["error"]["message"]
+        assert controller.round_id == 2, "the round of the other publisher goes on"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from app.settings.config import parse_config
 from app.settings.errors import ConfigError
 from app.settings.security import SecurityConfig
 
@@ -74,3 +75,13 @@ def test_a_token_that_can_be_guessed_or_not_be_sent_is_refused_and_not_shown(
 def test_a_token_is_not_in_what_is_displayed() -> None:
     tokens = SecurityConfig().tokens({"SLIPSTREAM_TOKEN": OPERATOR, "SLIPSTREAM_USER_TOKEN": USER})
     assert OPERATOR not in repr(tokens) and USER not in repr(tokens)
+
+
+def test_checkpoints_may_be_published_from_the_store_and_what_is_named(tmp_path: Path) -> None:
+    config = parse_config({"model": "m", "state_dir": str(tmp_path)})
+    assert config.checkpoint_roots == (tmp_path / "store",)
+    security = {"checkpoint_roots": ["/data/run 1", "relative"]}
+    config = parse_config({"model": "m", "state_dir": str(tmp_path), "security": security})
+    assert config.checkpoint_roots == (tmp_path / "store", Path("/data/run 1"), Path.cwd() / "relative")
+    with pytest.raises(ConfigError, match=r"security\.checkpoint_roots"):
+        parse_config({"model": "m", "security": {"checkpoint_roots": "/data"}})

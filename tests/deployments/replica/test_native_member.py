@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from deployments.errors import PayloadRejected
+from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Commit, Connect, Drop, KvCache, Receive, StagingOptions, Verify
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Staged, Swapped
 from deployments.replica.native_member import NativeMember
+from deployments.weights.store.checkpoint import Checkpoint, stated
 from deployments.weights.wire.chunk_layout import describe
 from tests.tiny_models import tiny_llama
 
@@ -185,3 +187,59 @@ async def test_after_the_first_byte_nothing_can_be_undone(model: Path) -> None:
         await member.execute(receive(payload()))
     with pytest.raises(RuntimeError, match="a mixture of two versions"):
         await member.execute(DROP)
+
+
+# -- weights that come from files ------------------------------------------------------------------
+
+
+def parts_of(directory: Path, seed: int = 2) -> list[FilePart]:
+    tiny_llama(seed).save_pretrained(directory)
+    checkpoint = Checkpoint.open(str(directory), [directory], 1 << 18)
+    checkpoint.close()
+    return [stated(part) for part in checkpoint.parts]
+
+
+def read(part: FilePart) -> Receive:
+    return Receive(round_id=9, payload=part, options=StagingOptions())
+
+
+async def test_a_directory_is_compared_while_the_engine_goes_on_and_loaded_in_a_pause(
+    model: Path, tmp_path: Path
+) -> None:
+    member, engine = member_of(model)
+    parts = parts_of(tmp_path / "new")
+    assert len(parts) > 1
+    for part in parts:
+        await member.execute(read(part))
+    assert not (member.partially_updated or engine.held)
+    staged = await member.execute(VERIFY)
+    assert isinstance(staged, Staged) and not staged.compared, "vLLM's loader reads it once more"
+    assert staged.size_bytes == sum(part.size_bytes for part in parts)
+    await member.execute(commit())
+    assert not member.partially_updated and member.version == 5
+    assert engine.did == [
+        *["reload_refusal"] * len(parts),
+        *("pause keep False", "load_checkpoint", "native_digest"),
+        *("reset caches, recompute True", "version 5", "release"),
+    ]
+    assert engine.arguments == {"path": str(tmp_path / "new")}
+
+
+@pytest.mark.parametrize("spoil", ["changed", "gone", "half"])
+async def test_a_directory_that_is_not_what_was_read_changes_nothing(
+    model: Path, tmp_path: Path, spoil: str
+) -> None:
+    member, engine = member_of(model)
+    parts = parts_of(tmp_path / "new")
+    if spoil == "changed":
+        tiny_llama(3).save_pretrained(tmp_path / "new")
+    elif spoil == "gone":
+        (tmp_path / "new" / "model.safetensors").unlink()
+    with pytest.raises(PayloadRejected, match=r"arrived with|No such file|is missing"):
+        await member.execute(read(parts[0]))
+        await member.execute(VERIFY)
+    assert not (member.partially_updated or engine.held)
+    await member.execute(DROP)
+    for part in parts_of(tmp_path / "other"):
+        await member.execute(Receive(round_id=10, payload=part, options=StagingOptions()))
+    await member.execute(Verify(round_id=10))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.errors import PayloadRejected, TransferFailed
+from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import (
     CatchUp,
     Commit,
@@ -25,7 +26,7 @@ from deployments.protocol.instructions import (
 from deployments.protocol.operations import InFlight
 from deployments.protocol.reports import Outcome, Staged, StoreResult, Swapped
 from deployments.replica.staged_member import StagedMember
-from deployments.weights.staging.reports import ConnectState, StagingState, to_wire
+from deployments.weights.staging.reports import ConnectState, StagingState, from_wire, to_wire
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 
@@ -59,7 +60,7 @@ class Workers:
                 return [to_wire(self.connects)] * 2
             case "staging_report_to":
                 return [True, False]
-            case "staging_receive":
+            case "staging_receive" | "staging_read":
                 assert arguments["begins"] or self.active, "vLLM: update_weights without a start"
                 if arguments["begins"] and self.active:
                     raise RuntimeError("start_weight_update called while a weight update is already active")
@@ -92,6 +93,25 @@ class Workers:
 
 def receive(round_id: int = 1, retain: int | None = None) -> Receive:
     return Receive(round_id=round_id, payload={"x": 1}, options=StagingOptions(retain_version=retain))
+
+
+PART = FilePart(
+    directory="/c", path="/c/m.safetensors", names=("w",), dtypes=("F32",), shapes=((2,),), ranges=((0, 8),)
+)
+
+
+async def test_files_are_read_by_the_workers_and_need_no_connection(
+    member: StagedMember, engine: Workers
+) -> None:
+    for _ in range(2):
+        await member.execute(Receive(round_id=1, payload=PART, options=StagingOptions(retain_version=4)))
+    read = engine.named("staging_read")
+    assert [(each["begins"], each["retain_version"]) for each in read] == [(True, 4), (False, 4)]
+    assert all(from_wire(FilePart, each["part"]) == PART for each in read)
+    assert engine.named("staging_receive") == [] and len(engine.named("staging_report_to")) == 1
+    await member.execute(Verify(round_id=1))
+    await member.execute(COMMIT)
+    assert engine.version == 4 and member.retained_version == 4
 
 
 COMMIT = Commit(round_id=1, version=4, hold=True, kv_cache=KvCache.RECOMPUTE, in_flight=InFlight.KEEP)

@@ -1,0 +1,143 @@
+"""The worker's reading of one part of a checkpoint, on a thread of its own: a disk that stands still must not
+hold the thread that stages, on which an update is dropped."""
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import JsonValue
+from safetensors.torch import _TYPES as SAFETENSORS_DTYPES
+
+from deployments.protocol.files import FilePart
+from deployments.weights.store.file_bytes import open_file, read_into
+from deployments.weights.wire.checkpoint_schema import join_reasons
+from deployments.weights.wire.chunk_layout import Chunk, plan_chunks, write_digests
+from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
+
+_UNBOUNDED = 1 << 62  # a part is one chunk
+_POLL_S = 0.01
+
+# What trainers and newer libraries write otherwise without another meaning for the weights.
+_FREE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"})
+_FREE |= {"max_position_embeddings", "initializer_range", "attn_implementation", "output_router_logits"}
+
+
+class FileRead:
+    """One part on its way from the disk.
+
+    Args:
+        checkpoint: the directory that the engine was started from.
+        device: where the tensors are wanted.
+    """
+
+    def __init__(self, part: FilePart, checkpoint: Path, device: torch.device) -> None:
+        self._part = part
+        self._checkpoint = checkpoint
+        self._device = device
+        self._aborted = threading.Event()
+        self._error: Exception | None = None
+
+    def chunks(self) -> Iterator[ReceivedChunk]:
+        """The part as one chunk, with the digests that its tensors must have.
+
+        Raises:
+            ValueError: the files are not this model's, cannot be read, or the reading was aborted.
+        """
+        check_config(self._part.config, self._checkpoint)
+        chunk = chunk_of(self._part)
+        try:
+            block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
+        except RuntimeError as error:  # torch's, where the host has no memory
+            raise self._no_memory(chunk, error) from error
+        self._read(chunk, block)
+        write_digests(chunk, _signed(self._part.digests), block)
+        try:
+            received = block.to(self._device)
+        except torch.OutOfMemoryError as error:
+            raise self._no_memory(chunk, error) from error
+        yield packed_chunk(chunk, received)
+
+    def abort(self) -> None:
+        """End the wait for the disk. Called on any thread."""
+        self._aborted.set()
+
+    def _no_memory(self, chunk: Chunk, error: Exception) -> ValueError:
+        return ValueError(f"no memory for {chunk.size_bytes} bytes of {self._part.path}: {error}")
+
+    def _read(self, chunk: Chunk, block: torch.Tensor) -> None:
+        reading = threading.Thread(target=self._fill, args=(chunk, block), name="file-read", daemon=True)
+        reading.start()
+        while reading.is_alive() and not self._aborted.is_set():
+            reading.join(_POLL_S)
+        if self._aborted.is_set():
+            raise ValueError(f"{self._part.path} was not read to its end: the update was dropped")
+        if self._error is not None:
+            raise ValueError(f"{self._part.path} cannot be read: {self._error}") from self._error
+
+    def _fill(self, chunk: Chunk, block: torch.Tensor) -> None:
+        target = memoryview(block.numpy())
+        try:
+            with open_file(Path(self._part.path)) as file:
+                for entry, (begin, end) in zip(chunk.entries, self._part.ranges, strict=True):
+                    read_into(file, begin, target[entry.offset : entry.offset + end - begin], self._go_on)
+        except (OSError, ValueError) as error:
+            self._error = error
+
+    def _go_on(self) -> None:
+        if self._aborted.is_set():
+            raise ValueError("aborted")
+
+
+def chunk_of(part: FilePart) -> Chunk:
+    """The layout of a part in memory; a new object each time: its memory is another one in each round.
+
+    Raises:
+        ValueError: a dtype that is unknown, or a shape that is not the size of its bytes.
+    """
+    unknown = [dtype for dtype in part.dtypes if dtype not in SAFETENSORS_DTYPES]
+    if unknown:
+        raise ValueError(f"{part.path}: expected dtypes of {sorted(SAFETENSORS_DTYPES)}, got {unknown[0]!r}")
+    dtypes = [SAFETENSORS_DTYPES[dtype] for dtype in part.dtypes]
+    (chunk,) = plan_chunks(list(zip(part.names, dtypes, part.shapes, strict=True)), _UNBOUNDED)
+    wrong = [
+        f"{entry.name!r} is {list(entry.shape)} of {str(entry.dtype)[6:]} in {end - begin} bytes"
+        for entry, (begin, end) in zip(chunk.entries, part.ranges, strict=True)
+        if entry.size_bytes != end - begin
+    ]
+    if wrong:
+        raise ValueError(f"{part.path}: {join_reasons(wrong)}")
+    return chunk
+
+
+def check_config(config: Mapping[str, JsonValue] | None, checkpoint: Path) -> None:
+    """Check that a checkpoint is of the model that the engine runs: an update brings weights, and no
+    configuration. What only one of the two states is not compared.
+
+    Raises:
+        ValueError: it is of another model; names the first differences.
+    """
+    file = checkpoint / "config.json"
+    if config is None or not file.is_file():
+        return
+    wrong = list(_differences(config, json.loads(file.read_bytes())))
+    if wrong:
+        raise ValueError(f"config.json is of another model: {join_reasons(wrong)}")
+
+
+def _differences(config: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name in sorted(config.keys() & own.keys()):
+        theirs, ours = config[name], own[name]
+        if name in _FREE or name.endswith(("_token_id", "dropout")):
+            continue
+        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+            yield from _differences(theirs, ours, f"{prefix}{name}.")
+        elif theirs != ours:
+            yield f"{prefix}{name} is {theirs!r:.80}, and the fleet's model has {ours!r:.80}"
+
+
+def _signed(digests: tuple[str, ...]) -> torch.Tensor:
+    values = [int(digest, 16) for digest in digests]
+    return torch.tensor([value - (1 << 64) if value >= 1 << 63 else value for value in values]).long()

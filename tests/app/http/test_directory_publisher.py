@@ -1,0 +1,218 @@
+"""A directory becomes a version, over the real controller or a fake one that dies; or nothing changes."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from app.http.directory_publisher import DirectoryPublisher, DiskThread
+from deployments.errors import (
+    Conflict,
+    FleetUnavailable,
+    InvalidRequest,
+    RoundAborted,
+    SlipstreamError,
+    TransferAborted,
+)
+from deployments.protocol.files import FilePart
+from deployments.protocol.instructions import Receive, Verify
+from deployments.protocol.reports import Outcome, Verification
+from deployments.weights.wire.digest import digest
+from tests.app.http.fake_controller import FakeController, Handle
+from tests.deployments.controller.fleet import Fleet
+
+TENSORS = {"w": torch.arange(6.0), "b": torch.ones(3)}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "root" / "model"
+    path.mkdir(parents=True)
+    save_file(TENSORS, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    made = Fleet(tmp_path)
+    made.start("r0", "r1")
+    await made.admitted("r0", "r1")
+    yield made
+    await made.aclose()
+
+
+def publisher_of(controller: Any, directory: Path, **options: Any) -> DirectoryPublisher:
+    return DirectoryPublisher(Handle(controller), [directory.parent], part_bytes=1, **options)
+
+
+def parts(fleet: Fleet, replica_id: str) -> list[FilePart]:
+    payloads = [
+        each.body.payload for each in fleet.replicas[replica_id].ran if isinstance(each.body, Receive)
+    ]
+    return [each for each in payloads if isinstance(each, FilePart)]
+
+
+async def test_every_replica_is_told_what_to_read_and_which_digests_it_must_find(
+    fleet: Fleet, directory: Path
+) -> None:
+    report = await publisher_of(fleet.controller, directory).publish(str(directory), "step-3")
+    assert (report.version, report.label, report.phase) == (1, "step-3", "committed")
+    assert report.verification is Verification.PUBLISHER
+    for replica_id, replica in fleet.replicas.items():
+        told = parts(fleet, replica_id)
+        stated = {name: value for part in told for name, value in zip(part.names, part.digests, strict=True)}
+        assert stated == {name: f"{digest(tensor):016x}" for name, tensor in TENSORS.items()}
+        assert {part.path for part in told} == {str(directory / "model.safetensors")} and len(told) == 2
+        assert replica.version == 1
+    await fleet.until(lambda: any("store" in each.names() for each in fleet.replicas.values()))
+    assert (await fleet.controller.fleet()).lease is None
+
+
+async def test_what_is_wrong_before_a_round_opens_none(fleet: Fleet, directory: Path) -> None:
+    publisher = publisher_of(fleet.controller, directory)
+    (directory / "model.safetensors").write_bytes(b"not yet")
+    for path, message in (
+        (str(directory), "no safetensors header"),
+        (str(directory / ".." / ".."), "path: expected a directory below one of"),
+        (str(directory.parent / "nothing"), "does not exist"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            await publisher.publish(path, None)
+    status = await fleet.controller.fleet()
+    assert (status.committed_version, status.lease) == (0, None)
+    assert await fleet.controller.rounds() == []
+
+
+@pytest.mark.parametrize("body", [Receive, Verify])
+@pytest.mark.parametrize(
+    ("outcomes", "error"),
+    [
+        ((Outcome.REJECTED, Outcome.DONE), RoundAborted),
+        ((Outcome.REJECTED, Outcome.REJECTED), InvalidRequest),
+    ],
+)
+async def test_what_replicas_refuse_changes_nothing(
+    fleet: Fleet, directory: Path, body: Any, outcomes: tuple[Outcome, ...], error: type[SlipstreamError]
+) -> None:
+    publisher = publisher_of(fleet.controller, directory)
+    for replica, outcome in zip(fleet.replicas.values(), outcomes, strict=True):
+        replica.outcomes[body] = outcome
+    with pytest.raises(error, match=r"r0: rejected here|no replica takes this checkpoint: rejected here"):
+        await publisher.publish(str(directory), None)
+    status = await fleet.controller.fleet()
+    assert (status.committed_version, status.lease, status.round) == (0, None, None)
+    for replica in fleet.replicas.values():
+        assert replica.fenced is None
+        replica.outcomes.clear()
+    assert (await publisher.publish(str(directory), None)).version == 1
+
+
+async def test_a_directory_that_is_written_meanwhile_is_said_to_be(fleet: Fleet, directory: Path) -> None:
+    for replica in fleet.replicas.values():
+        replica.hangs_in.add(Receive)
+    publishing = asyncio.create_task(publisher_of(fleet.controller, directory).publish(str(directory), None))
+    await fleet.pending(Receive.name)
+    save_file({name: tensor + 1 for name, tensor in TENSORS.items()}, directory / "model.safetensors")
+    for replica in fleet.replicas.values():
+        replica.outcomes[Receive] = Outcome.REJECTED  # its digests are others
+        replica.hangs_in.clear()
+    with pytest.raises(
+        RoundAborted, match=r"model\.safetensors was changed while it was read; publish it again"
+    ):
+        await publishing
+
+
+async def test_one_publisher_at_a_time(fleet: Fleet, directory: Path) -> None:
+    publisher = publisher_of(fleet.controller, directory)
+    trainer = await fleet.controller.acquire("trainer")
+    with pytest.raises(Conflict, match="'trainer' publishes"):
+        await publisher.publish(str(directory), None)
+    await fleet.controller.release(trainer.token)
+    ends = await asyncio.gather(
+        *(publisher_of(fleet.controller, directory).publish(str(directory), None) for _ in range(2)),
+        return_exceptions=True,
+    )
+    assert sorted(type(each).__name__ for each in ends) == ["Conflict", "RoundReport"]
+    assert (await fleet.controller.fleet()).committed_version == 1
+
+
+async def test_a_client_that_leaves_takes_its_round_along(fleet: Fleet, directory: Path) -> None:
+    for replica in fleet.replicas.values():
+        replica.hangs_in.add(Receive)
+    publishing = asyncio.create_task(publisher_of(fleet.controller, directory).publish(str(directory), None))
+    await fleet.pending(Receive.name)
+    publishing.cancel()
+    await asyncio.gather(publishing, return_exceptions=True)
+    assert [each.phase for each in await fleet.controller.rounds()] == ["aborted"]
+    assert (await fleet.controller.fleet()).lease is None
+
+
+# -- a controller that dies ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["acquire", "open_round", "send"])
+async def test_a_controller_that_dies_before_the_close_takes_the_round_along(
+    directory: Path, method: str
+) -> None:
+    controller = FakeController()
+    controller.dies_before.add(method)
+    publisher = publisher_of(controller, directory)
+    with pytest.raises(TransferAborted, match="publish again") as caught:
+        await publisher.publish(str(directory), None)
+    assert caught.value.detail == {"send_again": True} and controller.version == 3
+    assert (await publisher.publish(str(directory), None)).version == 4
+
+
+async def test_a_round_that_a_successor_has_finished_is_reported(directory: Path) -> None:
+    controller = FakeController()
+    controller.dies_after.add("close_round")
+    assert (await publisher_of(controller, directory).publish(str(directory), "x")).label == "x"
+
+
+async def test_an_error_on_the_way_ends_the_round_and_the_lease(directory: Path) -> None:
+    controller = FakeController()
+    controller.fail_next["send"] = FleetUnavailable("too few replicas")
+    with pytest.raises(FleetUnavailable):
+        await publisher_of(controller, directory).publish(str(directory), None)
+    assert (controller.round_id, controller.lease) == (None, None)
+    assert controller.reports[-1].reason == "too few replicas"
+
+
+async def test_the_lease_is_renewed_while_replicas_read(directory: Path) -> None:
+    controller = FakeController()
+    controller.delay_s["send"] = 0.1
+    await publisher_of(controller, directory, renew_s=0.02).publish(str(directory), None)
+    assert controller.calls.count("renew") >= 3
+
+
+# -- a disk that stands still ----------------------------------------------------------------------
+
+
+async def test_a_disk_that_stands_still_is_not_waited_for() -> None:
+    disk, goes = DiskThread(0.05), threading.Event()
+    with pytest.raises(RoundAborted, match=r"/nfs: the disk has not answered for 0\.05 s"):
+        await disk.run(goes.wait, "/nfs")
+    with pytest.raises(Conflict, match="/nfs: a disk has not answered since an earlier call"):
+        await disk.run(lambda: None, "/nfs")
+    goes.set()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                assert await disk.run(lambda: 7, "/nfs") == 7
+                return
+            except Conflict:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("wrong"), RecursionError()])
+async def test_what_a_disk_says_is_the_callers_to_mend(error: Exception) -> None:
+    def read() -> None:
+        raise error
+
+    with pytest.raises(InvalidRequest):
+        await DiskThread(5.0).run(read, "/nfs")

@@ -1,0 +1,221 @@
+"""A worker reads a checkpoint by itself: it takes what has the stated digests, and nothing else."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deployments.protocol.files import FilePart
+from deployments.protocol.publishing import LACKING
+from deployments.protocol.reports import Outcome
+from deployments.weights.staging.reports import StagingState, from_wire, to_wire
+from deployments.weights.store.checkpoint import Checkpoint, stated
+from deployments.weights.store.file_read import FileRead
+from tests.deployments.weights.staging.memory_worker import (
+    MemoryWorker,
+    Tensors,
+    weights,
+    write_checkpoint,
+)
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[MemoryWorker]:
+    worker = MemoryWorker(write_checkpoint(tmp_path / "model"))
+    yield worker
+    worker.engine.shutdown()
+
+
+def parts_of(directory: Path, tensors: Tensors, config: object = None) -> list[FilePart]:
+    """A checkpoint of these tensors, each in a part of its own."""
+    directory.mkdir(exist_ok=True)
+    save_file(dict(tensors), directory / "model.safetensors")
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config))
+    checkpoint = Checkpoint.open(str(directory), [directory], 1)
+    checkpoint.close()
+    return [stated(part) for part in checkpoint.parts]
+
+
+def read(worker: MemoryWorker, parts: list[FilePart], **options: Any) -> StagingState:
+    for index, part in enumerate(parts):
+        arguments = {"share": 1.0, "begins": index == 0, "retain_version": None} | options
+        worker.staging_read(to_wire(part), **arguments)
+    worker.engine._thread.submit(lambda: None).result(TIMEOUT_S)  # behind what was submitted before
+    return from_wire(StagingState, worker.staging_verify())
+
+
+def live(worker: MemoryWorker) -> dict[str, torch.Tensor]:
+    return worker.model.tensors()
+
+
+def test_what_is_read_is_staged_and_swapped_like_what_is_sent(tmp_path: Path, worker: MemoryWorker) -> None:
+    state = read(worker, parts_of(tmp_path / "new", weights(2.0)))
+    assert (state.outcome, state.message, state.payloads_done) == (Outcome.DONE, "", 2)
+    assert len(state.digest) == 32
+    assert not any(tensor.any() for tensor in live(worker).values())
+    (tmp_path / "new" / "model.safetensors").unlink()  # its user may remove it
+    worker.finish_weight_update()
+    assert all(torch.equal(live(worker)[name], tensor) for name, tensor in weights(2.0))
+
+
+def test_a_file_that_is_overwritten_after_it_was_verified_changes_nothing(
+    tmp_path: Path, worker: MemoryWorker
+) -> None:
+    read(worker, parts_of(tmp_path / "new", weights(2.0)))
+    with (tmp_path / "new" / "model.safetensors").open("r+b") as file:
+        file.write(b"\xff" * os.fstat(file.fileno()).st_size)
+    worker.finish_weight_update()
+    assert all(torch.equal(live(worker)[name], tensor) for name, tensor in weights(2.0))
+
+
+def test_what_is_read_is_retained_for_the_store(tmp_path: Path, worker: MemoryWorker) -> None:
+    state = read(worker, parts_of(tmp_path / "new", weights(2.0)), retain_version=4)
+    worker.finish_weight_update()
+    worker.staging_store(4, "x", str(tmp_path / "store"), "fleet", state.digest)
+    assert worker.engine.version_writer.wait(TIMEOUT_S)
+    result = worker.staging_store_state()
+    assert result is not None and result["problem"] == ""
+    checkpoint = Checkpoint.open(result["path"], [tmp_path])
+    checkpoint.close()
+    worker.staging_forget(4)
+    again = read(worker, [stated(part) for part in checkpoint.parts])
+    assert (again.outcome, again.digest) == (Outcome.DONE, state.digest)
+
+
+def _changed(directory: Path, parts: list[FilePart]) -> list[FilePart]:
+    save_file(dict(weights(5.0)), directory / "model.safetensors")
+    return parts
+
+
+def _shrunk(directory: Path, parts: list[FilePart]) -> list[FilePart]:
+    os.truncate(directory / "model.safetensors", 100)
+    return parts
+
+
+def _gone(directory: Path, parts: list[FilePart]) -> list[FilePart]:
+    (directory / "model.safetensors").unlink()
+    return parts
+
+
+def _fifo(directory: Path, parts: list[FilePart]) -> list[FilePart]:
+    _gone(directory, parts)
+    os.mkfifo(directory / "model.safetensors")
+    return parts
+
+
+SPOILED: dict[str, tuple[Callable[[Path, list[FilePart]], list[FilePart]], str]] = {
+    "it changed": (_changed, "was sent with digest [0-9a-f]{16} and arrived with"),
+    "it shrank": (_shrunk, "model.safetensors cannot be read: the file ends before byte"),
+    "it is gone": (_gone, "model.safetensors cannot be read: .*No such file"),
+    "it is a pipe": (_fifo, "model.safetensors cannot be read: .* must be a file"),
+    "half of it": (lambda _, parts: parts[:1], "is missing"),
+    "twice": (lambda _, parts: [parts[0], *parts], "came twice in this round"),
+    "an unknown dtype": (
+        lambda _, parts: [replace(parts[0], dtypes=("F3",)), *parts[1:]],
+        "expected dtypes of .*, got 'F3'",
+    ),
+    "a shape of another size": (
+        lambda _, parts: [replace(part, shapes=((7,),)) for part in parts],
+        r"is \[7\] of (float32|bfloat16) in [0-9]+ bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_what_is_not_what_the_publisher_read_is_rejected_and_the_next_round_is_not_affected(
+    tmp_path: Path, worker: MemoryWorker, case: str
+) -> None:
+    spoil, message = SPOILED[case]
+    state = read(worker, spoil(tmp_path / "new", parts_of(tmp_path / "new", weights(2.0))))
+    assert state.outcome is Outcome.REJECTED, state
+    assert re.search(message, state.message), state.message
+    worker.staging_drop()
+    state = read(worker, parts_of(tmp_path / "good", weights(3.0)))
+    assert state.outcome is Outcome.DONE
+    worker.finish_weight_update()
+    assert all(torch.equal(live(worker)[name], tensor) for name, tensor in weights(3.0))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([*weights(2.0), ("more", torch.ones(2))], "'more' is not a tensor of this model"),
+        ([("w", torch.ones(3, 2)), weights(2.0)[1]], r"'w' must have shape \[2, 3\], got \[3, 2\]"),
+        ([("w", torch.ones(2, 3).int()), weights(2.0)[1]], "'w' must be of a dtype like float32, got int32"),
+        ([("w", torch.full((2, 3), torch.nan)), weights(2.0)[1]], "'w' holds NaN or infinity"),
+    ],
+)
+def test_another_models_checkpoint_is_rejected(
+    tmp_path: Path, worker: MemoryWorker, tensors: Tensors, message: str
+) -> None:
+    state = read(worker, parts_of(tmp_path / "new", tensors))
+    assert state.outcome is Outcome.REJECTED
+    assert re.search(message, state.message), state.message
+
+
+OWN = {"model_type": "llama", "rope": {"theta": 1e4, "dtype": "float32"}, "rms_norm_eps": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (OWN | {"model_type": "qwen3"}, "model_type is 'qwen3', and the fleet's model has 'llama'"),
+        (OWN | {"rope": {"theta": 1e6}}, "rope.theta is 1000000.0, and the fleet's model has 10000.0"),
+        (OWN | {"rope": {"theta": 1e4, "dtype": "bfloat16"}, "pad_token_id": 3, "torch_dtype": "x"}, ""),
+        ({"newer_field": 1}, ""),
+        (None, ""),
+    ],
+)
+def test_the_configuration_must_be_the_fleets_where_both_state_it(
+    tmp_path: Path, worker: MemoryWorker, config: object, message: str
+) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps(OWN | {"pad_token_id": 0}))
+    state = read(worker, parts_of(tmp_path / "new", weights(2.0), config))
+    assert (message in state.message) and (state.outcome is Outcome.REJECTED) is bool(message)
+
+
+def test_what_the_connected_publisher_lacks_must_be_in_a_checkpoint(
+    tmp_path: Path, worker: MemoryWorker
+) -> None:
+    worker.init_weight_transfer_engine({LACKING: ["b"]})
+    assert read(worker, parts_of(tmp_path / "new", weights(2.0))).outcome is Outcome.DONE
+    worker.finish_weight_update()
+    state = read(worker, parts_of(tmp_path / "half", weights(2.0)[:1]))
+    assert (state.outcome, state.message) == (Outcome.REJECTED, "'b' is missing")
+    worker.staging_drop()
+    worker.staging_receive(worker.offer("p", weights(4.0)[:1]), 1.0, True, None)
+    worker.engine._thread.submit(lambda: None).result(TIMEOUT_S)
+    state = from_wire(StagingState, worker.staging_verify())
+    assert state.message == "'w' came without 'b' of the same module", "its own rounds have their own rules"
+
+
+def test_a_reading_ends_when_its_update_is_dropped(tmp_path: Path) -> None:
+    (part, _) = parts_of(tmp_path / "new", weights(2.0))
+    reading = FileRead(part, tmp_path, torch.device("cpu"))
+    reading.abort()
+    with pytest.raises(ValueError, match="was not read to its end: the update was dropped"):
+        list(reading.chunks())
+
+
+def test_a_dropped_reading_leaves_the_connection_of_a_transport_alone(
+    tmp_path: Path, worker: MemoryWorker
+) -> None:
+    aborts: list[str] = []
+    worker.engine.abort = lambda: aborts.append("x")  # type: ignore[method-assign]
+    read(worker, parts_of(tmp_path / "new", weights(2.0))[:1])
+    worker.staging_drop()
+    worker.staging_drop()  # the follower interrupts, and the controller says DROP
+    assert aborts == []
+    worker.init_weight_transfer_engine({})
+    worker.staging_drop()
+    assert aborts == ["x"], "one that waits for its peers leaves"
