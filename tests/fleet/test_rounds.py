@@ -30,10 +30,13 @@ def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transforme
     prompts = [PROMPT, [40, 41, 42], list(range(10, 40))]
     with fleet.client() as client:
         before = [complete(client, prompt, 24).token_ids for prompt in prompts]
-        version = train_and_publish(client)
+        for sign in (1.0, -1.0, 1.0, -1.0):  # what was learned before may outweigh one step
+            version = train_and_publish(client, sign)
+            if [complete(client, prompt, 24).token_ids for prompt in prompts] != before:
+                break
         saved = client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()
         expected = fresh_engine(Path(saved["path"]), prompts, 24)
-        assert expected != before, "the step must change the answers, or the test shows nothing"
+        assert expected != before, "a step must change the answers, or the test shows nothing"
         reference = Reference(Path(saved["path"]))
         assert expected == [reference(prompt, 24) for prompt in prompts]
         for index, prompt in enumerate(prompts):
