@@ -87,6 +87,7 @@ class CommitPhase:
             persist=decision.persist,
             verification=decision.verification,
             digest=decision.digest,
+            decided_for=len(decision.participants),
         )
         self._begin(current, now)
 

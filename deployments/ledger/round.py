@@ -63,6 +63,7 @@ class Round:
     ordered: set[Member] = field(default_factory=set)  # those that were sent COMMIT
     staged: dict[str, Staged] = field(default_factory=dict)  # by replica id
     swapped: dict[str, Swapped] = field(default_factory=dict)
+    decided_for: int = 0  # participants of the decision that a restart resumes; some may be fenced since
     drained: bool = False  # no request runs, or `in_flight` is not `wait` any more
     not_drained: dict[str, int] = field(default_factory=dict)  # replica id -> requests that still ran
     left_behind: dict[str, str] = field(default_factory=dict)  # replica id -> why
@@ -73,7 +74,8 @@ class Round:
 
     @property
     def hold(self) -> bool:
-        return self.commit is CommitMode.TOGETHER and len(self.participants) > 1
+        """Whether a replica waits after its swap for the others: also for those that a restart forgot."""
+        return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1
 
     @property
     def staging_options(self) -> StagingOptions:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+INBOX_S = 0.001
+
 
 class Process:
     """An operating system's process, as far as its event loop is concerned."""
@@ -24,6 +26,7 @@ class Process:
         self.watched = watched  # what it does is looked at after each step
         self.parked: list[Handle] = []
         self.at_exit: list[Callable[[], None]] = []
+        self.inbox: list[Callable[[], None]] = []  # messages that came while it stood still
 
     def __repr__(self) -> str:
         return self.name
@@ -159,6 +162,7 @@ class Loop(asyncio.AbstractEventLoop):
         at_exit, process.at_exit = process.at_exit, []
         for action in at_exit:
             action()
+        self._empty_inbox(process)
 
     def stop(self, process: Process) -> None:
         process.stopped = True
@@ -168,6 +172,13 @@ class Loop(asyncio.AbstractEventLoop):
             process.stopped = False
             self._ready.extend(process.parked)
             process.parked = []
+            self._empty_inbox(process)
+
+    def _empty_inbox(self, process: Process) -> None:
+        """Threads of its own read its sockets: what is overdue in the event loop runs before that."""
+        inbox, process.inbox = process.inbox, []
+        for message in inbox:
+            self.call_later(INBOX_S, message, context=contextvars.Context())
 
     # -- running ------------------------------------------------------------------------------
 

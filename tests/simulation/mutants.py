@@ -17,12 +17,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A text of a module that is replaced by another one before the module is loaded."""
+    """A text of a module that is replaced by another one before the module is loaded.
+
+    `situation`: in which it is found within `FEW` schedules; None: any schedule may find it.
+    """
 
     name: str
     module: str
     old: str
     new: str
+    situation: str | None = None
 
 
 LEDGER, CONTROLLER, REPLICA = "deployments.ledger.", "deployments.controller.", "deployments.replica."
@@ -31,15 +35,28 @@ MUTANTS = [
     Mutant(
         "answer_before_sync", CONTROLLER + "durable_ledger", "while self._durable < made:", "while False:"
     ),
-    Mutant("no_credit", CONTROLLER + "durable_ledger", "self._ledger.credit(stalled_s, now)", "pass"),
+    Mutant(
+        "no_credit",
+        CONTROLLER + "durable_ledger",
+        "self._ledger.credit(stalled_s, now)",
+        "pass",
+        "controller_stands_still",
+    ),
     Mutant(
         "stale_token",
         LEDGER + "lease",
         "if held is None or held.token != token:",
         "if held is None:",
+        "two_publishers",
     ),
     Mutant("lease_never_expires", LEDGER + "lease", "self._lease.remaining_s(now) <= 0", "False"),
-    Mutant("forgotten_fence", LEDGER + "membership", "if report.incarnation in self._fences:", "if False:"),
+    Mutant(
+        "forgotten_fence",
+        LEDGER + "membership",
+        "if report.incarnation in self._fences:",
+        "if False:",
+        "returns_after_a_restart",
+    ),
     Mutant(
         "fences_not_recovered",
         LEDGER + "recovery",
@@ -50,7 +67,7 @@ MUTANTS = [
     Mutant(
         "no_hold",
         LEDGER + "round",
-        "return self.commit is CommitMode.TOGETHER and len(self.participants) > 1",
+        "return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1",
         "return False",
     ),
     Mutant(
@@ -66,15 +83,16 @@ MUTANTS = [
         REPLICA + "follower",
         "self.last_contact = sent",
         "self.last_contact = self._clock()",
+        "last_words",
     ),
-    Mutant("round_not_resumed", LEDGER + "recovery", "    if committed is not None:", "    if False:"),
-    Mutant("generation_repeats", LEDGER + "recovery", "    generation += 1", "    generation = 1"),
     Mutant(
-        "run_twice",
-        REPLICA + "follower",
-        "            if instruction.seq not in self._seen:",
-        "            if True:",
+        "round_not_resumed",
+        LEDGER + "recovery",
+        "    if committed is not None:",
+        "    if False:",
+        "finished_alone",
     ),
+    Mutant("generation_repeats", LEDGER + "recovery", "    generation += 1", "    generation = 1"),
     Mutant(
         "acknowledged_once",
         REPLICA + "follower",
@@ -108,6 +126,7 @@ MUTANTS = [
         LEDGER + "promises",
         "needed = {*ordered[-keep:], *(each.promised.version for each in self._promises.values())}",
         "needed = {*ordered[-keep:]}",
+        "slow_joiner",
     ),
     Mutant("deadlines_ignored", LEDGER + "dispatch", "if first.due is None or now <= first.due:", "if True:"),
     Mutant(
@@ -117,17 +136,11 @@ MUTANTS = [
         "self._committed_version, self._label = decided.version + 1, decided.label",
     ),
 ]
-# Not found in the 100 to 600 schedules that each was given, or not tried yet: other guards cover most,
-# and a few need faults that meet more often than they do.
-NOT_FOUND = {
-    "contact_from_the_answer",
-    "forgotten_fence",
-    "no_credit",
-    "promise_not_kept",
-    "round_not_resumed",
-    "run_twice",
-    "stale_token",
-}
+# Not among them, because it changes nothing: that the follower runs an instruction which it has run already
+# (`if instruction.seq not in self._seen`). A directive is made after the report that it answers was taken in,
+# with all acknowledgements; what was given up without one was withdrawn before the DROP that overtook it. Of
+# 3,137 rounds in 400 schedules not one directive had such an instruction. The guard stays, as a second one.
+FEW = 40
 BY_NAME = {each.name: each for each in MUTANTS}
 
 
@@ -175,6 +188,8 @@ def search(name: str, count: int, timeout_s: float) -> str:
         str(count),
         "--until-failure",
     ]
+    if BY_NAME[name].situation is not None:
+        command += ["--situation", str(BY_NAME[name].situation)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:

@@ -6,13 +6,18 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
 
+from ray.exceptions import RayActorError
+
 from tests.simulation.loop import PROCESS, Loop, Process
 
 Resolve = Callable[[], tuple[Process, Any] | None]  # who has a name now, and the object that is called
 
 
-class Unreachable(ConnectionError):
-    """Serve's many exceptions for an actor that is away."""
+class Unreachable(RayActorError):
+    """What Ray raises for an actor that is away."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(error_msg=why)
 
 
 class Network:
@@ -26,6 +31,7 @@ class Network:
         self.cut: set[str] = set()  # names of processes that reach nobody
         self.mute: set[str] = set()  # whose calls do not arrive
         self.deaf: set[str] = set()  # to whom no answer comes
+        self.last_words: dict[str, float] = {}  # whose next call is its last; how late its answer comes, in s
         self.messages = 0
         self.at_message: dict[int, Callable[[], None]] = {}  # what happens when so many were sent
         self._executing: dict[Process, list[asyncio.Future[Any]]] = {}
@@ -37,12 +43,16 @@ class Network:
         """
         source = PROCESS.get()
         future: asyncio.Future[Any] = self._loop.create_future()
-        arrive = lambda: self._arrive(resolve, method, args, source, future, reliable)  # noqa: E731
-        if source.name in self.mute:
+        late_s = 0.0
+        if source.name in self.last_words:
+            late_s = self.last_words.pop(source.name)
+            self.mute.add(source.name)
+        elif source.name in self.mute:
             self._log("lost: {} from {}", method, source)
             self._break(future)
-        else:
-            self._send(source, method, arrive, reliable, future)
+            return future
+        arrive = lambda: self._arrive(resolve, method, args, source, future, reliable, late_s)  # noqa: E731
+        self._send(source, method, arrive, reliable, future)
         return future
 
     def fail_calls_to(self, process: Process) -> None:
@@ -63,18 +73,23 @@ class Network:
         source: Process,
         future: asyncio.Future[Any],
         reliable: bool,
+        late_s: float,
     ) -> None:
         found = resolve()
         if found is None or not found[0].alive:
             self._loop.call_later(self._delay(), _fail, future, "nobody is there")
             return
         process, target = found
+        if process.stopped and self._rng.random() < 0.5:
+            again = (resolve, method, args, source, future, reliable, late_s)
+            process.inbox.append(lambda: self._arrive(*again))
+            return
         if process.name in self.cut:
             self._break(future)
             return
         self._executing.setdefault(process, []).append(future)
         self._loop.spawn(
-            process, self._execute(process, source, getattr(target, method), args, future, reliable)
+            process, self._execute(process, source, getattr(target, method), args, future, reliable, late_s)
         )
 
     async def _execute(
@@ -85,6 +100,7 @@ class Network:
         args: Any,
         future: asyncio.Future[Any],
         reliable: bool,
+        late_s: float,
     ) -> None:
         error, result = None, None
         try:
@@ -98,7 +114,7 @@ class Network:
             self._log("lost: answer to {}", caller)
             self._break(future)
             return
-        self._send(process, "answer", lambda: _answer(future, result, error), reliable, future)
+        self._send(process, "answer", lambda: _answer(future, result, error), reliable, future, late_s)
 
     def _send(
         self,
@@ -107,6 +123,7 @@ class Network:
         deliver: Callable[[], None],
         reliable: bool,
         future: asyncio.Future[Any],
+        late_s: float = 0.0,
     ) -> None:
         self.messages += 1
         if self.messages in self.at_message:
@@ -121,7 +138,7 @@ class Network:
             self._log("doubled: {} from {}", what, source)
             copies = 2
         for _ in range(copies):
-            delay = self._delay()
+            delay = self._delay() + late_s
             if self.late and self._rng.random() < self.late:
                 delay += self._rng.uniform(0.2, 6.0)
                 self._log("late by {:.1f} s: {} from {}", delay, what, source)

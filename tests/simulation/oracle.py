@@ -1,10 +1,11 @@
 """What must hold, looked at after every step, from what users and publishers would see."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from deployments.protocol.instructions import CommitMode
+from deployments.protocol.status import MemberStatus
 from tests.simulation.engine import FIRST
 
 _COMMITTED = re.compile(rb'"version":(\d+),"label":[^\n]*"kind":"committed"')
@@ -39,6 +40,7 @@ class Oracle:
     _ended: list[tuple[float, int]] = field(default_factory=list)  # (when, the newest version until then)
     open_since: dict[str, float] = field(default_factory=dict)  # replica -> since when it would answer
     fenced: set[str] = field(default_factory=set)  # incarnations, as the disk says
+    newest_token: int = 0  # of a lease, as a publisher was told
     answers: int = 0
     lost: int = 0
 
@@ -83,6 +85,21 @@ class Oracle:
         self.aborted.add(attempt)
         if attempt in self.live or attempt in self.weights.values():
             raise Violation(f"a publisher was told that {attempt} was aborted, and it is live")
+
+    def holds(self, token: int) -> None:
+        """A publisher was told that this is its lease."""
+        self.newest_token = max(self.newest_token, token)
+
+    def accepted(self, call: str, token: int, newest: int) -> None:
+        """A publisher's call had an answer that is no error; `newest`: the newest token when it was sent."""
+        if token < newest:
+            raise Violation(f"{call} with token {token} was accepted, and {newest} had been given out")
+
+    def has_members(self, members: Iterable[MemberStatus]) -> None:
+        """What `/fleet` says."""
+        for each in members:
+            if each.incarnation in self.fenced and each.state in ("joining", "serving", "leaving"):
+                raise Violation(f"{each.incarnation} is {each.state}, the disk says that it is fenced")
 
     def answered(self, replica: str, began: float, first: int, last: int) -> None:
         """A request that was sent at `began` has its answer."""

@@ -7,12 +7,21 @@ from random import Random
 from typing import Any
 
 from app.http.lease import HttpLease
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
+from deployments.errors import (
+    Conflict,
+    FleetUnavailable,
+    InvalidRequest,
+    RoundAborted,
+    SlipstreamError,
+    StalePublisher,
+)
+from deployments.lost_calls import answered, is_lost
 from deployments.protocol.publishing import Lease, RoundOptions, RoundReport
 from deployments.protocol.status import FleetStatus
 from tests.simulation.network import Handle, Unreachable
 from tests.simulation.oracle import Oracle
 
+FENCED_CALLS = ("connect", "open_round", "send", "abort_round", "release")  # a close comes from the record
 PARTS = 2
 PAUSE_S = 0.8  # between two updates
 CALL_S = 25.0
@@ -57,18 +66,32 @@ class Trainer:
                 payload = {"attempt": attempt, "part": part, "parts": PARTS}
                 await self._call("send", await self._token(), round_id, payload)
             closing = True
-            report: RoundReport = await self._call("close_round", await self._token(), round_id, attempt)
+            report = await self._close(round_id, attempt)
             self._oracle.committed(report.version, attempt)
             round_id = None
-            await self._release()
+            with suppress(SlipstreamError, Unreachable, TimeoutError):  # it expires
+                await self._release()
             self._writing.append(asyncio.get_running_loop().create_task(self._save(report.version, attempt)))
         except (RoundAborted, InvalidRequest) as error:
             self._oracle.was_aborted(attempt, error)
             await self._clean_up(round_id)
         except (SlipstreamError, Unreachable, TimeoutError) as error:
-            if not closing:
+            if not closing or isinstance(error, StalePublisher | Conflict):
                 self._oracle.was_aborted(attempt, error)  # never closed: nobody may serve it
             await self._clean_up(round_id)
+
+    async def _close(self, round_id: int, attempt: str) -> RoundReport:
+        """If the controller is lost meanwhile, its successor says what became of the round."""
+        token, began = await self._token(), asyncio.get_running_loop().time()
+        while True:
+            try:
+                report: RoundReport = await self._call("close_round", token, round_id, attempt)
+                return report
+            except (FleetUnavailable, Unreachable) as error:
+                if not is_lost(error) or asyncio.get_running_loop().time() - began > CALL_S:
+                    raise
+                self._lease = None  # a successor knows no lease
+            await asyncio.sleep(0.2)
 
     async def _save(self, version: int, attempt: str) -> None:
         await asyncio.sleep(0.4 + self._rng.random())
@@ -94,6 +117,7 @@ class Trainer:
     async def _token(self) -> int:
         if self._lease is None:
             self._lease = await self._call("acquire", "trainer")
+            self._oracle.holds(self._lease.token)
         return self._lease.token
 
     async def _release(self) -> None:
@@ -103,13 +127,17 @@ class Trainer:
 
     async def _call(self, method: str, *args: Any) -> Any:
         """Renews the lease until the call answers."""
+        newest, token = self._oracle.newest_token, args[0] if method in FENCED_CALLS else None
         response = getattr(self._controller, method).remote(*args)
         async with asyncio.timeout(CALL_S):
             while self._lease is not None and not response.done():
                 await asyncio.wait({response}, timeout=self._lease.duration_s / 3)
                 if not response.done():
                     await self._controller.renew.remote(self._lease.token)
-            return await response
+            answer = await response
+            if token is not None:
+                self._oracle.accepted(method, token, newest)
+            return answer
 
 
 class HttpPublisher:
@@ -121,7 +149,6 @@ class HttpPublisher:
         controller: Handle,
         oracle: Oracle,
         rng: Random,
-        write: Callable[[int, str], str],
     ) -> None:
         self._name, self._controller, self._oracle, self._rng = name, controller, oracle, rng
         self._lease = HttpLease(controller, renew_s=2.0)  # type: ignore[arg-type]
@@ -138,10 +165,12 @@ class HttpPublisher:
         try:
             async with asyncio.timeout(3 * CALL_S):
                 async with self._lease.session() as session:
+                    self._oracle.holds(session.token)
                     if session.round_id is not None:
                         await self._controller.abort_round.remote(session.token, session.round_id, "again")
                     await self._controller.connect.remote(session.token, {})
                 async with self._lease.session() as session:
+                    self._oracle.holds(session.token)
                     if session.round_id is not None:
                         raise Conflict("start_weight_update was called twice")
                     await self._controller.open_round.remote(session.token, RoundOptions(persist=True))
@@ -154,10 +183,12 @@ class HttpPublisher:
                         await self._lease.renewing(session.token, send)
                 finishing = True
                 async with self._lease.session() as session:
-                    if session.round_id is None:
+                    token, round_id = session.token, session.round_id
+                    if round_id is None:
                         raise Conflict("no round is open")
-                    report = await self._controller.close_round.remote(
-                        session.token, session.round_id, attempt
+                    report = await answered(
+                        lambda: self._controller.close_round.remote(token, round_id, attempt),
+                        "close_round",
                     )
                     self._oracle.committed(report.version, attempt)
         except (RoundAborted, InvalidRequest) as error:

@@ -34,8 +34,10 @@ class Serve:
         while True:
             self._keep_controller()
             self._keep_replicas()
-            if world.publisher is None or not world.publisher.alive:
+            if world.publishes and (world.publisher is None or not world.publisher.alive):
                 self._start_publisher()
+            if world.controller is not None and world.controller[0].runs:
+                world.oracle.has_members(world.controller[1]._ledger.status(world.loop.now).members)
             for each in world.replicas.values():
                 if each.gate is not None and each.member is not None and each.process.runs:
                     each.stats = (each.member.version, each.gate.refusal() is None)
@@ -115,10 +117,17 @@ class Serve:
             world.guard(world.loop.spawn(replica.process, replica.run()))
 
     def _start_publisher(self) -> None:
-        world = self._world
-        name = self._new("publisher")
-        process = world.publisher = Process(name)
-        rng = Random(f"{world.seed} {name}")
-        kind = Trainer if rng.random() < 0.7 else HttpPublisher
-        publisher = kind(name, world.controller_handle, world.oracle, rng, world.write)
-        world.guard(world.loop.spawn(process, publisher.run()))
+        self._world.publisher = start_publisher(self._world, self._new("publisher"))
+
+
+def start_publisher(world: "World", name: str) -> Process:
+    """One that publishes until it dies: a trainer, or a client over HTTP."""
+    process, rng = Process(name), Random(f"{world.seed} {name}")
+    handle, oracle = world.controller_handle, world.oracle
+    publisher: Trainer | HttpPublisher
+    if rng.random() < 0.7:
+        publisher = Trainer(name, handle, oracle, rng, world.write)
+    else:
+        publisher = HttpPublisher(name, handle, oracle, rng)
+    world.guard(world.loop.spawn(process, publisher.run()))
+    return process

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from random import Random
 
 from deployments.protocol.instructions import Body, Receive, Verify
+from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
+from tests.simulation.serve import start_publisher
 from tests.simulation.world import World
 
 WINDOW_S = 8.0
@@ -130,6 +132,110 @@ def fails_unheard(world: World, rng: Random) -> float:
     return 2 * WINDOW_S
 
 
+def finished_alone(world: World, rng: Random) -> float:
+    """Controller and publisher die after a decision, and no publisher comes: the round is finished."""
+    world.innocent = True
+    version, limit_s = rng.randint(1, 3), 15.0
+    decided: list[int] = []
+    synced = world.disk.synced
+
+    def look() -> None:
+        if not world.at_full_strength(version) and world.violation is None:
+            world.violation = Violation(f"not finished {limit_s:g} s after its decision: {world.describe()}")
+        world.publishes = True
+
+    def die() -> None:
+        for process in (world.controller_process, world.publisher):
+            if process is not None and process.alive:
+                world.kill(process)
+        world.loop.call_later(limit_s, look)
+
+    def after_decision(content: bytes) -> None:
+        synced(content)
+        all_take_part = all(each.member and each.member.admitted for each in world.replicas.values())
+        if world.oracle.durable >= version and all_take_part and not decided:
+            world.publishes = False
+            decided.append(version)
+            moment = world.network.messages + rng.randint(1, 24)
+            world.network.at_message[moment] = lambda: world.loop.outside(die)
+
+    world.disk.synced = after_decision
+    return 2 * WINDOW_S + limit_s
+
+
+def slow_joiner(world: World, rng: Random) -> float:
+    """A replica is replaced, and the new one takes long to start while rounds go on."""
+    begin, slow_s = rng.uniform(3.0, 5.0), rng.uniform(4.0, 10.0)
+    limit_s = 1.5 * slow_s + 12.0
+
+    def die() -> None:
+        world.start_s = slow_s
+        world.kill(rng.choice(list(world.replicas.values())).process)
+        look()
+
+    def look() -> None:
+        if all(each.version is not None for each in world.replicas.values()):
+            return
+        if world.loop.now < begin + limit_s - 1.0:
+            world.loop.call_later(0.1, look)
+        else:
+            world.violation = Violation(f"a slow joiner does not serve: {world.describe()}")
+
+    world.loop.call_at(begin, die)
+    return begin + limit_s
+
+
+def two_publishers(world: World, rng: Random) -> float:
+    """A second one, and now and then one of the two stands still, for longer than its lease or not."""
+    others: list[Process] = []
+
+    def second() -> None:
+        others.append(start_publisher(world, "second"))
+
+    def stand_still() -> None:
+        process = rng.choice([world.publisher, *others])
+        if process is not None and process.runs:
+            world.log("{} stands still", process)
+            world.loop.stop(process)
+            world.loop.call_later(rng.choice([0.5, 3.0, 11.0]) * rng.uniform(0.7, 1.0), go_on, process)
+
+    def go_on(process: Process) -> None:
+        world.log("{} goes on", process)
+        world.loop.go_on(process)
+
+    world.loop.call_at(rng.uniform(1.0, 4.0), second)
+    for _ in range(rng.randint(2, 5)):
+        world.loop.call_at(rng.uniform(2.0, 2 * WINDOW_S), stand_still)
+    end = 2 * WINDOW_S + 12.0
+    world.loop.call_at(end, lambda: [world.kill(each) for each in others if each.alive])
+    return end
+
+
+def last_words(world: World, rng: Random) -> float:
+    """A replica that has verified is not heard any more, and an answer to its last report comes late."""
+
+    def prepare() -> None:
+        replicas = [each for each in world.replicas.values() if each.member is not None]
+        if not replicas:
+            return
+        chosen = rng.choice(replicas)
+        assert chosen.member is not None
+
+        def fails(body: Body) -> bool:
+            if isinstance(body, Verify) and not heard:
+                heard.append(chosen.name)
+                world.log("{} is not heard any more after its next report", chosen.name)
+                world.network.last_words[chosen.name] = rng.uniform(1.5, 1.98)
+                world.loop.call_later(AWAY_S / 2, world.network.mute.discard, chosen.name)
+            return False
+
+        heard: list[str] = []
+        chosen.member.fails = fails
+
+    world.loop.call_at(rng.uniform(2.5, 6.0), prepare)
+    return 2 * WINDOW_S + AWAY_S / 2
+
+
 SITUATIONS: dict[str, Situation] = {
     each.__name__: each
     for each in (
@@ -139,6 +245,10 @@ SITUATIONS: dict[str, Situation] = {
         replica_is_away,
         returns_after_a_restart,
         fails_unheard,
+        finished_alone,
+        slow_joiner,
+        two_publishers,
+        last_words,
     )
 }
 

@@ -13,6 +13,8 @@ from deployments.controller.controller import Controller
 from deployments.ledger.limits import LedgerConfig
 from deployments.protocol.instructions import CommitMode
 from deployments.protocol.operations import InFlight
+from deployments.weights.store.manifest import VersionManifest
+from deployments.weights.store.versions import MANIFEST
 from tests.simulation.clients import one_request
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import OUTSIDE, Loop, Process
@@ -65,6 +67,7 @@ class World:
         self.publisher: Process | None = None
         self.stopped_at: dict[Process, float] = {}
         self.lookups_hang = False
+        self.publishes = True  # whether a publisher that died gets a successor
         self.innocent = False  # no replica may be lost: nothing is wrong with any
         self.disk_jobs: list[tuple[Process, Callable[[], Any]]] = []
         self.violation: Violation | None = None
@@ -83,7 +86,7 @@ class World:
         return self.loop.run_until(until, limit_s)
 
     def start(self) -> None:
-        self.loop.spawn(OUTSIDE, Serve(self).run())
+        self.guard(self.loop.spawn(OUTSIDE, Serve(self).run()))
         self.loop.spawn(Process("client", watched=False), self._requests())
 
     def close(self) -> None:
@@ -203,8 +206,13 @@ class World:
                 raise OSError(f"version {version} is in the store already with other weights")
             return str(path)
         path.mkdir()
+        (path / MANIFEST).write_text(self._manifest(version).encode())
         self.stored[str(path)] = (version, weights)
         return str(path)
+
+    def _manifest(self, version: int) -> VersionManifest:
+        fleet_id = None if self.controller is None else self.controller[1]._ledger.promises.fleet_id
+        return VersionManifest(version=version, label=None, tensors={}, fleet_id=fleet_id)
 
     def read(self, path: str, version: int) -> str:
         if path not in self.stored or not Path(path).exists():

@@ -220,6 +220,10 @@ class SmallFleet:
             if each.alive and each.replica.admitted and not each.replica.held
         ]
 
+    def seen_by_users(self) -> list[tuple[str, int]]:
+        """Which replicas would answer, from which version."""
+        return [(each.replica_id, each.version) for each in self.serving()]
+
     def check(self) -> None:
         committed = max((each.version for each in self.journal if isinstance(each, Committed)), default=0)
         versions = {each.version for each in self.serving()}

@@ -1,49 +1,100 @@
-"""When two states of a small fleet cannot be told apart from here on."""
+"""When two states of a small fleet cannot be told apart from here on.
+
+Replicas have no names in it: what can happen from a state can happen, with other names, from any that differs
+in their order alone. Sequence numbers count by their place in a queue, and a process that is gone by nothing.
+"""
 
 from typing import Any
 
-from deployments.ledger.members import PendingCall
+from deployments.ledger.decisions import Aborted, Admitted, Committed, Finished, Opened, compact
+from deployments.ledger.members import Member, PendingCall
 from tests.deployments.ledger.small_fleet import Seat, SmallFleet
 
 
 def key(fleet: SmallFleet) -> Any:
-    """Equal for such states. Sequence numbers count by their order alone."""
+    """Equal for such states."""
+    pending, remembered = _pending(fleet), _remembered(fleet)
+    seats = [
+        (_seat(seat, fleet), _member_of(seat, fleet, pending), remembered(seat.replica.incarnation))
+        for seat in fleet.seats
+    ]
+    return _publisher(fleet), _fleet(fleet, pending), tuple(sorted(seats, key=repr))
+
+
+def ledger_key(fleet: SmallFleet) -> Any:
+    """What a poll may change in the ledger, with the names of the replicas."""
+    pending = _pending(fleet)
+    return _fleet(fleet, pending), tuple(_member_of(seat, fleet, pending) for seat in fleet.seats)
+
+
+def says_nothing_new(seat: Seat) -> bool:
+    """Whether the answer on its way changes nothing where it arrives."""
+    replica, answer = seat.replica, seat.answer
+    assert answer is not None
+    if replica.fenced is not None:
+        return True
+    return (
+        answer.fenced is None
+        and (answer.admitted and not replica.uncertain) == replica.admitted
+        and not set(answer.acknowledged) & set(replica.acknowledgements)
+        and all(each.seq in replica.seen for each in answer.instructions)
+    )
+
+
+def _pending(fleet: SmallFleet) -> list[PendingCall]:
     ledger = fleet.ledger
     current = ledger._versions.current
-    numbers = sorted(each.instruction.seq for member in ledger._membership.all() for each in member.queue)
-    rank = {seq: index for index, seq in enumerate(numbers)}
+    return [*ledger._dispatch.pending, *([] if current is None else current.commits.values())]
+
+
+def _publisher(fleet: SmallFleet) -> Any:
+    call, held = fleet.call, fleet.ledger._lease.held
     return (
         fleet.faults,
         fleet.step,
         fleet.done,
-        None if fleet.call is None else (fleet.call.done, fleet.call.error is None),
-        ledger.committed_version,
-        None if current is None else (current.round_id, current.phase, _ids(current.participants)),
-        tuple(_seat(seat, rank) for seat in fleet.seats),
-        tuple(_member(member, rank) for member in ledger._membership.all()),
-        tuple(
-            (call.name, call.round_id, _ids(call.waiting), _outcomes(call))
-            for call in ledger._dispatch.pending
-        ),
-        None
-        if current is None
-        else tuple((member.replica_id, call.done) for member, call in current.commits.items()),
+        None if call is None else (call.done, call.error is None),
+        held is not None and held.token == fleet.token,
+        fleet.ledger._connections.current is not None,
     )
 
 
-def _ids(members: Any) -> tuple[str, ...]:
-    return tuple(sorted(member.replica_id for member in members))
-
-
-def _outcomes(call: PendingCall) -> Any:
-    return tuple(sorted((name, answer.outcome.value) for name, answer in call.answers.items()))
-
-
-def _seat(seat: Seat, rank: dict[int, int]) -> Any:
-    replica, answer = seat.replica, seat.answer
-    last = seat.last
+def _fleet(fleet: SmallFleet, pending: list[PendingCall]) -> Any:
+    versions = fleet.ledger._versions
+    current = versions.current
     return (
-        seat.alive,
+        versions.committed_version,
+        None if current is None else (current.round_id, current.phase.value, current.close is not None),
+        tuple((call.name, call.round_id, call.certain, call.done) for call in pending),
+        _journal(fleet) if fleet.faults else (),
+    )
+
+
+def _journal(fleet: SmallFleet) -> Any:
+    """What a restarted controller would know of rounds."""
+    rounds = (each for each in fleet.journal if isinstance(each, Opened | Committed | Finished | Aborted))
+    return tuple((each.kind, each.round_id) for each in compact(rounds))  # type: ignore[union-attr]
+
+
+def _remembered(fleet: SmallFleet) -> Any:
+    """What it would know of a replica."""
+    admitted = {each.member.incarnation for each in fleet.journal if isinstance(each, Admitted)}
+    fences = fleet.ledger._membership.fence_of
+
+    def remembered(incarnation: str) -> Any:
+        fence = fences(incarnation)
+        return (incarnation in admitted, None if fence is None else fence.told) if fleet.faults else None
+
+    return remembered
+
+
+def _seat(seat: Seat, fleet: SmallFleet) -> Any:
+    if not seat.alive:
+        return ("gone",)
+    replica, answer, last = seat.replica, seat.answer, seat.last
+    member = fleet.ledger._membership.get(replica.replica_id)
+    place = {} if member is None else _places(member)
+    return (
         replica.version,
         replica.staged_round,
         replica.receiving_round,
@@ -52,30 +103,54 @@ def _seat(seat: Seat, rank: dict[int, int]) -> Any:
         replica.admitted,
         replica.held,
         replica.fenced is not None,
-        tuple((rank.get(seq, -1), each.outcome) for seq, each in sorted(replica.acknowledgements.items())),
-        None if last is None else (last.version, last.staged_round, last.fenced, len(last.acknowledgements)),
+        tuple(
+            (place.get(seq, -1), each.outcome.value) for seq, each in sorted(replica.acknowledgements.items())
+        ),
+        None
+        if last is None or not fleet.faults
+        else (last.version, last.staged_round, last.fenced, len(last.acknowledgements)),
         None
         if answer is None
         else (
             answer.admitted,
             answer.fenced is not None,
-            tuple(sorted(set(answer.acknowledged) & set(replica.acknowledgements))) != (),
+            bool(set(answer.acknowledged) & set(replica.acknowledgements)),
             tuple(
-                (rank.get(each.seq, -1), each.body.name, each.seq in replica.seen)
+                (place.get(each.seq, -1), each.body.name, each.seq in replica.seen)
                 for each in answer.instructions
             ),
         ),
     )
 
 
-def _member(member: Any, rank: dict[int, int]) -> Any:
+def _member_of(seat: Seat, fleet: SmallFleet, pending: list[PendingCall]) -> Any:
+    member = fleet.ledger._membership.get(seat.replica.replica_id)
+    if member is None:
+        return None
+    name, current = member.replica_id, fleet.ledger._versions.current
     return (
-        member.replica_id,
-        member.state,
+        member.state.value,
         member.version,
+        member.was_serving,
         member.fence_delivered,
         member.failed_transfers,
-        tuple(
-            (rank[each.instruction.seq], each.instruction.body.name, each.delivered) for each in member.queue
+        tuple((each.instruction.body.name, each.delivered) for each in member.queue),
+        tuple((member in call.waiting, _outcome(call, name)) for call in pending),
+        None
+        if current is None
+        else (
+            member in current.participants,
+            member in current.ordered,
+            name in current.left_behind,
+            name in current.staged,
         ),
     )
+
+
+def _outcome(call: PendingCall, name: str) -> str:
+    answer = call.answers.get(name)
+    return "" if answer is None else answer.outcome.value
+
+
+def _places(member: Member) -> dict[int, int]:
+    return {each.instruction.seq: index for index, each in enumerate(member.queue)}

@@ -70,6 +70,24 @@ def test_a_decided_round_is_finished_after_a_restart(commit: CommitMode, swapped
     ]
 
 
+def test_a_replica_that_swapped_is_released_although_the_only_other_one_is_fenced() -> None:
+    """It swapped to wait for the other one. A controller that knows of one participant must say so too."""
+    scene = Scene(replicas=2, commit=CommitMode.TOGETHER)
+    swapped, broken = scene.replicas
+    swapped.hangs_in.add(Commit)
+    broken.outcomes[Commit] = Outcome.REPLICA_FAILED
+    scene.publish()
+    scene.poll(3)
+    assert broken.fenced is not None
+    swapped.hangs_in.clear()
+    scene.ledger.poll(swapped.report(), scene.now)  # COMMIT is on its way
+    swapped.take(scene.ledger.poll(swapped.report(), scene.now))
+    assert swapped.held
+    scene.restart()
+    scene.poll(4)
+    assert swapped.version == 1 and not swapped.held
+
+
 def test_a_commit_that_comes_again_after_a_restart_fences_nobody() -> None:
     """A replica may be swapping while the controller restarts: it registers with the old version."""
     scene = Scene(replicas=2)
