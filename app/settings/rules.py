@@ -181,6 +181,9 @@ def _trainer_rules(config: AppConfig) -> Iterator[str]:
 
 
 def _extra_rules(config: AppConfig) -> Iterator[str]:
+    if config.engine.extra.get("ec_transfer_config") is not None:
+        reason = "an update cannot drop encoder outputs that are cached outside the engine"
+        yield expected("engine.extra.ec_transfer_config", "none", "one", reason)
     own = {name: f"engine.{name}" for name in type(config.engine).model_fields} | RESERVED_ENGINE_ARGS
     for name in config.engine.extra:
         if name in own:

@@ -41,8 +41,7 @@ class Controller:
 
     Args:
         state_dir: where decisions are kept; a restarted controller needs the same one.
-        store_dir: where committed versions are kept.
-        max_versions: how many of them stay; beside them those that a joiner was told to load.
+        store_dir: where committed versions are kept, `max_versions` and those that a joiner was told to load.
         outside_versions: whether replicas write those that their publisher does not write.
         size: how many replicas there may be; `room`: how many the cluster's GPUs hold.
         is_alive: whether the process of a replica (by id) exists; called in a thread.
@@ -139,8 +138,7 @@ class Controller:
             Conflict: another publisher holds it.
             FleetUnavailable: an update could not be recorded.
         """
-        async with self._durable.answer():
-            await self._durable.check_space()
+        async with self._durable.answer(records=True):
             return self._ledger.acquire(publisher, self._durable.now())
 
     async def session(self, publisher: str) -> PublisherSession:
@@ -192,8 +190,7 @@ class Controller:
             Conflict: another round is open, the weights sleep, or the publisher must connect again.
             FleetUnavailable: too few replicas, or the round could not be recorded.
         """
-        async with self._durable.answer():
-            await self._durable.check_space()
+        async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
             return self._ledger.open_round(token, options or RoundOptions(), self._durable.now())
 
@@ -267,14 +264,12 @@ class Controller:
 
     async def scale(self, wanted: int | None) -> SizeStatus:
         """Have so many replicas, None: as many as the load needs; see `FleetSize.want`."""
-        async with self._durable.answer():
-            await self._durable.check_space()
+        async with self._durable.answer(records=True):
             return self._ledger.scale(wanted, await self._room(), self._durable.now())
 
     async def set_label(self, label: str) -> None:
         """Give the committed version another label."""
-        async with self._durable.answer():
-            await self._durable.check_space()
+        async with self._durable.answer(records=True):
             self._ledger.set_label(label, self._durable.now())
 
     # -- queries ------------------------------------------------------------------------------
@@ -294,8 +289,7 @@ class Controller:
             limit_s = min(wait_s, MAX_EVENTS_WAIT_S)
             await self._durable.wait(lambda: bool(self._ledger.events_since(since)), limit_s)
             wall = time.time() - self._durable.now()
-            events = self._ledger.events_since(since)
-            return [replace(event, at=round(event.at + wall, 3)) for event in events]
+            return [replace(it, at=round(it.at + wall, 3)) for it in self._ledger.events_since(since)]
 
     async def check_health(self) -> None:
         """Serve's health check."""

@@ -154,14 +154,19 @@ class DurableLedger:
         self.enter()
 
     @asynccontextmanager
-    async def answer(self) -> AsyncIterator[None]:
+    async def answer(self, *, records: bool = False) -> AsyncIterator[None]:
         """Around a call: its answer, or its error, waits for every decision made so far.
+
+        Args:
+            records: it asks for something new, which is refused while there is no space; see `check_space`.
 
         Raises:
             FleetUnavailable: they could not be written.
         """
         self.enter()
         try:
+            if records:
+                await self.check_space()
             yield
         finally:
             await self.durable(self.change())

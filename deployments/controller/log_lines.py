@@ -92,6 +92,13 @@ class LogLines:
                     f"replica {fields['replica']} cannot load version {fields['version']} from the store: "
                     f"{fields['reason']}. It gets another version, or waits for the next round"
                 )
+            case "given_up":
+                return ERROR, (
+                    f"version {fields['version']} does not load although its files are intact: replicas "
+                    f"{fields['replicas']} were lost in it, one after the other. Those that start load what "
+                    "the fleet started from and wait for a round; it is tried again in "
+                    f"{fields['again_s']:g} s"
+                )
             case "promise_lapsed":
                 return WARNING, (
                     f"replica {fields['replica']} was told to load version {fields['version']} and has not "

@@ -144,8 +144,18 @@ class Admission:
             wish=self._membership.size.wish,
         )
 
+    def lost(self, replica_id: str, incarnation: str, reason: str, now: float) -> None:
+        """This process is known to be gone; it may have ended before its first poll."""
+        member = self._membership.find(replica_id, incarnation)
+        if member is None:
+            self._promises.lost(replica_id, incarnation, None, now)
+        else:
+            self.gone(member, reason, now)
+
     def gone(self, member: Member, reason: str, now: float) -> None:
         """Its process ends, or has ended: in order if nothing waits for it, else it is lost."""
+        if member.loading:
+            self._promises.lost(member.replica_id, member.incarnation, None, now)
         if self._may_leave(member):
             self._membership.leave(member, now)
         else:
@@ -234,4 +244,7 @@ class Admission:
                 member.patience_s = max(2 * member.patience_s, now - sent)
             if member.version != call.result:
                 reasons[replica_id] = f"loaded version {call.result} but holds {member.version}"
+        for replica_id in reasons:
+            if (member := self._membership.get(replica_id)) is not None:
+                self._promises.lost(replica_id, member.incarnation, call.result, now)
         self._membership.fence_each(reasons, CatchUp.name, now)

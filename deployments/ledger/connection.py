@@ -112,6 +112,9 @@ class Connections:
         """Of the current connection; 0 without one."""
         return 0 if self._current is None else self._current.lacking
 
+    def status(self) -> ConnectionStatus | None:
+        return None if self._current is None else self._current.status()
+
     def connect(self, publisher: str, init_info: Mapping[str, JsonValue], now: float) -> PendingCall:
         """Connect every member, each with its own rank offset. The call's result is the connection's id.
 

@@ -8,8 +8,7 @@ seconds; what others wait for is a `PendingCall` that some later event completes
     replica     poll(Report) ─► Directive                                        waits for updates (the shell)
     shell       tick, lost, take_decisions                                       waits for the disk
 
-Durability: the shell writes what `take_decisions` returns before anybody polls again; `recover`
-folds it into a new ledger.
+The shell writes what `take_decisions` returns before anybody polls again; `recover` folds it in.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,13 +46,13 @@ class Ledger:
     def __init__(
         self, config: LedgerConfig | None = None, store: StoreLocation | None = None, size: SizeLimits = FIXED
     ) -> None:
-        self._config = LedgerConfig() if config is None else config
+        config = LedgerConfig() if config is None else config
         self._events = EventLog()
         self._decisions = log = DecisionLog()
-        self._dispatch = dispatch = Dispatch(self._config)
-        self._membership = members = Membership(self._config, self._decisions, self._events, dispatch, size)
+        self._dispatch = dispatch = Dispatch(config)
+        self._membership = members = Membership(config, self._decisions, self._events, dispatch, size)
         self._versions = versions = VersionState(self._decisions, self._events, dispatch)
-        self._lease = LeaseDesk(self._config.lease_s)
+        self._lease = LeaseDesk(config.lease_s)
         self._drains = drains = Drains(members, dispatch, self._events)
         self._desired_state = desired = DesiredState(members, dispatch, log, self._events, drains)
         self._commit_phase = commit = CommitPhase(members, dispatch, versions, desired, log, drains)
@@ -107,12 +106,8 @@ class Ledger:
 
     def lost(self, replica_id: str, incarnation: str, reason: str, now: float) -> None:
         """The shell learned that this process is gone."""
-        member = self._membership.find(replica_id, incarnation)
-        if member is None:
-            self.promises.end(incarnation)  # it ended before its first poll
-        else:
-            self._admission.gone(member, reason, now)
-            self._advance(now)
+        self._admission.lost(replica_id, incarnation, reason, now)
+        self._advance(now)
 
     def silent_since(self, before: float) -> list[tuple[str, str]]:
         """(replica id, incarnation) of those that have not polled since, starting ones too."""
@@ -230,8 +225,8 @@ class Ledger:
 
     def credit(self, stalled_s: float, now: float) -> None:
         """The controller stood still for so long, until now: nobody could poll, acknowledge or renew."""
-        self._drains.credit(stalled_s)
-        for part in (self._membership, self._lease, self._storing, self._store_wait, self.promises):
+        parts = (self._drains, self._membership, self._lease, self._storing, self._store_wait)
+        for part in (*parts, self.promises):
             part.credit(stalled_s)
         self._events.record("stall", now, stalled_s=round(stalled_s, 3))
 
@@ -271,8 +266,7 @@ class Ledger:
         return self._events.since(event_id)
 
     def status(self, now: float) -> FleetStatus:
-        stored, current = self._versions.stored, self._versions.current
-        connection, needed = self._connections.current, self._membership.needed
+        stored, current, needed = self._versions.stored, self._versions.current, self._membership.needed
         return FleetStatus(
             fleet_id=self._versions.fleet_id,
             committed_version=self._versions.committed_version,
@@ -286,7 +280,7 @@ class Ledger:
             members=tuple(member.status(now) for member in self._membership.all()),
             round=None if current is None else current.status(now),
             lease=self._lease.status(now),
-            connection=None if connection is None else connection.status(),
+            connection=self._connections.status(),
             store_problem=self._storing.problem or self.promises.problem or self._store_wait.problem,
             condition=self._desired_state.names(),
             rounds_ended=self._versions.rounds_ended(),
@@ -304,7 +298,5 @@ class Ledger:
             self._staging.check_quorum(now)
             self._staging.decide(now)
         self._connections.bring_in(now)
-        self._admission.advance(now)
-        self.promises.advance(now)
-        self._storing.advance(now)
-        self._store_wait.advance(now)
+        for part in (self._admission, self.promises, self._storing, self._store_wait):
+            part.advance(now)

@@ -16,6 +16,9 @@ from deployments.ledger.members import MemberState
 from deployments.ledger.membership import Membership
 from deployments.ledger.version_state import VersionState
 
+LOSSES = 3  # replicas lost in a row while they loaded one version
+AGAIN_S = 600.0  # then it is tried again: what ended them may have been something else
+
 
 @dataclass(slots=True)
 class _Promise:
@@ -31,6 +34,15 @@ class _Refusal:
     since: float
 
 
+@dataclass(slots=True)
+class _Losses:
+    """Replicas, by incarnation, that were lost in a row while they loaded one version."""
+
+    version: int
+    replicas: dict[str, str]
+    last: float
+
+
 class Promises:
     """The versions that joiners were told to load, and those that they could not load; by incarnation."""
 
@@ -43,11 +55,15 @@ class Promises:
         self._events = events
         self._promises: dict[str, _Promise] = {}
         self._refusals: dict[str, _Refusal] = {}
+        self._losses = _Losses(0, {}, 0.0)
 
     @property
     def problem(self) -> str | None:
         """Which joiner cannot load the committed version from the store."""
-        committed = self._versions.committed_version
+        committed, lost = self._versions.committed_version, self._losses.replicas
+        if self._is_given_up(committed):
+            names = ", ".join(lost.values())
+            return f"version {committed} does not load: {len(lost)} replicas were lost in it ({names})"
         for each in self._refusals.values():
             if each.version == committed:
                 return f"{each.replica_id} cannot load version {each.version} from the store: {each.reason}"
@@ -70,9 +86,34 @@ class Promises:
         self._events.record("unloadable", now, replica=replica_id, version=version, reason=reason)
 
     def refused(self, incarnation: str, version: int) -> bool:
-        """Whether this process could not load this version."""
+        """Whether this process could not load this version, or so many others were lost in it."""
+        if self._is_given_up(version):
+            return True
         refusal = self._refusals.get(incarnation)
         return refusal is not None and refusal.version == version
+
+    def lost(self, replica_id: str, incarnation: str, version: int | None, now: float) -> None:
+        """This process was lost while it loaded a version; None: what it was promised, if anything.
+
+        One may be bad luck. After `LOSSES` in a row the version is given up for a while: engines cannot load
+        it although its files are intact. Those that start load what the fleet started from instead, and the
+        next round brings them up to date.
+        """
+        promise = self._promises.get(incarnation)
+        self.end(incarnation)
+        if version is None and promise is not None:
+            version = promise.promised.version
+        if version is None or incarnation in self._losses.replicas:
+            return
+        if version != self._losses.version:
+            self._losses = _Losses(version, {}, now)
+        self._losses.replicas[incarnation], self._losses.last = replica_id, now
+        if len(self._losses.replicas) == LOSSES:
+            names = ", ".join(self._losses.replicas.values())
+            self._events.record("given_up", now, version=version, replicas=names, again_s=AGAIN_S)
+
+    def _is_given_up(self, version: int) -> bool:
+        return len(self._losses.replicas) >= LOSSES and self._losses.version == version
 
     def end(self, incarnation: str) -> None:
         """The process is gone, or holds what it was promised."""
@@ -117,9 +158,13 @@ class Promises:
     def advance(self, now: float) -> None:
         """End the promises that are kept, and those that nobody can want any more."""
         limit_s = self._membership.config.join_timeout_s
+        if now - self._losses.last > AGAIN_S:
+            self._losses.replicas.clear()
         for incarnation, each in list(self._promises.items()):
             replica_id, version = each.promised.replica_id, each.promised.version
             if self._is_over(replica_id, incarnation, version):
+                if self._holds(replica_id, incarnation, version) and version == self._losses.version:
+                    self._losses.replicas.clear()
                 self.end(incarnation)
             elif now - each.since > limit_s:
                 self._events.record(
@@ -144,9 +189,11 @@ class Promises:
         self._promises.pop(incarnation, None)
 
     def _is_over(self, replica_id: str, incarnation: str, version: int) -> bool:
+        return self._holds(replica_id, incarnation, version) or self._is_gone(replica_id, incarnation)
+
+    def _holds(self, replica_id: str, incarnation: str, version: int) -> bool:
         member = self._membership.find(replica_id, incarnation)
-        holds = member is not None and member.alive and member.version >= version
-        return holds or self._is_gone(replica_id, incarnation)
+        return member is not None and member.alive and member.version >= version
 
     def _is_gone(self, replica_id: str, incarnation: str) -> bool:
         if self._membership.fence_of(incarnation) is not None:

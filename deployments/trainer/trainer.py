@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import SlipstreamError, StalePublisher
+from deployments.errors import FleetUnavailable, SlipstreamError, StalePublisher
 from deployments.logs import serve_logger
 from deployments.lost_calls import RESTART_WAIT_S, answered, is_lost
 from deployments.protocol.publishing import RoundReport
+from deployments.trainer.former_session import end_former_session
 from deployments.trainer.lost_version import watch
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.turns import Turns
@@ -58,6 +59,8 @@ class Trainer:
         plan = None if slots is None else await answered(lambda: slots.plan.remote(), "slots")
         if TRANSPORTS[spec.transport].same_gpu is SameGpu.REQUIRED:  # replicas open the trainer's memory
             await self._free_shared_memory()
+        else:
+            await end_former_session(controller)
         self._group, self._loaded = await WorkerGroup.start(spec, controller, plan)
         self._version = self._loaded.version
         self._step = self._loaded.step
@@ -199,7 +202,13 @@ class Trainer:
 
     async def _run_round(self, label: str | None) -> RoundReport:
         """Every rank takes part, and connects again if the membership has changed."""
-        report = await self._group.call(TrainerWorker.publish, label, timeout_s=self._spec.publish_timeout_s)
+        publish, limit_s = TrainerWorker.publish, self._spec.publish_timeout_s
+        try:
+            report = await self._group.call(publish, label, timeout_s=limit_s)
+        except FleetUnavailable:
+            if self._group.broken is not None:  # the fleet does not wait for this trainer's successor
+                await end_former_session(self._controller)
+            raise
         assert report is not None, "rank 0 reports every round that it completes"
         return report
 

@@ -4,7 +4,7 @@ real controller refuses (a stale token, a call out of order).
 Time is virtual: `takes_s` says how long a call takes, and waiting for its result moves the clock.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,9 +19,17 @@ from deployments.errors import (
     TransferAborted,
 )
 from deployments.protocol.publishing import Lease, RoundOptions, RoundReport
-from deployments.protocol.status import ConnectionStatus, FleetStatus, MemberStatus, SizeStatus
+from deployments.protocol.status import (
+    ConnectionStatus,
+    FleetStatus,
+    LeaseStatus,
+    MemberStatus,
+    RoundStatus,
+    SizeStatus,
+)
 from deployments.weights.transports.shm import open_segment
 from deployments.weights.wire.chunk_layout import parse, plan_chunks
+from tests.deployments.fake_handle import Method
 
 LEASE_S = 60.0
 RESTART_S = 5.0
@@ -54,6 +62,7 @@ class FakeController:
         self.init_info: dict[str, Any] = {}  # of the connection
         self.lease: Lease | None = None
         self.open_round_id: int | None = None
+        self.round_phase = "open"  # of the round in flight
         self._connected_epoch = 0
         self._last_token = 0
         self._last_round_id = 0
@@ -63,10 +72,10 @@ class FakeController:
         self._lease_ends = 0.0
         self._scheduled: list[tuple[float, Callable[[], object]]] = []
 
-    def __getattr__(self, name: str) -> "_Method":
+    def __getattr__(self, name: str) -> "Method":
         if name.startswith("_"):
             raise AttributeError(name)
-        return _Method(self, name)
+        return Method(self, name)
 
     def answer(self, method: str, *args: Any) -> Any:
         self.calls.append(method)
@@ -251,12 +260,18 @@ class FakeController:
                 member_status(state, self.version, f"r{number}")
                 for number, state in enumerate(self.member_states)
             ),
-            round=None,
-            lease=None,
+            round=None if self.open_round_id is None else round_status(self.open_round_id, self.round_phase),
+            lease=None
+            if self.lease is None or not self.holds(self.lease.token)
+            else LeaseStatus(publisher=self.lease.publisher, remaining_s=self._lease_ends - self.now),
             connection=connection,
             store_problem=None,
             condition=(),
         )
+
+
+def round_status(round_id: int, phase: str) -> RoundStatus:
+    return RoundStatus(round_id=round_id, version=1, label=None, phase=phase, age_s=0.0, participants=("r0",))
 
 
 def member_status(state: str, version: int, replica_id: str = "r0") -> MemberStatus:
@@ -271,43 +286,3 @@ def member_status(state: str, version: int, replica_id: str = "r0") -> MemberSta
         pending=(),
         reason="",
     )
-
-
-class _Method:
-    def __init__(self, controller: FakeController, name: str) -> None:
-        self._controller = controller
-        self._name = name
-
-    def remote(self, *args: Any) -> "_Response":
-        return _Response(self._controller, self._name, args)
-
-
-class _Response:
-    """A call that began; its result is there `takes_s` later."""
-
-    def __init__(self, controller: FakeController, method: str, args: tuple[Any, ...]) -> None:
-        self._controller = controller
-        self._token = args[0] if method in ("open_round", "send") else None
-        self._ends = max(controller.now, controller.up_at) + controller.takes_s.get(method, 0.0)
-        self._result: Any = None
-        self._error: Exception | None = None
-        try:
-            self._result = controller.answer(method, *args)
-        except Exception as error:  # raised where the result is awaited
-            self._error = error
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        waited_until = self._controller.now + (self._ends if timeout_s is None else timeout_s)
-        if waited_until < self._ends:
-            self._controller.advance(waited_until)
-            raise TimeoutError
-        self._controller.advance(self._ends)
-        if self._error is not None:
-            raise self._error
-        if self._token is not None and not self._controller.holds(self._token):
-            raise RoundAborted("round aborted: the lease expired")
-        return self._result
-
-    def __await__(self) -> Generator[None, None, Any]:
-        yield
-        return self.result()

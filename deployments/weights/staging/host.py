@@ -131,7 +131,8 @@ def replacing_all(model: torch.nn.Module) -> Iterator[None]:
     """Around vLLM's layerwise reload of a model: what a CPU packed of the former weights is packed again.
 
     vLLM packs experts only where it makes their kernel, which a reload keeps: it would read raw weights as
-    packed ones. It does not process output embeddings that are tied, as nothing is loaded into them.
+    packed ones. It does not process output embeddings that are tied, as nothing is loaded into them. If the
+    reload fails, layers that it did not come to have their kernels again.
     """
     found = (getattr(module, "quant_method", None) for module in model.modules())
     methods = [each for each in found if isinstance(each, UnquantizedFusedMoEMethod)]
@@ -140,10 +141,12 @@ def replacing_all(model: torch.nn.Module) -> Iterator[None]:
     ]
     for method, _ in kernels:
         method.moe_kernel = None
-    yield
-    for method, kernel in kernels:
-        if method.moe_kernel is None:  # nothing was loaded into this layer, and its weights are still packed
-            method.moe_kernel = kernel
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:  # nothing was loaded into this layer: its weights are still packed
+                method.moe_kernel = kernel
     for head in _tied_heads(model):
         head.quant_method.process_weights_after_loading(head)
 

@@ -55,6 +55,11 @@ from tests.app.settings.complaints import COLOCATED, SEPARATE, complaint
             "'engine.extra.dtype': set 'engine.dtype' instead (every setting has one name)",
         ),
         (
+            {"engine": {"extra": {"ec_transfer_config": {"ec_connector": "ECExampleConnector"}}}},
+            "'engine.extra.ec_transfer_config': expected none, got one (an update cannot drop encoder "
+            "outputs that are cached outside the engine)",
+        ),
+        (
             {"engine": {"env": {"VLLM_API_KEY": "x"}}},
             "'engine.env.VLLM_API_KEY': set 'security.user_token_file' instead (every setting has one name)",
         ),

@@ -102,6 +102,11 @@ def test_a_fence_names_the_round_in_which_it_happened(caplog: pytest.LogCaptureF
         ),
         ("not_stored", {"version": 3, "reason": "x"}, "is not in the store"),
         ("unloadable", {"replica": "a", "version": 3, "reason": "x"}, "cannot load version"),
+        (
+            "given_up",
+            {"version": 3, "replicas": "a, b, c", "again_s": 600.0},
+            "does not load although its files are intact",
+        ),
         ("promise_lapsed", {"replica": "a", "version": 3, "limit_s": 60}, "was told to load version"),
     ],
 )

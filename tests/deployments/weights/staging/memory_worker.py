@@ -18,8 +18,11 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.staging.reports import StagingState, from_wire
 from deployments.weights.staging.worker_extension import StagingWorkerExtension
 from deployments.weights.wire.chunk_layout import pack, plan_chunks
+from deployments.weights.wire.digest import digests
+from deployments.weights.wire.digest_definition import version_digest
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
 Tensors = list[tuple[str, torch.Tensor]]
@@ -137,3 +140,26 @@ def write_checkpoint(directory: Path) -> Path:
     save_file(dict(weights(0.0)), directory / "model.safetensors")
     (directory / "config.json").write_text("{}")
     return directory
+
+
+TIMEOUT_S = 20.0
+
+
+def digest_of(tensors: Tensors) -> str:
+    return version_digest([name for name, _ in tensors], digests([tensor for _, tensor in tensors]))
+
+
+def receive(worker: MemoryWorker, tensors: Tensors, name: str = "p", **options: Any) -> StagingState:
+    """One payload from the call to its end."""
+    arguments = {"share": 1.0, "begins": True, "retain_version": None} | options
+    worker.staging_receive(worker.offer(name, tensors), **arguments)
+    return progress_of(worker)
+
+
+def progress_of(worker: MemoryWorker) -> StagingState:
+    worker.engine._thread.submit(lambda: None).result(TIMEOUT_S)  # behind what was submitted before
+    return from_wire(StagingState, worker.staging_progress())
+
+
+def verify(worker: MemoryWorker) -> StagingState:
+    return from_wire(StagingState, worker.staging_verify())

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from deployments.weights.staging.derived import Derived, Moving, classify
 from deployments.weights.staging.observation import changed_tensors, observe
 from deployments.weights.staging.pairs import pair
-from deployments.weights.staging.reachable import name_of
 
 
 class Layer(torch.nn.Module):
@@ -291,19 +289,3 @@ def test_a_tensor_that_a_round_loses_rejects_the_version() -> None:
             layer.packed = weight * 2
 
     assert "'layers.0.packed' leads nowhere at '.packed'" in collected(hide, baked=False)
-
-
-def test_a_way_has_the_name_that_python_would_write() -> None:
-    _, _, moving = prepared(in_containers)
-    assert [name_of(way) for way in moving.tensors][:2] == [
-        "layers.0.config['w'][0][0]",
-        "layers.0.config[('a', 1)]",
-    ]
-
-
-def test_numbers_of_numpy_count() -> None:
-    def hide(layer: Any, weight: torch.Tensor) -> None:
-        layer.scale = np.float32(weight.max())
-
-    _, _, moving = prepared(hide)
-    assert [name_of(way) for way in moving.numbers] == ["layers.0.scale", "layers.1.scale"]

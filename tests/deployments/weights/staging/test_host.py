@@ -7,6 +7,11 @@ import sys
 from typing import Any
 
 import pytest
+import torch
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from deployments.weights.staging.host import replacing_all
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -45,3 +50,16 @@ def test_an_output_embedding_that_the_engine_has_tied_may_not_differ_later(
 
 def test_a_model_that_vllm_would_leave_as_it_was_is_refused(found: dict[tuple[str, bool], Any]) -> None:
     assert "GptOssForCausalLM copies weights past its loaders" in found["gpt-oss", True]["refused"]
+
+
+def test_experts_that_a_failed_reload_did_not_come_to_have_their_kernels_again() -> None:
+    method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+    torch.nn.Module.__init__(method)
+    kernel = torch.nn.Identity()
+    method.unquantized_backend, method.moe_kernel = UnquantizedMoeBackend.CPU, kernel
+    model = torch.nn.Module()
+    model.quant_method = method
+    with pytest.raises(OSError, match="cannot be read"), replacing_all(model):
+        assert method.moe_kernel is None
+        raise OSError("the file cannot be read")
+    assert method.moe_kernel is kernel

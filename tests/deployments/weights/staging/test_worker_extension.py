@@ -15,22 +15,22 @@ from deployments.errors import TransferFailed
 from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome, StoreResult
 from deployments.weights.staging.progress_page import ProgressPage
-from deployments.weights.staging.reports import ConnectState, LoadPlanSummary, StagingState, from_wire
+from deployments.weights.staging.reports import ConnectState, LoadPlanSummary, from_wire
 from deployments.weights.store.integrity import check_files
 from deployments.weights.wire.checkpoint_schema import read_schema
-from deployments.weights.wire.digest import digests
-from deployments.weights.wire.digest_definition import version_digest
 from deployments.weights.wire.received_chunk import ReceivedChunk
 from deployments.weights.wire.shared_memory import remove_segment
 from tests.deployments.weights.staging.memory_worker import (
+    TIMEOUT_S,
     MemoryWorker,
-    Tensors,
     chunks_of,
+    digest_of,
+    progress_of,
+    receive,
+    verify,
     weights,
     write_checkpoint,
 )
-
-TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -43,26 +43,6 @@ def worker(checkpoint: Path) -> Iterator[MemoryWorker]:
     worker = MemoryWorker(checkpoint)
     yield worker
     worker.engine.shutdown()
-
-
-def digest_of(tensors: Tensors) -> str:
-    return version_digest([name for name, _ in tensors], digests([tensor for _, tensor in tensors]))
-
-
-def receive(worker: MemoryWorker, tensors: Tensors, name: str = "p", **options: Any) -> StagingState:
-    """One payload from the call to its end."""
-    arguments = {"share": 1.0, "begins": True, "retain_version": None} | options
-    worker.staging_receive(worker.offer(name, tensors), **arguments)
-    return progress_of(worker)
-
-
-def progress_of(worker: MemoryWorker) -> StagingState:
-    worker.engine._thread.submit(lambda: None).result(TIMEOUT_S)  # behind what was submitted before
-    return from_wire(StagingState, worker.staging_progress())
-
-
-def verify(worker: MemoryWorker) -> StagingState:
-    return from_wire(StagingState, worker.staging_verify())
 
 
 def test_an_update_is_staged_beside_the_live_model_and_swapped_by_the_commit(worker: MemoryWorker) -> None:

@@ -1,0 +1,25 @@
+"""The names of what can be reached from a model, and what counts as a number."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from deployments.weights.staging.reachable import name_of, reachable
+
+
+def test_a_way_has_the_name_that_python_would_write() -> None:
+    model = torch.nn.Module()
+    model.config = {"w": [(torch.ones(2),)], ("a", 1): torch.ones(3)}  # type: ignore[assignment]
+    model.layer = SimpleNamespace(scale=torch.ones(1))  # type: ignore[assignment]
+    assert sorted(map(name_of, reachable(model).tensors)) == [
+        "config['w'][0][0]",
+        "config[('a', 1)]",
+        "layer.scale",
+    ]
+
+
+def test_numbers_of_numpy_count() -> None:
+    model = torch.nn.Module()
+    model.scale = np.float32(0.5)  # type: ignore[assignment]
+    assert "scale" in map(name_of, reachable(model).numbers)
