@@ -4,7 +4,8 @@ record_replica_metadata   once, when the replica becomes ready     ReplicaEndpoi
 record_routing_stats      every `request_routing_stats_period_s`   RoutingStats
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,4 +22,4 @@ class RoutingStats:
 
     version: int = 0
     admitted: bool = True
-    in_flight: int = 0  # sequences from all routers, or requests if those are more
+    in_flight: Mapping[str, int] = field(default_factory=dict)  # sequences, by the router that sent them

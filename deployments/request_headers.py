@@ -14,6 +14,7 @@ MAX_SESSION_ID = 256
 MAX_NUMBER = 10**9  # of a version; and of seconds, which is thirty years
 LOST = b"lost"  # the engine had the request when it failed
 PART_HEADER = b"x-slipstream-part"  # the request is a part of a client's; see `Part`
+ROUTER_HEADER = b"x-slipstream-router"  # which router sent the request, and how many sequences it asks for
 
 
 @dataclass(slots=True)
@@ -38,7 +39,8 @@ class Demand:
         timeout_s: how long to wait for them.
         session_id: requests of one session go to one replica while it is there.
         refused: replicas that have refused this request already; they are asked last.
-        in_flight: sequences that the asking router has at each replica.
+        router: the id of the asking router.
+        in_flight: sequences that it has at each replica.
         prefer: the replica that this part of a split request is meant for.
         census: to be filled in.
     """
@@ -47,6 +49,7 @@ class Demand:
     timeout_s: float = 0.0
     session_id: str | None = None
     refused: tuple[str, ...] = ()
+    router: str = ""
     in_flight: Mapping[str, int] = field(default_factory=dict)
     prefer: str | None = None
     census: Census | None = None
@@ -67,6 +70,19 @@ class Part:
     def header(self) -> str:
         """The value of `PART_HEADER`."""
         return f"{self.first_choice},{self.created}"
+
+
+def router_header(router: str, sequences: int) -> str:
+    """The value of `ROUTER_HEADER`."""
+    return f"{router},{sequences}"
+
+
+def router_of(value: bytes | None) -> tuple[str, int]:
+    """The router and the number of sequences that a `ROUTER_HEADER` names; a request without one is one."""
+    if value is None:
+        return "", 1
+    router, sequences = value.decode().split(",")
+    return router, int(sequences)
 
 
 def part_of(value: bytes | None) -> Part | None:

@@ -10,6 +10,7 @@ import hmac
 import json
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,10 +26,12 @@ from deployments.request_headers import (
     NOT_BEGUN,
     PART_HEADER,
     REFUSED_HEADER,
+    ROUTER_HEADER,
     Demand,
     Part,
     demand_of,
     part_of,
+    router_of,
 )
 
 METRICS = "/metrics"  # vLLM's; the fleet answers a route of that name itself, with those of all replicas
@@ -72,10 +75,16 @@ class ReplicaFront:
         self.key = secrets.token_hex(16)
         self._stopped = self._in_order = False
         self._running: dict[asyncio.Task[Any], _Answer | None] = {}  # None: at the gate
+        self._sequences: Counter[str] = Counter()
 
     @property
     def in_flight(self) -> int:
         return len(self._running)
+
+    @property
+    def sequences(self) -> dict[str, int]:
+        """The sequences that the requests in flight ask for, by the router that sent them."""
+        return {router: count for router, count in self._sequences.items() if count}
 
     def stop(self, *, in_order: bool) -> None:
         """Refuse what has not begun to be answered, for another replica.
@@ -99,6 +108,8 @@ class ReplicaFront:
         assert task is not None
         answer: _Answer | None = None
         self._running[task] = answer
+        router, sequences = router_of(headers.get(ROUTER_HEADER))
+        self._sequences[router] += sequences
         try:
             self._require_passed(scope["method"], scope["path"])
             await self._gate(
@@ -117,6 +128,7 @@ class ReplicaFront:
             await _send_error(send, self._refused() or stopped, self._refusal_of(answer))
         finally:
             del self._running[task]
+            self._sequences[router] -= sequences
 
     def _refusal_of(self, answer: "_Answer | None") -> bytes:
         return NOT_BEGUN if answer is None or self._in_order else LOST

@@ -17,14 +17,6 @@ class Load:
     places: int  # that it has at most
     kv_use: float  # the fullest rank's share of KV cache blocks in use, 0 to 1
 
-    def sequences(self, requests: int) -> int:
-        """The sequences in flight, or the requests that have not reached the engine, if those are more.
-
-        Args:
-            requests: in flight at the replica; with none, what the scheduler said last is out of date.
-        """
-        return max(requests, self.running + self.waiting) if requests else 0
-
 
 class LoadLogger(AggregateStatLoggerBase):
     """Keeps the newest numbers of each data-parallel rank."""

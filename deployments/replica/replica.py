@@ -103,7 +103,7 @@ class Replica:
         stats = RoutingStats(
             version=self._engine.version,
             admitted=self._gate.refusal() is None,
-            in_flight=self._load.load.sequences(self._front.in_flight),
+            in_flight=self._front.sequences,
         )
         return asdict(stats)
 

@@ -7,6 +7,7 @@ request under which replicas are lost again and again is refused.
 
 import asyncio
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -21,7 +22,15 @@ from yarl import URL
 from deployments.errors import DeadlyRequest, FleetUnavailable
 from deployments.logs import serve_logger
 from deployments.replica_info import ReplicaEndpoint
-from deployments.request_headers import KEY_HEADER, LOST, REFUSED_HEADER, Census, Demand
+from deployments.request_headers import (
+    KEY_HEADER,
+    LOST,
+    REFUSED_HEADER,
+    ROUTER_HEADER,
+    Census,
+    Demand,
+    router_header,
+)
 from deployments.router.connections import connections
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
 from deployments.router.limits import RouterLimits
@@ -124,6 +133,7 @@ class Forwarder:
         self._probes = Probes(self._answers)
         self._rollout = rollout
         self._session: aiohttp.ClientSession | None = None
+        self._id = uuid.uuid4().hex  # by which replicas count what they have of each router
         self._per_replica: Counter[str] = Counter()  # sequences in flight
         self._deadly = DeadlyRequests()
 
@@ -258,7 +268,7 @@ class Forwarder:
         Raises:
             TimeoutError: there was none until the deadline.
         """
-        current = replace(demand, in_flight=dict(self._per_replica))
+        current = replace(demand, router=self._id, in_flight=dict(self._per_replica))
         async with asyncio.timeout(deadline - time.monotonic()):
             # Without a reservation: it costs two calls to the replica, and our own count is more exact.
             async with self._rollout.choose_replica(current, _reserve=False) as chosen:
@@ -269,7 +279,9 @@ class Forwarder:
         self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         session = self._connections()
-        headers = CIMultiDict([*request.headers.items(), (KEY_HEADER.decode(), endpoint.key)])
+        headers = request.headers.copy()
+        headers[KEY_HEADER.decode()] = endpoint.key
+        headers[ROUTER_HEADER.decode()] = router_header(self._id, request.sequences)
         url = URL(f"http://{endpoint.address}{request.target}", encoded=True)
         self._per_replica[replica_id] += request.sequences
         try:

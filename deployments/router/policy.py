@@ -19,7 +19,7 @@ class Candidate:
     replica_id: str
     version: int
     admitted: bool
-    in_flight: int = 0  # sequences from all routers
+    in_flight: int = 0  # sequences that other routers have there
 
 
 def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str, int]:
@@ -64,8 +64,8 @@ def order_candidates(candidates: Sequence[Candidate], demand: Demand) -> list[li
 
 
 def _load(candidate: Candidate, demand: Demand) -> int:
-    """The router's own count is exact but misses the other routers; the replica's count is late."""
-    return max(candidate.in_flight, demand.in_flight.get(candidate.replica_id, 0))
+    """What the asking router has there, which it knows exactly, and what the others had a moment ago."""
+    return candidate.in_flight + demand.in_flight.get(candidate.replica_id, 0)
 
 
 def _by_affinity(replica_ids: Collection[str], session_id: str) -> list[str]:

@@ -26,7 +26,7 @@ class FleetRequestRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True
             demand = next((a for a in pending_request.args if isinstance(a, Demand)), demand)
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        candidates = [_candidate(*item) for item in by_id.items()]
+        candidates = [_candidate(*item, demand.router) for item in by_id.items()]
         if demand.census is not None:
             demand.census.loads = eligible_loads(candidates, demand)
             demand.census.metadata = {name: each.replica_metadata for name, each in by_id.items()}
@@ -34,8 +34,7 @@ class FleetRequestRouter(RequestRouter):
         return [[by_id[replica_id] for replica_id in group] for group in groups]
 
 
-def _candidate(replica_id: str, replica: RunningReplica) -> Candidate:
+def _candidate(replica_id: str, replica: RunningReplica, router: str) -> Candidate:
     stats = RoutingStats(**replica.routing_stats)
-    return Candidate(
-        replica_id=replica_id, version=stats.version, admitted=stats.admitted, in_flight=stats.in_flight
-    )
+    others = sum(count for name, count in stats.in_flight.items() if name != router)
+    return Candidate(replica_id=replica_id, version=stats.version, admitted=stats.admitted, in_flight=others)

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.errors import FleetUnavailable, ReplicaUnavailable
 from deployments.logs import serve_logger
 from deployments.passed_routes import route_path
-from deployments.request_headers import KEY_HEADER, PART_HEADER, Part, demand_of
+from deployments.request_headers import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
 from deployments.router.body import read_body
 from deployments.router.bounds import check_headers, check_sequences, sequences
 from deployments.router.deadly_requests import RequestIdentity
@@ -37,7 +37,7 @@ from deployments.router.splitting import MIN_SEQUENCES, split_prompts
 NOT_FORWARDED = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "host", "content-length"}
     | {"authorization", "cookie", "proxy-authorization"}
-    | {KEY_HEADER.decode(), PART_HEADER.decode(), "x-weight-timeout"}
+    | {KEY_HEADER.decode(), PART_HEADER.decode(), ROUTER_HEADER.decode(), "x-weight-timeout"}
 )
 logger = serve_logger()
 

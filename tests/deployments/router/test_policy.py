@@ -50,12 +50,11 @@ def test_without_a_session_two_are_drawn() -> None:
     assert len(drawn) == 10, "every pair of five"
 
 
-def test_the_less_loaded_of_two_comes_first_by_the_larger_of_both_counts() -> None:
+def test_the_less_loaded_of_two_comes_first_by_what_all_routers_have_there() -> None:
     busy = Candidate(replica_id="busy", version=5, admitted=True, in_flight=3)
-    idle = Candidate(replica_id="idle", version=5, admitted=True, in_flight=2)
+    idle = Candidate(replica_id="idle", version=5, admitted=True, in_flight=1)
     assert order_candidates([busy, idle], Demand()) == [["idle", "busy"]]
-    # The router has sent requests since the replica's last report.
-    assert order_candidates([busy, idle], Demand(in_flight={"idle": 4})) == [["busy", "idle"]]
+    assert order_candidates([busy, idle], Demand(in_flight={"idle": 3})) == [["busy", "idle"]]
     assert order_candidates([busy, idle], Demand(in_flight={"idle": 1})) == [["idle", "busy"]]
 
 

@@ -23,8 +23,8 @@ async def chosen(replicas: list[Any], request: Any) -> list[list[Any]]:
 
 
 async def test_the_demand_among_the_arguments_decides() -> None:
-    old = replica("old", version=4, admitted=True, in_flight=0)
-    new = replica("new", version=5, admitted=True, in_flight=9)
+    old = replica("old", version=4, admitted=True, in_flight={})
+    new = replica("new", version=5, admitted=True, in_flight={"r": 9})
     request = pending("other", Demand(min_version=5))
     assert await chosen([old, new], request) == [[new], [old]]
     assert request.routing_context.should_backoff, "Serve must not retry in a busy loop"
@@ -34,14 +34,21 @@ async def test_the_demand_among_the_arguments_decides() -> None:
 
 async def test_a_replica_that_has_not_reported_yet_may_be_chosen() -> None:
     unknown = replica("unknown")
-    fenced = replica("fenced", version=5, admitted=False, in_flight=0)
+    fenced = replica("fenced", version=5, admitted=False, in_flight={})
     assert await chosen([unknown, fenced], pending(Demand())) == [[unknown]]
 
 
 async def test_a_census_is_filled_in() -> None:
     census = Census()
-    busy = replica("busy", version=5, admitted=True, in_flight=9)
+    busy = replica("busy", version=5, admitted=True, in_flight={"r": 9})
     fenced = replica("fenced", admitted=False)
     await chosen([busy, replica("idle"), fenced], pending(Demand(census=census)))
     assert census.loads == {"busy": 9, "idle": 0}
     assert census.metadata == {name: {"address": name} for name in ("busy", "idle", "fenced")}
+
+
+async def test_what_a_replica_says_of_the_asking_router_is_late_and_not_counted() -> None:
+    census = Census()
+    busy = replica("busy", version=5, admitted=True, in_flight={"mine": 40, "others": 9})
+    await chosen([busy], pending(Demand(census=census, router="mine", in_flight={"busy": 1})))
+    assert census.loads == {"busy": 10}
