@@ -117,7 +117,10 @@ class DirectoryPublisher:
                 sending.cancel()  # the abort that follows ends the call itself
 
     async def _raise_if_changed(self, checkpoint: Checkpoint, error: SlipstreamError) -> None:
-        changed = await self._disk.run(checkpoint.changed, str(checkpoint.directory))
+        try:
+            changed = await self._disk.run(checkpoint.changed, str(checkpoint.directory))
+        except SlipstreamError:  # of a disk that does not answer: the first error says so
+            return
         if changed is not None:
             raise RoundAborted(
                 f"{changed}; publish it again once it is complete ({error.message})", error.detail

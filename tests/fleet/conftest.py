@@ -30,6 +30,11 @@ class Fleet:
     checkpoint: Path
     store: Path
 
+    @property
+    def published(self) -> Path:
+        """A root below which checkpoints may be published."""
+        return self.checkpoint.parent / "published"
+
     def client(self, timeout_s: float = 120.0) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=timeout_s)
 
@@ -66,6 +71,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             },
             "trainer": {"optimizer": {"learning_rate": LEARNING_RATE}},
             "store": {"keep": KEPT},
+            "security": {"checkpoint_roots": [str(root / "published")]},
         }
     )
     try:
