@@ -253,7 +253,7 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
     return EngineSpec(
         model=model,
         served_model_name=args.public_model_name,
-        backend=backend(args.weights.transport, args.weights.staging.value),
+        backend=backend(args.weights.transport, args.weights.staging.value, args.weights.wire.value),
         staging=args.weights.staging.value,
         staging_share=args.weights.effective_staging_share,
         arguments=arguments,

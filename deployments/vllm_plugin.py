@@ -11,7 +11,10 @@ from deployments.weights.transports.registry import TRANSPORTS
 
 
 def register() -> None:
-    """Register both halves of every transport; vLLM calls this more than once in a process."""
+    """Register both halves of every transport, and receivers of vLLM's own wire.
+
+    vLLM calls this more than once in a process.
+    """
     follow_owner()
     engine_core.install()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
@@ -21,3 +24,8 @@ def register() -> None:
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, transport.receiver_class)
             WeightTransferTrainerFactory.register_engine(name, module, transport.sender_class)
+        staged = transport.staged_backend
+        if transport.native and staged not in WeightTransferEngineFactory._registry:  # vLLM's own half sends
+            WeightTransferEngineFactory.register_engine(
+                staged, transport.staged_module, transport.staged_class
+            )

@@ -5,7 +5,7 @@
 Loads a checkpoint with transformers, publishes it, and prints the fleet's answers and versions before and
 after. The transport is the one that the fleet was configured with:
 
-    nccl, ipc                         vLLM's own trainer engines; the fleet has `staging: none`
+    nccl, ipc                         vLLM's own trainer engines; `staging: none`, or `wire: vllm`
     slipstream_nccl, slipstream_ipc   ours; `staging: device` or `host`
     gloo, shm                         ours, for fleets on CPUs
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from app.settings.devices import Device, Placement
 from app.settings.errors import expected
-from app.settings.weights import StagingMode, quoted
+from app.settings.weights import StagingMode, Wire, quoted
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu, Transport
 
 if TYPE_CHECKING:
@@ -58,8 +58,25 @@ def _device_rules(config: AppConfig) -> Iterator[str]:
     if weights.staging is StagingMode.NONE and not transport.native:
         reason = f"'none' selects vLLM's own engines, which are {_names(lambda other: other.native)}"
         yield expected("weights.staging", f"'host' with transport {transport.name!r}", "'none'", reason)
+    if weights.wire is Wire.VLLM:
+        yield from _wire_rules(config)
     if config.device is Device.CPU:
         yield from _cpu_rules(config)
+
+
+def _wire_rules(config: AppConfig) -> Iterator[str]:
+    weights = config.weights
+    if not weights.transport_record.native:
+        reason = f"vLLM's own trainer engines are {_names(lambda other: other.native)}"
+        transport = weights.transport_record.name
+        yield expected("weights.wire", f"'slipstream' with transport {transport!r}", "'vllm'", reason)
+        return
+    if weights.staging is StagingMode.HOST:
+        reason = "with a GPU to receive on, a version is staged there"
+        yield expected("weights.staging", "'device' or 'none' with wire 'vllm'", "'host'", reason)
+    if config.trainer is not None:
+        reason = "the trainer deployment states digests, which vLLM's wire has no place for"
+        yield expected("weights.wire", "'slipstream' with a trainer", "'vllm'", reason)
 
 
 def _cpu_rules(config: AppConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from deployments.ledger.limits import LedgerConfig
-from deployments.weights.transports.registry import TRANSPORTS, Transport
+from deployments.weights.transports.registry import OWN_WIRE, TRANSPORTS, VLLM_WIRE, Transport
 
 
 def quoted(names: list[str]) -> str:
@@ -33,11 +33,20 @@ class StagingMode(StrEnum):
     NONE = "none"  # nowhere: vLLM's own engines load inside the pause. Least memory, longest pause
 
 
+class Wire(StrEnum):
+    """What an outside publisher sends."""
+
+    SLIPSTREAM = OWN_WIRE  # our transports, with a digest for each tensor
+    VLLM = VLLM_WIRE  # vLLM's own trainer engines `nccl` and `ipc`, unchanged: TRL, SkyRL and others
+
+
 class WeightsConfig(LedgerConfig):
     """How an update is transferred and staged, and the ledger's rules for it (deadlines, lease, commit)."""
 
     transport: TransportName = "shm"
     staging: StagingMode = StagingMode.HOST
+    # Not yet run on a GPU with 'vllm'. With staging 'none' it is always vLLM's, whatever stands here.
+    wire: Wire = Wire.SLIPSTREAM
     # A trainer rank has two chunks on its GPU (ipc, nccl). None: the transport's default.
     chunk_bytes: int | None = Field(default=None, ge=1 << 16, le=4 << 30)
     # The share of a GPU's time that staging may take while requests run: below 1 it pauses between chunks, so

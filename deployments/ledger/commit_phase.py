@@ -60,6 +60,7 @@ class CommitPhase:
                 in_flight=current.in_flight,
                 persist=current.persist,
                 verification=current.verification,
+                checks=current.checks,
                 digest=current.digest,
             )
         )
@@ -86,6 +87,7 @@ class CommitPhase:
             drain_fallback=self._membership.config.drain_fallback,
             persist=decision.persist,
             verification=decision.verification,
+            checks=decision.checks,
             digest=decision.digest,
             decided_for=len(decision.participants),
         )

@@ -102,6 +102,7 @@ class Connections:
         self._connecting: PendingCall | None = None
         self._current: Connection | None = None
         self._told: set[Member] = set()  # of the current connection
+        self._broken_by: int | None = None  # the round with which the last transfer group ended
 
     @property
     def current(self) -> Connection | None:
@@ -114,6 +115,18 @@ class Connections:
 
     def status(self) -> ConnectionStatus | None:
         return None if self._current is None else self._current.status()
+
+    def check(self, connection: Connection | None, members: Sequence[Member]) -> None:
+        """Raises Conflict if the publisher has no connection, or not to these members."""
+        if connection is not None:
+            connection.check_members(members)
+            return
+        reason = "connect before opening a round: no publisher is connected"
+        if self._broken_by is not None:
+            reason = (
+                f"the transfer group ended with round {self._broken_by}, which was aborted; connect again"
+            )
+        raise Conflict(reason, {"connect_again": True})
 
     def connect(self, publisher: str, init_info: Mapping[str, JsonValue], now: float) -> PendingCall:
         """Connect every member, each with its own rank offset. The call's result is the connection's id.
@@ -136,7 +149,7 @@ class Connections:
             members=tuple(members),
             epoch=self._membership.epoch,
         )
-        self._current, self._told = connection, set(members)
+        self._current, self._told, self._broken_by = connection, set(members), None
         bodies = {member: connection.connect_body(member) for member in members}
         on_complete = partial(self._connected, connection)
         call = self._dispatch.send_each(Connect.name, bodies, now, on_complete=on_complete)
@@ -166,6 +179,12 @@ class Connections:
 
     def drop(self) -> None:
         self._current = None
+
+    def broken(self, connection: Connection | None, round_id: int) -> None:
+        """A round over it was aborted: each member that drops its staging leaves the transfer group, so that
+        nobody there waits for a peer."""
+        if connection is not None and connection.collective and self._current is connection:
+            self._current, self._broken_by = None, round_id
 
     def bring_in(self, now: float) -> None:
         """Members that lack the current connection get it, if it is not collective."""
@@ -202,13 +221,6 @@ class Connections:
         lacking = {**absent, **not_done}
         reason = f"connect again, these replicas are gone or lack their peers: {join_reasons(lacking)}"
         call.finish(error=Conflict(reason, {"connect_again": True, "replicas": lacking}))
-
-
-def check_connected(connection: Connection | None, members: Sequence[Member]) -> None:
-    """Raises Conflict if the publisher has no connection, or not to these members."""
-    if connection is None:
-        raise Conflict("connect before opening a round: no publisher is connected", {"connect_again": True})
-    connection.check_members(members)
 
 
 def first_ranks(members: Sequence[Member]) -> list[int]:

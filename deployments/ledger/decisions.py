@@ -15,7 +15,7 @@ from deployments.condition import Condition
 from deployments.protocol.instructions import CommitMode, KvCache
 from deployments.protocol.operations import InFlight, LastingOperation, Pause, Resume, Sleep, WakeUp
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.reports import Verification
+from deployments.protocol.reports import Check, Verification
 
 KEPT_FENCES = 1000
 KEPT_ROUNDS = 200
@@ -79,6 +79,7 @@ class Committed:
     in_flight: InFlight
     persist: bool = False  # a replica writes it to the store
     verification: Verification = Verification.NONE
+    checks: tuple[Check, ...] = ()
     digest: str | None = None  # of all its tensors; see `RoundReport`
     kind: Literal["committed"] = "committed"
 

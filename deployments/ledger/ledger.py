@@ -57,7 +57,7 @@ class Ledger:
         self._desired_state = desired = DesiredState(members, dispatch, log, self._events, drains)
         self._commit_phase = commit = CommitPhase(members, dispatch, versions, desired, log, drains)
         self._connections = connections = Connections(members, dispatch)
-        self._staging = staging = StagingPhase(members, dispatch, versions, commit, drains)
+        self._staging = staging = StagingPhase(members, dispatch, versions, commit, connections, drains)
         self._publishers = Publishers(self._lease, versions, staging, connections, log, self._events)
         self._storing = storing = StoreAssignment(members, dispatch, versions, self._events, store)
         self._store_wait = StoreWait(members, versions, self._events)

@@ -16,7 +16,7 @@ from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import CommitMode, KvCache, Receive, StagingOptions
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import DrainFallback, ReplicaTimings, RoundOptions, RoundReport
-from deployments.protocol.reports import Staged, Swapped, Verification
+from deployments.protocol.reports import Check, Staged, Swapped, Verification
 from deployments.protocol.status import RoundStatus
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class Round:
     sent_bytes: int = 0  # of these
     phase: RoundPhase = RoundPhase.OPEN
     verification: Verification = Verification.NONE
+    checks: tuple[Check, ...] = ()  # that all participants have made
     digest: str | None = None  # of all tensors, on which its participants agree
     close: PendingCall | None = None  # what the publisher awaits
     commits: dict[Member, PendingCall] = field(default_factory=dict)
@@ -83,6 +84,12 @@ class Round:
         return StagingOptions(retain_version=retained, kv_cache=self.kv_cache, in_flight=self.in_flight)
 
     @property
+    def ends_group(self) -> bool:
+        """Whether members leave the transfer group when they drop what they have staged of it."""
+        in_place = any(member.updates_in_place for member in self.participants)
+        return self.file_bytes is None and not in_place
+
+    @property
     def must_drain(self) -> bool:
         return self.in_flight is InFlight.WAIT and not self.drained
 
@@ -103,6 +110,21 @@ class Round:
                     self.swapped[replica_id] = swapped
                 case _:
                     pass
+
+    def agree(self, agreed: Sequence[Staged], *, among: int) -> None:
+        """Note what the replicas whose digests are equal have checked.
+
+        Args:
+            among: how many replicas' digests were compared.
+        """
+        self.checks = tuple(check for check in Check if all(check in each.checks for each in agreed))
+        if among > 1:
+            self.verification = Verification.REPLICAS
+            self.checks += (Check.REPLICAS,)
+        if agreed and all(each.compared for each in agreed):
+            self.verification = Verification.PUBLISHER
+        if agreed and all(each.compared or each.by_name for each in agreed):
+            self.digest = agreed[0].digest
 
     def status(self, now: float) -> RoundStatus:
         return RoundStatus(
@@ -128,6 +150,7 @@ class Round:
             reason=reason,
             duration_s=now - self.opened_at,
             verification=self.verification,
+            checks=self.checks,
             digest=self.digest,
             replicas={
                 member.replica_id: self._timings(member.replica_id)

@@ -17,7 +17,7 @@ from deployments.errors import (
     SlipstreamError,
 )
 from deployments.ledger.commit_phase import CommitPhase
-from deployments.ledger.connection import Connection, check_connected, split_payload
+from deployments.ledger.connection import Connection, Connections, split_payload
 from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain
 from deployments.ledger.members import Member, PendingCall, classify, digest_minority, join_reasons
 from deployments.ledger.membership import Membership
@@ -44,7 +44,6 @@ from deployments.protocol.instructions import (
 )
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import DrainFallback, RoundOptions
-from deployments.protocol.reports import Verification
 
 
 class StagingPhase:
@@ -56,9 +55,11 @@ class StagingPhase:
         dispatch: Dispatch,
         versions: VersionState,
         commit_phase: CommitPhase,
+        connections: Connections,
         drains: Drains,
     ) -> None:
         self._drains = drains
+        self._connections = connections
         self._membership = membership
         self._dispatch = dispatch
         self._versions = versions
@@ -73,7 +74,7 @@ class StagingPhase:
         """
         members = self._eligible()
         if options.file_bytes is None:
-            check_connected(connection, members)
+            self._connections.check(connection, members)
         opened = new_round(
             options,
             self._membership.config,
@@ -162,6 +163,8 @@ class StagingPhase:
         for member in current.remaining():
             self._dispatch.withdraw(member, Receive, Verify, delivered=True)
             self.drop(member, current.round_id, now)
+        if current.ends_group:
+            self._connections.broken(current.connection, current.round_id)
         for call in self._dispatch.pending:
             if call.name == Receive.name and call.round_id == current.round_id:
                 call.waiting.clear()  # also what waited for a drain and was never queued
@@ -292,9 +295,5 @@ class StagingPhase:
             self.abort(current, RoundAborted(reason, {"replicas": digests}), now)
             return
         self._membership.fence_each(minority, Verify.name, now)
-        if staged and all(each.compared for each in staged.values()):
-            current.verification = Verification.PUBLISHER
-            current.digest = next(each.digest for name, each in staged.items() if name not in minority)
-        elif len(staged) > 1:
-            current.verification = Verification.REPLICAS
+        current.agree([each for name, each in staged.items() if name not in minority], among=len(staged))
         self._versions.enter(RoundPhase.VERIFIED, now)

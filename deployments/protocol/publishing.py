@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from deployments.protocol.instructions import CommitMode, KvCache
 from deployments.protocol.operations import InFlight
-from deployments.protocol.reports import Verification
+from deployments.protocol.reports import Check, Verification
 
 # In a connection's init info: names of tensors of the checkpoint that the publisher's model does not have.
 # Replicas keep them as they loaded them; all others must arrive in each round.
@@ -73,6 +73,7 @@ class RoundReport:
     reason: str  # why it aborted, else empty
     duration_s: float
     verification: Verification = Verification.NONE
+    checks: tuple[Check, ...] = ()  # that every replica has made before the commit
     digest: str | None = None  # of all tensors by checkpoint name; None: not computed (vLLM's own engines)
     replicas: Mapping[str, ReplicaTimings] = field(default_factory=dict)
     # Replica -> requests that still ran there when `drain_timeout_s` was over (-1: it could not say), with

@@ -22,6 +22,18 @@ class Verification(StrEnum):
     NONE = "none"  # nothing: one replica, and a publisher that states none (or not recorded)
 
 
+class Check(StrEnum):
+    """What was checked of a round before its commit."""
+
+    NAMES = "names"  # each tensor is one of the model's
+    SHAPES = "shapes"
+    DTYPES = "dtypes"  # each is of the checkpoint's kind: a floating-point one, or the same integers
+    COMPLETE = "complete"  # every tensor of the model came, once
+    FINITE = "finite"  # none holds NaN or infinity
+    DIGESTS = "digests"  # each tensor's digest equals the one that the publisher stated
+    REPLICAS = "replicas"  # the replicas' digests equal each other
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
     """A version is complete on a replica."""
@@ -31,6 +43,8 @@ class Staged:
     size_bytes: int
     stage_s: float
     verify_s: float
+    checks: tuple[Check, ...] = ()  # all that its workers have made
+    by_name: bool = False  # `digest` is that of the tensors that arrived, by checkpoint name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from deployments.protocol.instructions import (
 )
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import LACKING
-from deployments.protocol.reports import Staged, Swapped, Value
+from deployments.protocol.reports import Check, Staged, Swapped, Value
 from deployments.replica.engine import Engine, EngineSpec
 from deployments.replica.member import EngineMember
 from deployments.replica.staged_member import StagedMember
@@ -52,6 +52,7 @@ from deployments.weights.wire.chunk_layout import parse
 from deployments.weights.wire.digest import inspect
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+CHECKS = (Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE)  # of what the publisher announced
 
 
 class NativeMember(EngineMember):
@@ -146,6 +147,7 @@ class NativeMember(EngineMember):
         return Staged(
             digest=",".join(digests),
             compared=False,
+            checks=() if self._expected is None else CHECKS,
             size_bytes=sum(dtype.itemsize * prod(shape) for dtype, shape in self._offered.values()),
             stage_s=self._stage_s,
             verify_s=time.perf_counter() - begin,

@@ -19,7 +19,7 @@ from deployments.protocol.instructions import (
     WriteVersion,
 )
 from deployments.protocol.operations import Disconnect
-from deployments.protocol.reports import Outcome, Staged, StoreResult, Swapped
+from deployments.protocol.reports import Check, Outcome, Staged, StoreResult, Swapped
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
 from deployments.replica.progress import StagingProgress
@@ -107,9 +107,12 @@ class StagedMember(EngineMember):
         if len(digests) > 1:
             raise RuntimeError(f"workers of one replica staged different tensors: {sorted(digests)}")
         self.staged_round = body.round_id
+        checks = tuple(check for check in Check if all(check in state.checks for state in states))
         return Staged(
             digest=states[0].digest,
-            compared=True,  # each worker compares each tensor with the digest that came beside it
+            compared=Check.DIGESTS in checks,
+            checks=checks,
+            by_name=True,
             size_bytes=sum(state.size_bytes for state in states),
             stage_s=max(state.stage_s for state in states),
             verify_s=max(state.verify_s for state in states),

@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
 
 WITHHELD = "***"
+STAGED = "staged_"  # before the name of the engine of vLLM whose wire is staged: trainers look for that name
 MIN_SECRET = 8  # characters; a shorter text, or a plain word, stands in too many other places
 _SECRET = re.compile(
     r"(^|_)(token|keys?|secrets?|passw(or)?d|credentials?|auth|authorization|bearer|env_vars)($|_)", re.I
@@ -59,6 +60,10 @@ def as_one_server(config: VllmConfig) -> VllmConfig:
     parallel.data_parallel_rank = parallel.data_parallel_index = 0
     parallel.ray_runtime_env = parallel.placement_group = None  # where this replica runs, and its environment
     shown.parallel_config = parallel
+    transfer = config.weight_transfer_config
+    if transfer is not None and transfer.backend.startswith(STAGED):
+        shown.weight_transfer_config = copy.copy(transfer)
+        shown.weight_transfer_config.backend = transfer.backend.removeprefix(STAGED)
     return shown
 
 

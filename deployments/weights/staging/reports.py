@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from deployments.protocol.reports import Outcome
+from deployments.protocol.reports import Check, Outcome
 
 T = TypeVar("T")
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
@@ -36,6 +36,7 @@ class StagingState:
     outcome: Outcome
     message: str = ""  # what was expected and what was received, when not DONE
     digest: str = ""  # of the whole version, once it is complete
+    checks: tuple[Check, ...] = ()  # that it has passed, once it is complete
     missing_ranks: tuple[int, ...] = ()  # of the transfer group, where a transfer failed
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from deployments.errors import TransferFailed
-from deployments.protocol.reports import Outcome
+from deployments.protocol.reports import Check, Outcome
 from deployments.weights.staging.reports import StagingState
 from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, missing, repeated
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest
@@ -21,7 +21,7 @@ class ChunkFindings:
     """The result of inspecting one chunk of n tensors, still on the device."""
 
     names: Iterable[str]
-    sent: torch.Tensor  # the digests that the publisher sent along, int64 [n]
+    sent: torch.Tensor | None  # the digests that the publisher sent along, int64 [n]; None: it states none
     found: Findings
 
 
@@ -40,6 +40,7 @@ class StagedUpdate:
     size_bytes: int = 0
     stage_s: float = 0.0
     verify_s: float = 0.0  # on a GPU the time to launch the digests
+    checks: frozenset[Check] = frozenset(Check) - {Check.REPLICAS}  # that all that arrived has passed
     outcome: Outcome = Outcome.DONE
     message: str = ""  # what was expected and what was received, when not DONE
     missing_ranks: tuple[int, ...] = ()
@@ -54,6 +55,7 @@ class StagedUpdate:
             outcome=self.outcome,
             message=self.message,
             digest=self.digest,
+            checks=tuple(check for check in Check if self.is_complete and check in self.checks),
             missing_ranks=self.missing_ranks,
         )
 
@@ -113,8 +115,10 @@ class StagedUpdate:
         if not pending:
             return
         names = list(chain.from_iterable(part.names for part in pending))
+        if any(part.sent is None for part in pending):
+            self.checks -= {Check.DIGESTS}
         columns = (
-            torch.cat([part.sent for part in pending]),
+            torch.cat([part.found.digests if part.sent is None else part.sent for part in pending]),
             torch.cat([part.found.sums for part in pending])
             ^ torch.cat([part.found.sizes for part in pending]),
             torch.cat([part.found.nonfinite for part in pending]),

@@ -11,7 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 
 from deployments.errors import TransferFailed
 from deployments.weights.staging.engine import StagedWeightTransferEngine
@@ -67,20 +71,18 @@ class Abortable(Protocol):
 
 Group = TypeVar("Group", bound=Abortable)
 Init = TypeVar("Init", bound=TrainerInitInfo)
+WorkerInit = TypeVar("WorkerInit", bound=WeightTransferInitInfo)
+Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
-class BroadcastReceiver(StagedWeightTransferEngine[RendezvousInfo, BroadcastInfo], Generic[Group]):
-    """The base of the workers' halves."""
-
-    init_info_cls = RendezvousInfo
-    update_info_cls = BroadcastInfo
+class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[WorkerInit, Update, Group]):
+    """A worker that is a member of a group, on whichever wire."""
 
     _group: Group | None = None
-    _chunks: tuple[Chunk, ...] = ()
     _aborted = threading.Event()  # of the present attempt to connect; each has its own
 
     @abstractmethod
-    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> Group:
+    def join(self, init_info: WorkerInit, check: Callable[[], None]) -> Group:
         """Become a member; waits for the others.
 
         Args:
@@ -90,13 +92,13 @@ class BroadcastReceiver(StagedWeightTransferEngine[RendezvousInfo, BroadcastInfo
             TransferFailed: a member did not join, or is gone.
         """
 
-    def init_transfer_engine(self, init_info: RendezvousInfo) -> None:
+    def init_transfer_engine(self, init_info: WorkerInit) -> None:
         self._aborted.set()
         # On the engine's thread, where `abort` is called too: it cannot miss a connection that is queued.
         self._aborted = threading.Event()
         super().init_transfer_engine(init_info)
 
-    def connect(self, init_info: RendezvousInfo) -> None:
+    def connect(self, init_info: WorkerInit) -> None:
         aborted = self._aborted
 
         def check() -> None:
@@ -104,18 +106,14 @@ class BroadcastReceiver(StagedWeightTransferEngine[RendezvousInfo, BroadcastInfo
                 raise TransferFailed("the connection was aborted")
 
         self._leave()
-        self._chunks = init_info.chunks()
-        self._group = self.join_group(init_info, init_info.rank_offset + self.worker_index, check)
+        self._group = self.join(init_info, check)
 
-    def group_and_chunks(self) -> tuple[Group, tuple[Chunk, ...]]:
-        """The group, and the chunks of every round.
-
-        Raises:
-            ValueError: not connected.
-        """
+    @property
+    def group(self) -> Group:
+        """Raises ValueError if there is none."""
         if self._group is None:
             raise ValueError("no transfer group: call init_weight_transfer_engine before update_weights")
-        return self._group, self._chunks
+        return self._group
 
     def abort(self) -> None:
         self._aborted.set()
@@ -125,6 +123,31 @@ class BroadcastReceiver(StagedWeightTransferEngine[RendezvousInfo, BroadcastInfo
         group, self._group = self._group, None
         if group is not None:
             group.abort()
+
+
+class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo, Group], Generic[Group]):
+    """The base of the workers' halves."""
+
+    init_info_cls = RendezvousInfo
+    update_info_cls = BroadcastInfo
+
+    _chunks: tuple[Chunk, ...] = ()
+
+    def join(self, init_info: RendezvousInfo, check: Callable[[], None]) -> Group:
+        self._chunks = init_info.chunks()
+        return self.join_group(init_info, init_info.rank_offset + self.worker_index, check)
+
+    @abstractmethod
+    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> Group:
+        """As `join`, with this worker's rank."""
+
+    def group_and_chunks(self) -> tuple[Group, tuple[Chunk, ...]]:
+        """The group, and the chunks of every round.
+
+        Raises:
+            ValueError: not connected.
+        """
+        return self.group, self._chunks
 
 
 class BroadcastSender(OnePayloadSender[Init], Generic[Init, Group]):

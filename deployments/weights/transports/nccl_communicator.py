@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -52,11 +52,9 @@ class NcclGroup:
         self._device = device
         self._world_size = info.world_size
         self._started = 0
-        self._store = rendezvous_with_nccl(info, rank, check)
+        self._store, communicator = self.meet(info, rank, device, check)
         self._roll_call = RollCall(self._store, rank, info.world_size)
-        self._communicator: PyNcclCommunicator | None = create_communicator(
-            self._store, info.world_size, rank, device
-        )
+        self._communicator: PyNcclCommunicator | None = communicator
         self._stream = torch.cuda.Stream(device)
         # Allocated once: an allocation during a broadcast may make the driver wait for all streams.
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
@@ -65,10 +63,25 @@ class NcclGroup:
         self._call_deadline = math.inf
         # One watchdog thread for all calls: to start one for each would cost as much as the call.
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="nccl-watchdog", daemon=True).start()
-        # NCCL connects lazily: do it now, when all members are present; in the first round one may be dead.
+        self.warm_up()
+
+    def meet(
+        self, info: RendezvousInfo, rank: int, device: torch.device, check: Callable[[], None]
+    ) -> tuple[PrefixStore, PyNcclCommunicator]:
+        """Wait for the other members: the store that they share, and the communicator. Raises as above."""
+        store = rendezvous_with_nccl(info, rank, check)
+        return store, create_communicator(store, info.world_size, rank, device)
+
+    def warm_up(self) -> None:
+        """Make NCCL connect now, when all members are present; in the first round one may be dead."""
         self.reserve(_WARM_UP_BYTES)
         self.start(0, _WARM_UP_BYTES)
         self.wait(0)
+
+    @property
+    def counted(self) -> int:
+        """How many members count the broadcasts that they have started, in the store."""
+        return self._world_size
 
     @property
     def alive(self) -> bool:
@@ -93,7 +106,14 @@ class NcclGroup:
         return self._buffers[index % BUFFERS][:size_bytes]
 
     def start(self, index: int, size_bytes: int, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for the other members, then queue the broadcast of a buffer, ordered after the current stream.
+        """`start_all` with one broadcast of a whole buffer."""
+        self.start_all(index, [self.buffer(index, size_bytes)], check)
+
+    def start_all(
+        self, index: int, parts: Sequence[torch.Tensor], check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait for the other members, then queue the broadcasts of parts of buffer `index`, ordered after the
+        current stream.
 
         Args:
             check: raises to end the wait; called every few milliseconds.
@@ -110,7 +130,8 @@ class NcclGroup:
                 if communicator is None:
                     raise TransferFailed("the transfer group was aborted")
                 self._stream.wait_stream(torch.cuda.current_stream())
-                communicator.broadcast(self.buffer(index, size_bytes), src=0, stream=self._stream)
+                for part in parts:
+                    communicator.broadcast(part, src=0, stream=self._stream)
                 self._done[index % BUFFERS].record(self._stream)
         except RuntimeError as error:  # NCCL_CHECK has no finer class
             missing = self._roll_call.missing(self._started, check)
@@ -138,7 +159,7 @@ class NcclGroup:
     def _await_peers(self, check: Callable[[], None]) -> None:
         self._started += 1
         # One sum for all broadcasts: no member adds for the next one before all have added for this one.
-        needed = self._started * self._world_size
+        needed = self._started * self.counted
         if self._add_started(1) < needed:
             self._wait_until(lambda: self._add_started(0) >= needed, check)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 DEFAULT_TIMEOUT_S = 60.0  # of every wait for a peer
+OWN_WIRE, VLLM_WIRE = "slipstream", "vllm"  # whose format a publisher sends
 _PACKAGE = "deployments.weights.transports"
 
 
@@ -49,13 +50,26 @@ class Transport:
     name: str  # in the configuration
     backend: str  # in vLLM's registry; vLLM's own "ipc" and "nccl" keep their names
     device: Literal["cpu", "cuda"]
-    native: bool  # vLLM has an engine of this `name`, chosen with `staging: none`
+    native: bool  # vLLM has an engine of this `name`, chosen with `staging: none` or `wire: vllm`
     same_gpu: SameGpu
     rendezvous: bool  # all members form one group of ranks at an address, and a lost member breaks it
     chunk_bytes: int  # default
     staging_share: float  # default share of the GPU's time that staging may take while requests run
     module: str
     prefix: str  # of the classes in `module`
+
+    @property
+    def staged_backend(self) -> str:
+        """Of the receiver that stages what vLLM's own trainer engine of this name sends."""
+        return f"staged_{self.name}"
+
+    @property
+    def staged_module(self) -> str:
+        return f"{_PACKAGE}.vllm_wire.{self.name}"
+
+    @property
+    def staged_class(self) -> str:
+        return f"Staged{self.prefix}Engine"
 
     @property
     def receiver_class(self) -> str:
@@ -144,8 +158,12 @@ class TrainerFacts:
         return 1 + self.workers
 
 
-def backend(transport: str, staging: str) -> str:
-    """The name in vLLM's registry of a configured transport; with staging "none" of vLLM's own engine.
+def backend(transport: str, staging: str, wire: str = OWN_WIRE) -> str:
+    """The name in vLLM's registry of a configured transport's receiver.
+
+    Args:
+        staging: "none" means vLLM's own engine, which speaks its own wire.
+        wire: `OWN_WIRE`, or `VLLM_WIRE`: what vLLM's trainer engine of this name sends is staged.
 
     Raises:
         ValueError: no such transport, or vLLM has no engine of that name.
@@ -153,11 +171,12 @@ def backend(transport: str, staging: str) -> str:
     found = TRANSPORTS.get(transport)
     if found is None:
         raise ValueError(f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}")
-    if staging != "none":
+    if staging != "none" and wire == OWN_WIRE:
         return found.backend
     if not found.native:
-        raise ValueError(f"staging 'none' needs a transport of {sorted(_NATIVE)}, got {transport!r}")
-    return found.name
+        setting = "staging 'none'" if staging == "none" else "wire 'vllm'"
+        raise ValueError(f"{setting} needs a transport of {sorted(_NATIVE)}, got {transport!r}")
+    return found.name if staging == "none" else found.staged_backend
 
 
 def trainer_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:

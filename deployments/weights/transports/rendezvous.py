@@ -52,29 +52,34 @@ def rendezvous(
     Raises:
         TransferFailed: not all joined within `timeout_s`; names those that did not.
     """
-    # Rank 0 has the store: it leaves after those that ask there who is missing.
-    deadline = time.monotonic() + info.timeout_s + (HOST_S if rank == 0 else 0.0)
+    meeting = Meeting(info, rank, payload)
+    return meet(meeting, check), meeting.payloads
+
+
+def meet(meeting: "Meeting", check: Callable[[], None]) -> PrefixStore:
+    """Take part in a meeting until all have come; the store that they share. As `rendezvous`."""
     # In a thread of its own: the store's calls wait for its host, which may stand still, and cannot be ended.
-    meeting = _Meeting(info, rank, payload, deadline)
     threading.Thread(target=meeting.run, name="rendezvous", daemon=True).start()
     try:
         while not meeting.over.wait(_POLL_S):
             check()
-            if time.monotonic() > deadline + HOST_S:
-                raise TransferFailed(f"{_expected(info)}: the rendezvous does not answer", (0,))
+            if time.monotonic() > meeting.deadline + HOST_S:
+                raise TransferFailed(f"{_expected(meeting.info)}: the rendezvous does not answer", (0,))
     finally:
         meeting.abandoned = True
     if meeting.failure is not None:
         raise meeting.failure
     assert meeting.store is not None
-    return meeting.store, meeting.payloads
+    return meeting.store
 
 
-class _Meeting:
+class Meeting:
     """One member's part."""
 
-    def __init__(self, info: RendezvousInfo, rank: int, payload: str, deadline: float) -> None:
-        self._info, self._rank, self._payload, self._deadline = info, rank, payload, deadline
+    def __init__(self, info: RendezvousInfo, rank: int, payload: str) -> None:
+        self.info, self.rank, self.payload = info, rank, payload
+        # Rank 0 has the store: it leaves after those that ask there who is missing.
+        self.deadline = time.monotonic() + info.timeout_s + (HOST_S if rank == 0 else 0.0)
         self.over = threading.Event()
         self.abandoned = False
         self.store: PrefixStore | None = None
@@ -83,40 +88,43 @@ class _Meeting:
 
     def run(self) -> None:
         try:
-            self._join()
+            self.join()
         except TransferFailed as error:
             self.failure = error
         except RuntimeError as error:  # torch has no finer class
-            self.failure = TransferFailed(f"{_expected(self._info)}: {str(error).splitlines()[0]}")
+            self.failure = TransferFailed(f"{_expected(self.info)}: {str(error).splitlines()[0]}")
         self.over.set()
 
-    def _join(self) -> None:
-        info, world_size = self._info, self._info.world_size
-        if self._rank != 0:
-            self._wait_for(lambda: _probe(info), lambda: [0])
+    def join(self) -> None:
+        """Set `store` and `payloads`. Raises TransferFailed."""
+        info, world_size = self.info, self.info.world_size
+        if self.rank != 0:
+            self.wait_for(lambda: probe(info), lambda: [0])
         timeout = timedelta(seconds=info.timeout_s)
-        host = self._rank == 0
+        host = self.rank == 0
         tcp_store = TCPStore(
             info.master_address, info.master_port, world_size, host, timeout, wait_for_workers=False
         )
         store = PrefixStore("slipstream", tcp_store)
         keys = [f"member/{peer}" for peer in range(world_size)]
-        store.set(keys[self._rank], self._payload)
-        self._wait_for(
+        store.set(keys[self.rank], self.payload)
+        self.wait_for(
             lambda: bool(store.check(keys)),
             lambda: [peer for peer, key in enumerate(keys) if not store.check([key])],
         )
         self.payloads = [store.get(key).decode() for key in keys]
         self.store = store
 
-    def _wait_for(self, reached: Callable[[], bool], absent: Callable[[], list[int]]) -> None:
+    def wait_for(self, reached: Callable[[], bool], absent: Callable[[], list[int]]) -> None:
+        """Raises TransferFailed at the deadline; `absent`: the ranks that it names."""
         while not reached():
-            if self.abandoned or time.monotonic() > self._deadline:
-                raise _incomplete(self._info, absent())
+            if self.abandoned or time.monotonic() > self.deadline:
+                raise _incomplete(self.info, absent())
             time.sleep(_POLL_S)
 
 
-def _probe(info: RendezvousInfo) -> bool:
+def probe(info: RendezvousInfo) -> bool:
+    """Whether somebody listens at the rendezvous address."""
     try:
         socket.create_connection((info.master_address, info.master_port), timeout=_PROBE_TIMEOUT_S).close()
     except OSError:

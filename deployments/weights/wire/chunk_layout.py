@@ -41,10 +41,11 @@ class Chunk:
 
     entries: tuple[Entry, ...]
     table_offset: int
+    has_table: bool = True  # False on vLLM's own wire
 
     @property
     def size_bytes(self) -> int:
-        return self.table_offset + DIGEST_BYTES * len(self.entries)
+        return self.table_offset + (DIGEST_BYTES * len(self.entries) if self.has_table else 0)
 
     @cached_property
     def offered(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -16,13 +16,13 @@ class ReceivedChunk:
     Attributes:
         memory_key: identifies the memory: with the same key, the same chunk has its tensors at the same
             addresses.
-        sent: the digests from the sender (int64 [n], on the device of the tensors).
+        sent: the digests from the sender (int64 [n], on the device of the tensors); None: it states none.
         read: returns the chunk's n tensors, in its order, without a copy.
     """
 
     chunk: Chunk
     memory_key: int
-    sent: torch.Tensor
+    sent: torch.Tensor | None
     read: Callable[[], list[torch.Tensor]]
 
     def named(self) -> list[tuple[str, torch.Tensor]]:

@@ -24,6 +24,21 @@ from tests.app.settings.complaints import COLOCATED, SEPARATE, complaint
             "('none' selects vLLM's own engines, which are 'ipc' or 'nccl')",
         ),
         (
+            {"weights": {"wire": "vllm"}},
+            "'weights.wire': expected 'slipstream' with transport 'shm', got 'vllm' "
+            "(vLLM's own trainer engines are 'ipc' or 'nccl')",
+        ),
+        (
+            {"device": "cuda", "weights": {"transport": "nccl", "wire": "vllm"}},
+            "'weights.staging': expected 'device' or 'none' with wire 'vllm', got 'host' "
+            "(with a GPU to receive on, a version is staged there)",
+        ),
+        (
+            SEPARATE | {"trainer": {}, "weights": {"transport": "nccl", "staging": "device", "wire": "vllm"}},
+            "'weights.wire': expected 'slipstream' with a trainer, got 'vllm' "
+            "(the trainer deployment states digests, which vLLM's wire has no place for)",
+        ),
+        (
             {"device": "cuda"},
             "'weights.transport': expected 'ipc' or 'nccl' with device 'cuda', got 'shm' "
             "('shm' connects processes on device 'cpu')",

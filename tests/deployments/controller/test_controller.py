@@ -36,23 +36,24 @@ async def test_a_round_moves_every_replica_and_reports_timings(fleet: Fleet) -> 
 
 
 @pytest.mark.parametrize(
-    ("compares", "replicas", "verification"),
+    ("compares", "replicas", "verification", "checks"),
     [
-        (True, 2, Verification.PUBLISHER),
-        (True, 1, Verification.PUBLISHER),
-        (False, 2, Verification.REPLICAS),
-        (False, 1, Verification.NONE),
+        (True, 2, Verification.PUBLISHER, ["names", "finite", "digests", "replicas"]),
+        (True, 1, Verification.PUBLISHER, ["names", "finite", "digests"]),
+        (False, 2, Verification.REPLICAS, ["names", "finite", "replicas"]),
+        (False, 1, Verification.NONE, ["names", "finite"]),
     ],
 )
-async def test_a_report_says_what_its_digests_were_compared_with(
-    fleet: Fleet, compares: bool, replicas: int, verification: Verification
+async def test_a_report_says_what_was_checked_and_what_its_digests_were_compared_with(
+    fleet: Fleet, compares: bool, replicas: int, verification: Verification, checks: list[str]
 ) -> None:
     names = ["a", "b"][:replicas]
     fleet.start(*names)
     await fleet.admitted(*names)
     for replica in fleet.replicas.values():
         replica.compares = compares
-    assert (await publish(fleet)).verification is verification
+    report = await publish(fleet)
+    assert report.verification is verification and list(report.checks) == checks
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), b"bytes", (1, 2), {"nested": [torch.zeros(1)]}])

@@ -24,6 +24,7 @@ from deployments.protocol.instructions import (
 from deployments.protocol.operations import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.reports import (
     Acknowledgement,
+    Check,
     Draining,
     Outcome,
     Report,
@@ -80,6 +81,7 @@ class FakeReplica:
     wanted: int | None = None
     digest: str = "aa"
     compares: bool = True  # False: its publisher states no digests
+    by_name: bool = False  # its digest is of what arrived, by checkpoint name, also without stated ones
     outcomes: dict[type[Body], Outcome] = field(default_factory=dict)  # other than DONE
     hangs_in: set[type[Body]] = field(default_factory=set)
     loading_version: int | None = None
@@ -232,7 +234,15 @@ class FakeReplica:
         if self.updates_in_place and SleepTag.WEIGHTS in self.memory.asleep:
             raise Failure(Outcome.REPLICA_FAILED, "no memory to load into")
         self.staged_round, self.verified = body.round_id, True
-        return Staged(digest=self.digest, compared=self.compares, size_bytes=10, stage_s=0.5, verify_s=0.1)
+        return Staged(
+            digest=self.digest,
+            compared=self.compares,
+            checks=(Check.NAMES, Check.FINITE) + ((Check.DIGESTS,) if self.compares else ()),
+            by_name=self.by_name,
+            size_bytes=10,
+            stage_s=0.5,
+            verify_s=0.1,
+        )
 
     def _commit(self, body: Commit) -> Swapped:
         if self.version == body.version and self.receiving_round is None:

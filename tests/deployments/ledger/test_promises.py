@@ -261,3 +261,14 @@ def test_a_version_in_which_catching_up_fails_is_given_up() -> None:
     last = scene.up(scene.begin("last"), "last")
     scene.wait(60)
     assert CatchUp.name not in last.names() and last.fenced is None
+
+
+def test_a_digest_of_what_arrived_is_that_of_the_checkpoint_although_nobody_stated_it() -> None:
+    """vLLM's own wire, staged: tensors are hashed where they arrive."""
+    scene = StoreScene(replicas=0)
+    scene.start(compares=False, by_name=True)
+    scene.round()
+    assert scene.begin().digest == "aa"
+    scene.restart()
+    assert scene.begin().digest == "aa"
+    assert [check.value for check in scene.ledger.history()[-1].checks] == ["names", "finite"]

@@ -94,6 +94,8 @@ async def test_a_round_pauses_with_the_first_byte_and_resumes_with_the_commit(
     assert engine.held, "a resume now would let it generate with a mixture of two versions"
     staged = await member.execute(VERIFY)
     assert isinstance(staged, Staged) and not staged.compared, "vLLM's publishers state no digests"
+    assert [check.value for check in staged.checks] == ["names", "shapes", "dtypes", "complete"]
+    assert not staged.by_name, "the digest is that of the live parameters"
     size = sum(p.numel() * p.itemsize for p in tiny_llama(1).parameters())
     assert (staged.digest, staged.size_bytes) == ("aa", size)
     await member.execute(commit(hold=hold))

@@ -24,14 +24,21 @@ from deployments.protocol.instructions import (
     WriteVersion,
 )
 from deployments.protocol.operations import InFlight
-from deployments.protocol.reports import Outcome, Staged, StoreResult, Swapped
+from deployments.protocol.reports import Check, Outcome, Staged, StoreResult, Swapped
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.reports import ConnectState, StagingState, from_wire, to_wire
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 
+CHECKS = (Check.NAMES, Check.COMPLETE, Check.FINITE, Check.DIGESTS)
 DONE = StagingState(
-    payloads_done=0, size_bytes=100, stage_s=0.5, verify_s=0.1, outcome=Outcome.DONE, digest="aa"
+    payloads_done=0,
+    size_bytes=100,
+    stage_s=0.5,
+    verify_s=0.1,
+    outcome=Outcome.DONE,
+    digest="aa",
+    checks=CHECKS,
 )
 
 
@@ -163,8 +170,26 @@ async def test_staging_takes_its_share_only_beside_requests(member: StagedMember
 async def test_a_verified_version_is_the_workers_sum(member: StagedMember) -> None:
     await member.execute(receive())
     staged = await member.execute(Verify(round_id=1))
-    assert staged == Staged(digest="aa", compared=True, size_bytes=200, stage_s=0.75, verify_s=0.1)
+    assert staged == Staged(
+        digest="aa",
+        compared=True,
+        size_bytes=200,
+        stage_s=0.75,
+        verify_s=0.1,
+        checks=CHECKS,
+        by_name=True,
+    )
     assert member.staged_round == 1
+
+
+async def test_what_one_worker_did_not_check_the_replica_did_not(
+    member: StagedMember, engine: Workers
+) -> None:
+    engine.states[1] = replace(DONE, checks=(Check.NAMES, Check.FINITE))
+    await member.execute(receive())
+    staged = await member.execute(Verify(round_id=1))
+    assert isinstance(staged, Staged) and not staged.compared, "a sender that states no digests"
+    assert staged.checks == (Check.NAMES, Check.FINITE) and staged.by_name
 
 
 async def test_a_round_without_a_payload_is_rejected(member: StagedMember, engine: Workers) -> None:

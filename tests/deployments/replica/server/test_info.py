@@ -1,5 +1,6 @@
 """`/server_info`: what vLLM prints, of one server, and nothing that a fleet keeps to itself."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,10 @@ def test_a_name_with_token_in_it_is_no_secret(config: VllmConfig) -> None:
     shown = ours(config, "?config_format=json")["vllm_config"]
     assert shown["model_config"]["tokenizer"] == config.model_config.tokenizer
     assert shown["scheduler_config"]["max_num_batched_tokens"] > 0
+
+
+def test_where_vllms_own_wire_is_staged_the_engine_that_trainers_know_is_shown(config: VllmConfig) -> None:
+    config.weight_transfer_config = copy.copy(config.weight_transfer_config)
+    config.weight_transfer_config.backend = "staged_nccl"
+    assert ours(config, "?config_format=json")["vllm_config"]["weight_transfer_config"] == {"backend": "nccl"}
+    assert config.weight_transfer_config.backend == "staged_nccl", "the engine's own is as it was"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deployments.protocol.reports import Outcome, StoreResult
+from deployments.protocol.reports import Check, Outcome, StoreResult
 from deployments.weights.staging.reports import (
     ConnectState,
     LoadPlanSummary,
@@ -18,7 +18,13 @@ from deployments.weights.staging.reports import (
 REPORTS = [
     ConnectState(done=True, outcome=Outcome.TRANSFER_FAILED, message="2 of 3 joined"),
     StagingState(
-        payloads_done=2, size_bytes=1 << 40, stage_s=1.5, verify_s=0.5, outcome=Outcome.DONE, digest="ab"
+        payloads_done=2,
+        size_bytes=1 << 40,
+        stage_s=1.5,
+        verify_s=0.5,
+        outcome=Outcome.DONE,
+        digest="ab",
+        checks=(Check.NAMES, Check.FINITE),
     ),
     LoadPlanSummary(chunks=3, refused=("computes", "reads a number")),
     StoreResult(version=3, label=None, path="/store/v00000003", problem=""),

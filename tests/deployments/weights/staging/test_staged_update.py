@@ -1,5 +1,7 @@
 """What arrived of an update, and the comparison of its digests."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -116,3 +118,19 @@ def test_a_tensor_arrives_once() -> None:
     ):
         update.offer({"a": (torch.float32, (6,))})
     assert update.offered.keys() == {"a", "b", "c"}
+
+
+def test_a_publisher_that_states_no_digests_leaves_all_other_checks() -> None:
+    update = StagedUpdate(
+        pending=[replace(findings_of("ab"), sent=None), replace(findings_of("c"), sent=None)]
+    )
+    update.compare_digests()
+    assert update.report().checks == (), "nothing is known before all has arrived"
+    update.complete()
+    assert update.digest == version_digest(list(TENSORS), digests(list(TENSORS.values())))
+    everything = ("names", "shapes", "dtypes", "complete", "finite")
+    assert tuple(check.value for check in update.report().checks) == everything
+    bad = torch.tensor([float("nan")])
+    update = StagedUpdate(pending=[replace(findings_of("a", a=bad), sent=None)])
+    with pytest.raises(ValueError, match=r"^'a' holds NaN or infinity$"):
+        update.compare_digests()

@@ -8,6 +8,7 @@ import pytest
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
+from deployments.replica.server.info import STAGED
 from deployments.vllm_plugin import register
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import (
@@ -130,3 +131,26 @@ def test_a_backend_that_does_not_exist_is_refused(transport: str, staging: str, 
 def test_init_info_of_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^backend must be one of \['gloo', 'ipc', 'nccl', .*\], got 'x'$"):
         trainer_init_info("x", facts())
+
+
+@pytest.mark.parametrize("name", ["ipc", "nccl"])
+def test_what_vllms_own_trainer_sends_has_a_receiver_that_stages_it(name: str) -> None:
+    register()
+    register()
+    record = TRANSPORTS[name]
+    receiver = getattr(import_module(record.staged_module), record.staged_class)
+    assert issubclass(receiver, StagedWeightTransferEngine) and not receiver.__abstractmethods__
+    assert WeightTransferEngineFactory._registry[record.staged_backend]() is receiver
+    assert record.staged_backend == STAGED + name, "/server_info shows vLLM's name"
+    theirs = WeightTransferEngineFactory._registry[name]()
+    assert (receiver.init_info_cls, receiver.update_info_cls) == (
+        theirs.init_info_cls,
+        theirs.update_info_cls,
+    )
+    assert backend(name, "device", "vllm") == record.staged_backend
+    assert backend(name, "none", "vllm") == name
+
+
+def test_vllms_wire_needs_an_engine_of_vllms() -> None:
+    with pytest.raises(ValueError, match=r"^wire 'vllm' needs a transport of \['ipc', 'nccl'\], got 'shm'$"):
+        backend("shm", "host", "vllm")

@@ -1,0 +1,188 @@
+"""vLLM's `nccl` trainer engine, received into the staging while the engine decodes.
+
+The trainer is rank 0 and may have any number of buffers: broadcasts of one communicator run in the order in
+which they are queued. A worker has two, and a stream for NCCL; events order it and the staging (`NcclGroup`).
+
+    not packed    a broadcast for each tensor, at its place in a chunk of ours
+    packed        a broadcast for each piece of vLLM's
+
+Nobody can tell the trainer that a peer is gone: it waits in its broadcast until it is ended. The workers
+leave the group, and a new one is formed with the next `init_weight_transfer_engine`. What is wrong with the
+content alone is found after all of it has been taken, so the trainer is free, and learns of it.
+
+Not yet run on a GPU.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch.distributed import PrefixStore
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+from vllm.utils.nccl import unpinned_nccl_env
+
+from deployments.weights.transports.broadcast import GroupReceiver
+from deployments.weights.transports.nccl_communicator import NcclGroup, nccl_problem
+from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS
+from deployments.weights.transports.rendezvous import RendezvousInfo, meet
+from deployments.weights.transports.vllm_wire.meeting import VllmMeeting
+from deployments.weights.transports.vllm_wire.packing import (
+    is_aligned,
+    nccl_pieces,
+    received_block,
+    separate_tensors,
+)
+from deployments.weights.wire.chunk_layout import Chunk, view
+from deployments.weights.wire.received_chunk import ReceivedChunk
+
+
+class WireGroup(Protocol):
+    """What the receiver needs of a group whose rank 0 is vLLM's. As `NcclGroup`."""
+
+    def reserve(self, size_bytes: int) -> None: ...
+
+    def buffer(self, index: int, size_bytes: int) -> torch.Tensor: ...
+
+    def start_all(self, index: int, parts: Sequence[torch.Tensor]) -> None: ...
+
+    def wait(self, index: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class VllmNcclGroup(NcclGroup):
+    """A communicator that vLLM's trainer engine has opened. It takes no part in what the workers agree on."""
+
+    def meet(
+        self, info: RendezvousInfo, rank: int, device: torch.device, check: Callable[[], None]
+    ) -> tuple[PrefixStore, PyNcclCommunicator]:
+        meeting = VllmMeeting(info, rank, nccl_problem())
+        store = meet(meeting, check)
+        found = [f"rank {1 + index}: {problem}" for index, problem in enumerate(meeting.payloads) if problem]
+        if found:
+            raise ValueError(f"transport 'nccl' does not work; {'; '.join(found)}")
+        with unpinned_nccl_env(), torch.cuda.device(device):
+            communicator = PyNcclCommunicator.from_unique_id_bytes(
+                meeting.unique_id, rank, info.world_size, device
+            )
+        # A disabled communicator's broadcast does nothing and reports success: the fleet would serve garbage.
+        if communicator.disabled or not communicator.available:
+            raise ValueError("transport 'nccl' does not work: vLLM has disabled its NCCL communicator")
+        return store, communicator
+
+    def warm_up(self) -> None:
+        """vLLM's communicator has made its own collective with its peers."""
+
+    @property
+    def counted(self) -> int:
+        return super().counted - 1  # all but the trainer
+
+
+class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo, WireGroup]):
+    """The worker's half of vLLM's `nccl`."""
+
+    init_info_cls = NCCLWeightTransferInitInfo
+    update_info_cls = NCCLWeightTransferUpdateInfo
+    timeout_s = DEFAULT_TIMEOUT_S  # of every wait for a peer; vLLM's trainer states none
+
+    _packed = True
+    _buffer_bytes = 0
+
+    def join(self, init_info: NCCLWeightTransferInitInfo, check: Callable[[], None]) -> WireGroup:
+        address, port = init_info.master_address, init_info.master_port
+        if address is None or port is None:
+            raise ValueError(
+                "nccl_unique_id_b64: expected master_address and master_port; without a store the workers "
+                "cannot see whether a peer is missing (weights.staging 'none' takes a unique id)"
+            )
+        self._packed, self._buffer_bytes = init_info.packed, init_info.packed_buffer_size_bytes
+        info = RendezvousInfo(
+            master_address=address,
+            master_port=port,
+            rank_offset=init_info.rank_offset,
+            world_size=init_info.world_size,
+            timeout_s=self.timeout_s,
+            names=[],
+            dtype_names=[],
+            shapes=[],
+            chunk_bytes=self._buffer_bytes,
+        )
+        return self.join_group(info, info.rank_offset + self.worker_index, check)
+
+    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> WireGroup:
+        """As `join`, with this worker's rank."""
+        return VllmNcclGroup(info, rank, self.device, check)
+
+    def receive(self, update_info: NCCLWeightTransferUpdateInfo) -> Iterator[ReceivedChunk]:
+        group = self.group
+        chunks: tuple[Chunk, ...] = ()
+        taking: _Taking | None = None
+        try:
+            chunks = self._chunks(update_info)
+            group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
+            # As in our own `nccl`: one broadcast ahead, unless staging pauses between chunks.
+            taking = _Taking(group, chunks, packed=self._packed, ahead=1 if self.share == 1.0 else 0)
+            for index, chunk in enumerate(chunks):
+                taking.take(index)
+                yield received_block(chunk, group.buffer(index, chunk.size_bytes))
+            group.finish()
+        except GeneratorExit:  # what came is refused; the trainer is freed if all of it is taken
+            self._take_rest(taking)
+            raise
+        except BaseException:  # whatever it was: peers wait in broadcasts that this worker will not join
+            self.abort()
+            raise
+        finally:
+            if not all(map(is_aligned, chunks)):
+                self.staging.release()  # of tensors that were moved to be read
+
+    def _chunks(self, update_info: NCCLWeightTransferUpdateInfo) -> tuple[Chunk, ...]:
+        described = update_info.names, update_info.dtype_names, update_info.shapes
+        if self._packed:
+            return nccl_pieces(*described, self._buffer_bytes)
+        return separate_tensors(*described, TRANSPORTS["nccl"].chunk_bytes)
+
+    def _take_rest(self, taking: "_Taking | None") -> None:
+        try:
+            if taking is not None:
+                taking.take_rest()
+        except Exception:  # a peer is gone as well, or the device: the refusal is what is reported
+            self.abort()
+
+
+class _Taking:
+    """Takes the chunks of one payload in their order.
+
+    Args:
+        ahead: how many broadcasts are queued before the chunk ahead of them is staged.
+    """
+
+    def __init__(self, group: WireGroup, chunks: Sequence[Chunk], *, packed: bool, ahead: int) -> None:
+        self._group, self._chunks, self._packed, self._ahead = group, chunks, packed, ahead
+        self._started = self._taken = 0
+
+    def take(self, index: int) -> None:
+        """Wait until the chunk is in its buffer. Raises TransferFailed."""
+        while self._started < min(index + 1 + self._ahead, len(self._chunks)):
+            self._group.start_all(self._started, self._parts(self._started))
+            self._started += 1
+        self._group.wait(index)
+        self._taken = index + 1
+
+    def take_rest(self) -> None:
+        """Take all others. Raises TransferFailed."""
+        for index in range(self._taken, len(self._chunks)):
+            self.take(index)
+        self._group.finish()
+
+    def _parts(self, index: int) -> list[torch.Tensor]:
+        chunk = self._chunks[index]
+        block = self._group.buffer(index, chunk.size_bytes)
+        if self._packed:
+            return [block]
+        # Of nothing NCCL makes no broadcast.
+        return [view(entry, block) for entry in chunk.entries if entry.size_bytes]

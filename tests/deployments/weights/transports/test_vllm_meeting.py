@@ -1,0 +1,91 @@
+"""How workers join the store that vLLM's trainer opens: all of them, or none."""
+
+import os
+import pickle
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore
+from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
+from vllm.distributed.utils import StatelessProcessGroup
+
+from deployments.errors import TransferFailed
+from deployments.weights.transports.rendezvous import meet
+from deployments.weights.transports.vllm_wire.meeting import VllmMeeting, read_unique_id
+from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
+
+TIMEOUT_S = 3.0
+
+
+def trainer(info: Any, says: Any = None) -> StatelessProcessGroup:
+    """vLLM's own rank 0: opens the store, waits for as many as the group has members, leaves an object."""
+    group = StatelessProcessGroup.create(info.master_address, info.master_port, 0, info.world_size)
+    group.broadcast_obj(ncclUniqueId() if says is None else says, src=0)
+    return group
+
+
+def test_the_workers_meet_and_read_the_id_and_what_each_has_to_say() -> None:
+    info = info_for(3, TIMEOUT_S)
+    meetings = [VllmMeeting(info, rank, f"from {rank}") for rank in (1, 2)]
+    with ThreadPoolExecutor(max_workers=3) as calls:
+        theirs: Future[StatelessProcessGroup] = calls.submit(trainer, info)
+        joined = list(calls.map(lambda meeting: meet(meeting, go_on), meetings))
+        group = theirs.result(TIMEOUT_S)
+    for meeting in meetings:
+        assert meeting.payloads == ["from 1", "from 2"] and meeting.unique_id == bytes(128)
+    joined[0].set("key", "value")
+    assert PrefixStore("slipstream", group.store).get("key") == b"value", "beside vLLM's own keys"
+
+
+def test_a_worker_that_does_not_come_is_named_by_the_others() -> None:
+    info = info_for(4, TIMEOUT_S)
+    threading.Thread(target=_ignoring_timeouts, args=(info,), daemon=True).start()
+    meetings = [VllmMeeting(info, rank, "") for rank in (1, 3)]
+    with ThreadPoolExecutor(max_workers=2) as calls:
+        waiting = [calls.submit(meet, meeting, go_on) for meeting in meetings]
+        for each in waiting:
+            error = each.exception(4 * TIMEOUT_S)
+            assert isinstance(error, TransferFailed) and error.missing_ranks == (2,), error
+
+
+def _ignoring_timeouts(info: Any) -> None:
+    with suppress(RuntimeError, OSError):
+        StatelessProcessGroup.create(
+            info.master_address, info.master_port, 0, info.world_size, store_timeout=int(3 * TIMEOUT_S)
+        )
+
+
+def test_a_trainer_that_does_not_come_is_named() -> None:
+    with pytest.raises(TransferFailed, match="rank 0 has not opened the rendezvous") as caught:
+        meet(VllmMeeting(info_for(2, 0.3), 1, ""), go_on)
+    assert caught.value.missing_ranks == (0,)
+
+
+def test_the_wait_can_be_ended() -> None:
+    def stop() -> None:
+        raise TransferFailed("the connection was aborted")
+
+    with pytest.raises(TransferFailed, match="the connection was aborted"):
+        meet(VllmMeeting(info_for(2, 60.0), 1, ""), stop)
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("exit 1",)
+
+
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [
+        (pickle.dumps(_Evil()), r"posix\.system is no part of a unique id"),
+        (pickle.dumps("text"), "no NCCL unique id of 128 bytes"),
+        (pickle.dumps(bytes(127)), "no NCCL unique id of 128 bytes"),
+        (b"no pickle", "the publisher left no NCCL unique id"),
+    ],
+)
+def test_nothing_but_a_unique_id_is_read(left: bytes, message: str) -> None:
+    with pytest.raises(TransferFailed, match=message):
+        read_unique_id(left)

@@ -1,0 +1,331 @@
+"""vLLM's own trainer engines send, our staging receives: every wire that they speak, and what goes wrong."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from deployments.protocol.reports import Outcome
+from deployments.weights.wire.digest import digests
+from deployments.weights.wire.digest_definition import version_digest
+from tests.deployments.weights.transports.transport_contract import free_port, weights
+from tests.deployments.weights.transports.transport_fleet import (
+    ListSource,
+    Rejected,
+    Tensors,
+    write_checkpoint,
+)
+from tests.deployments.weights.transports.vllm_trainer import (
+    TIMEOUT_S,
+    HttpFleet,
+    SharedMemory,
+    VllmReceiver,
+    vllm_without_a_gpu,
+)
+
+BUFFER_BYTES = 4608  # the largest tensor has 4386
+WIRES: dict[str, dict[str, Any]] = {
+    "ipc": {"packed": False},
+    "ipc packed": {"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES},
+    "nccl": {"packed": False},
+    "nccl packed": {"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES},  # two buffers, vLLM's default
+    "nccl packed, one buffer": {
+        **{"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES},
+        "packed_num_buffers": 1,
+    },
+    "nccl packed, three buffers": {
+        **{"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES},
+        "packed_num_buffers": 3,
+    },
+}
+every_wire = pytest.mark.parametrize("wire", WIRES)
+every_nccl = pytest.mark.parametrize("wire", ["nccl", "nccl packed"])
+every_ipc = pytest.mark.parametrize("wire", ["ipc", "ipc packed"])
+
+
+def version(seed: int) -> Tensors:
+    """Several pieces, in several dtypes, with sizes that move what follows to odd addresses."""
+    more = [(f"more.{i}.weight", torch.randn(1500 + i).bfloat16()) for i in range(6)]
+    return [*weights(seed), *more, ("last.bias", torch.randn(5))]
+
+
+def digest_of(tensors: Tensors) -> str:
+    return version_digest([name for name, _ in tensors], digests([tensor for _, tensor in tensors]))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory, version(0))
+    return directory
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    with vllm_without_a_gpu() as shared:
+        yield shared
+
+
+@pytest.fixture
+def fleet(wire: str, checkpoint: Path, memory: SharedMemory) -> Iterator[HttpFleet]:
+    made = HttpFleet([VllmReceiver(wire.split()[0], str(checkpoint)) for _ in range(2)])
+    yield made
+    for receiver in made.receivers:
+        receiver.stop()
+
+
+def init_info(wire: str, workers: int) -> TrainerInitInfo:
+    if wire.startswith("ipc"):
+        return IPCTrainerInitInfo(rank=0, **WIRES[wire])
+    return NCCLTrainerInitInfo(
+        rank=0, master_address="127.0.0.1", master_port=free_port(), world_size=1 + workers, **WIRES[wire]
+    )
+
+
+def connect(wire: str, fleet: HttpFleet, source: ListSource) -> TrainerWeightTransferEngine[Any]:
+    info = init_info(wire, len(fleet.receivers))
+    return WeightTransferTrainerFactory.trainer_init(info, client=fleet, source=source)
+
+
+@every_wire
+def test_what_vllm_sends_is_staged_and_says_which_checks_it_passed(wire: str, fleet: HttpFleet) -> None:
+    tensors = version(1)
+    engine = connect(wire, fleet, ListSource(tensors))
+    engine.send_weights()
+    for state in fleet.verify():
+        assert (state.outcome, state.message) == (Outcome.DONE, "")
+        assert state.digest == digest_of(tensors)
+        assert [check.value for check in state.checks] == ["names", "shapes", "dtypes", "complete", "finite"]
+        assert state.size_bytes >= sum(tensor.numel() * tensor.itemsize for _, tensor in tensors)
+    assert [receiver.staged() for receiver in fleet.receivers] == [digest_of(tensors)] * 2
+    assert fleet.payloads == (8 if wire == "ipc packed" else 1)
+
+
+@every_wire
+def test_a_connection_carries_several_rounds(wire: str, fleet: HttpFleet) -> None:
+    source = ListSource(version(1))
+    engine = connect(wire, fleet, source)
+    for seed in (2, 3, 4):
+        source.tensors = version(seed)
+        engine.send_weights()
+        assert {state.digest for state in fleet.verify()} == {digest_of(source.tensors)}
+        for receiver in fleet.receivers:  # as a commit, which ends the update and keeps the group
+            receiver.engine._update = None
+
+
+@pytest.mark.parametrize("wire", ["nccl packed"])
+def test_where_staging_pauses_between_pieces_no_broadcast_runs_ahead(
+    wire: str, checkpoint: Path, memory: SharedMemory
+) -> None:
+    fleet = HttpFleet([VllmReceiver("nccl", str(checkpoint), share=0.25)])
+    connect(wire, fleet, ListSource(version(1))).send_weights()
+    assert [state.digest for state in fleet.verify()] == [digest_of(version(1))]
+
+
+@every_wire
+@pytest.mark.parametrize(
+    ("index", "tensor", "message"),
+    [
+        (3, ("strange", torch.zeros(2)), "'strange' is not a tensor of this model"),
+        (1, ("norm.weight", torch.zeros(8)), "'norm.weight' must have shape [7], got [8]"),
+        (
+            1,
+            ("norm.weight", torch.zeros(7, dtype=torch.int64)),
+            "'norm.weight' must be of a dtype like float32, got int64",
+        ),
+    ],
+    ids=["name", "shape", "dtype"],
+)
+def test_a_tensor_that_is_not_the_models_is_refused_and_the_trainer_is_free(
+    wire: str, fleet: HttpFleet, index: int, tensor: tuple[str, torch.Tensor], message: str
+) -> None:
+    tensors = version(1)
+    tensors[index] = tensor
+    engine = connect(wire, fleet, ListSource(tensors))
+    with pytest.raises(Rejected, match=f"^{re.escape(message)}$"):
+        within(2 * TIMEOUT_S, engine.send_weights)
+
+
+@every_wire
+def test_a_number_that_is_not_finite_is_refused(wire: str, fleet: HttpFleet) -> None:
+    tensors = version(1)
+    dict(tensors)["more.4.weight"][7] = float("nan")
+    with pytest.raises(Rejected, match=r"^'more.4.weight' holds NaN or infinity$"):
+        connect(wire, fleet, ListSource(tensors)).send_weights()
+
+
+@every_wire
+def test_a_missing_tensor_is_found_at_the_end(wire: str, fleet: HttpFleet) -> None:
+    connect(wire, fleet, ListSource(version(1)[:-1])).send_weights()
+    for state in fleet.verify():
+        assert (state.outcome, state.message) == (Outcome.REJECTED, "'last.bias' is missing")
+        assert state.checks == ()
+
+
+@every_wire
+def test_a_payload_before_the_handshake_is_refused(wire: str, fleet: HttpFleet) -> None:
+    fleet.start_weight_update()
+    with pytest.raises(Rejected, match=r"^no .*: call init_weight_transfer_engine before update_weights$"):
+        handles = {"ipc_handles": []} if wire.startswith("ipc") else {}
+        super(HttpFleet, fleet).update_weights({"names": [], "dtype_names": [], "shapes": []} | handles)
+
+
+# -- CUDA IPC --------------------------------------------------------------------------------------
+
+
+@every_ipc
+@pytest.mark.parametrize("end", ["staged", "refused", "incomplete and dropped"])
+def test_nothing_refers_to_the_trainers_memory_after_a_round(
+    wire: str, end: str, fleet: HttpFleet, memory: SharedMemory
+) -> None:
+    tensors = version(1)
+    if end == "refused":
+        tensors[-1] = ("strange", torch.zeros(2))
+    engine = connect(wire, fleet, ListSource(tensors[:-1] if end.startswith("incomplete") else tensors))
+    if end == "refused":
+        with pytest.raises(Rejected):
+            engine.send_weights()
+    else:
+        engine.send_weights()
+    if end != "staged":
+        fleet.drop()
+    assert memory.users() == 0
+
+
+def test_the_pieces_of_a_buffer_that_is_overwritten_are_staged_before_the_call_returns(
+    checkpoint: Path, memory: SharedMemory
+) -> None:
+    fleet = HttpFleet([VllmReceiver("ipc", str(checkpoint))])
+    tensors = version(1)
+    connect("ipc packed", fleet, ListSource(tensors)).send_weights()
+    for exported in memory._exported.values():
+        exported.fill_(0xFF)
+    assert fleet.receivers[0].staged() == digest_of(tensors)
+
+
+@pytest.mark.parametrize(
+    ("wire", "change", "message"),
+    [
+        ("ipc packed", {"tensor_sizes": [1]}, r"tensor_sizes: expected \[24\], got \[1\]"),
+        ("ipc packed", {"ipc_handles": [{}]}, "ipc_handles do not fit a connection that is packed"),
+        ("ipc", {"ipc_handles": {}}, "ipc_handles do not fit a connection that is not packed"),
+        ("ipc", {"ipc_handles": [{}]}, r"this worker is on GPU GPU-0, and the trainer's handles are of \[\]"),
+        ("ipc", {"dtype_names": ["float64"]}, "was announced as torch.float64 .*, and its handle is of"),
+        ("ipc", {"shapes": [[3, 2]]}, r"was announced as torch.float32 \[3, 2\], and its handle is of"),
+        ("ipc", {"names": ["a", "b"]}, "should be of the same size as `names`|one entry per tensor"),
+        ("ipc", {"ipc_handles": [{"GPU-0": {"size": [2]}}]}, "expected encoded CUDA IPC handles"),
+    ],
+)
+def test_handles_that_do_not_fit_are_refused(
+    wire: str, change: dict[str, Any], message: str, fleet: HttpFleet, memory: SharedMemory
+) -> None:
+    fleet.init_weight_transfer_engine({"packed": wire == "ipc packed"})
+    fleet.start_weight_update()
+    _, parts = memory.export(torch.zeros(24, dtype=torch.uint8) if "packed" in wire else torch.zeros(2, 3))
+    from deployments.weights.wire.cuda_ipc_handles import encode_handle
+
+    handle = {"GPU-0": encode_handle(parts)}
+    good: dict[str, Any] = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2, 3]]}
+    good |= {"ipc_handles": handle, "tensor_sizes": [24]} if "packed" in wire else {"ipc_handles": [handle]}
+    with pytest.raises(Rejected, match=message):
+        super(HttpFleet, fleet).update_weights(good | change)
+
+
+@pytest.mark.parametrize("wire", ["ipc"])
+def test_a_handle_that_the_driver_refuses_is_the_publishers_fault(
+    wire: str, fleet: HttpFleet, memory: SharedMemory
+) -> None:
+    engine = connect(wire, fleet, ListSource(version(1)))
+    memory._exported = _Forgetting()
+    with pytest.raises(Rejected, match=r"^'embed.weight': the CUDA IPC handle cannot be opened: invalid"):
+        engine.send_weights()
+
+
+class _Forgetting(dict[bytes, torch.Tensor]):
+    def __contains__(self, key: object) -> bool:
+        return False
+
+
+# -- NCCL ------------------------------------------------------------------------------------------
+
+
+@every_nccl
+def test_workers_that_wait_for_a_trainer_that_stands_still_are_freed_by_a_drop(
+    wire: str, fleet: HttpFleet, checkpoint: Path
+) -> None:
+    tensors, go_on = version(1), threading.Event()
+    engine: Any = connect(wire, fleet, ListSource(tensors))
+    engine.model_update_group.before[2] = go_on
+    with ThreadPoolExecutor(max_workers=1) as calls:
+        sending = calls.submit(engine.send_weights)
+        assert fleet.started.wait(TIMEOUT_S)
+        time.sleep(0.3)
+        assert max(receiver.drop() for receiver in fleet.receivers) < TIMEOUT_S
+        for receiver in fleet.receivers:
+            receiver.start()
+            receiver.update({"names": [], "dtype_names": [], "shapes": []})
+            receiver.engine._thread.submit(lambda: None).result(TIMEOUT_S)
+            assert receiver.progress().message.startswith("no transfer group: call init_weight_transfer")
+            receiver.drop()
+        # A new trainer, and who joined meanwhile.
+        fleet.receivers.append(VllmReceiver("nccl", str(checkpoint)))
+        connect(wire, fleet, ListSource(tensors)).send_weights()
+        assert [state.digest for state in fleet.verify()] == [digest_of(tensors)] * 3
+        go_on.set()
+        assert sending.exception(10 * TIMEOUT_S) is not None
+
+
+@every_nccl
+def test_a_trainer_that_stands_still_is_waited_for_no_longer_than_the_timeout(
+    wire: str, fleet: HttpFleet
+) -> None:
+    go_on = threading.Event()
+    engine: Any = connect(wire, fleet, ListSource(version(1)))
+    engine.model_update_group.before[2] = go_on
+    with ThreadPoolExecutor(max_workers=1) as calls:
+        sending = calls.submit(engine.send_weights)
+        assert fleet.started.wait(TIMEOUT_S)
+        deadline = time.monotonic() + 4 * TIMEOUT_S
+        while not all(each.outcome is Outcome.TRANSFER_FAILED for each in fleet.progress()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        go_on.set()
+        assert sending.exception(10 * TIMEOUT_S) is not None
+
+
+@every_nccl
+def test_metadata_that_nobody_can_read_ends_the_group(wire: str, fleet: HttpFleet) -> None:
+    connect(wire, fleet, ListSource(version(1)))
+    fleet.start_weight_update()
+    with pytest.raises(Rejected, match="expected the name of a torch dtype, got 'bflot16'"):
+        fleet.update_weights({"names": ["a"], "dtype_names": ["bflot16"], "shapes": [[2]]})
+    for receiver in fleet.receivers:
+        receiver.drop()
+        assert receiver.engine._group is None
+
+
+@pytest.mark.parametrize("wire", ["nccl"])
+def test_a_unique_id_without_a_store_is_refused(wire: str, fleet: HttpFleet) -> None:
+    import base64
+
+    info = {"nccl_unique_id_b64": base64.b64encode(bytes(128)).decode(), "rank_offset": 1, "world_size": 3}
+    for receiver in fleet.receivers:
+        receiver.connect(info)
+        receiver.engine._thread.submit(lambda: None).result(TIMEOUT_S)
+        assert "expected master_address and master_port" in receiver.connected().message
+
+
+def within(limit_s: float, call: Any) -> Any:
+    """Its result; a hang is an error."""
+    with ThreadPoolExecutor(max_workers=1) as calls:
+        return calls.submit(call).result(limit_s)
