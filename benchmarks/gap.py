@@ -3,9 +3,13 @@
     python -m benchmarks.gap --size 8b --transport ipc --streams 16 64
     python -m benchmarks.gap --size 8b --transport nccl --tp 2 --streams 16      (trainer on GPU 0)
 
-Slipstream ("ours": staged while decoding, then a commit through `Engine.commit`) against vLLM's native
-transfer engine inside a pause: two engines on the same GPUs, measured one after the other while the other
-one is idle. Prints one table; `--out` writes the token times of one update of each, for a picture.
+Slipstream ("ours": staged while decoding, then a commit through `Engine.commit`; "wire": the same, of what
+vLLM's own trainer engine sends) against vLLM's native transfer engine inside a pause: engines on the same
+GPUs, measured one after the other while the others are idle. Prints one table; `--out` writes the token times
+of one update of each, for a picture. vLLM's wire, staged, with native beside it:
+
+    python -m benchmarks.gap --size 8b --transport ipc --modes wire native --share 0.1 1
+    python -m benchmarks.gap --size 8b --transport nccl --modes wire native --packed --buffers 2
 """
 
 import argparse
@@ -15,18 +19,17 @@ import os
 import subprocess
 import sys
 import time
-from bisect import bisect
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.gap_figures import print_table, round_figures, tokens_between
 from deployments.protocol.instructions import KvCache
 
 LEAD_S = 1.2
-SETTLE_S = 0.5
-AFTER_S = 0.05  # what the update costs after the commit was reported counts as well
 SPACING_S = 0.8
+MODES = ("ours", "wire", "native")
 
 
 async def streams(engine: Any, count: int, tokens: int, arrivals: list[list[float]]) -> None:
@@ -45,44 +48,6 @@ async def streams(engine: Any, count: int, tokens: int, arrivals: list[list[floa
     await asyncio.gather(*(one(index) for index in range(count)))
 
 
-def tokens_between(arrivals: list[list[float]], start: float, end: float) -> int:
-    """How many tokens arrived in (start, end]."""
-    return sum(start < t <= end for times in arrivals for t in times)
-
-
-def round_figures(arrivals: list[list[float]], times: Any, size_bytes: int) -> dict[str, float]:
-    """The figures of one round.
-
-    Lost tokens are relative to the rate just before and just after the round, because tokens take longer as
-    the requests grow. All windows begin and end with a step: one step more or less would be a tenth of what
-    is measured.
-    """
-    steps = sorted(t for stream in arrivals for t in stream)
-    first = steps[bisect(steps, times.begin - SETTLE_S)]
-    begin = steps[bisect(steps, times.begin) - 1]
-    staged = steps[bisect(steps, times.staged) - 1]
-    end = steps[min(bisect(steps, times.live + AFTER_S), len(steps) - 1)]
-    last = steps[min(bisect(steps, end + SETTLE_S), len(steps) - 1)]
-    rate = (tokens_between(arrivals, first, begin) + tokens_between(arrivals, end, last)) / (
-        begin - first + last - end
-    )
-    pairs = [pair for stream in arrivals for pair in pairwise(stream)]
-    gaps = [b - a for a, b in pairs if b > times.staged - 0.002 and a < end]
-    steps_near = (b - a for a, b in pairs if b > times.begin and a < end)
-    staging = times.staged - times.begin
-    return {
-        "gap_ms": 1e3 * max(gaps, default=float("nan")),
-        "longest_step_ms": 1e3 * max(steps_near, default=0.0),
-        "lost_s": (end - begin) - tokens_between(arrivals, begin, end) / rate,
-        "lost_staging_s": (staged - begin) - tokens_between(arrivals, begin, staged) / rate,
-        "tokens_while_staging": tokens_between(arrivals, begin, staged) / (rate * (staged - begin)),
-        "round_s": times.live - times.begin,
-        "stage_s": staging,
-        "gb_per_s": size_bytes / staging / 1e9,
-        "commit_ms": 1e3 * (times.live - times.staged),
-    }
-
-
 async def measure(arguments: argparse.Namespace, mode: str) -> None:
     from benchmarks.weight_sync import Native, Ours, TrainerProcess, start_engine
 
@@ -90,11 +55,12 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu, dtype=arguments.trainer_dtype)
     first = arguments.gpu + (0 if colocated else 1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(arguments.tp))
-    backend = f"slipstream_{arguments.transport}" if mode == "ours" else arguments.transport
+    receiver = {"ours": "slipstream_", "wire": "staged_", "native": ""}[mode] + arguments.transport
+    sender = receiver if mode == "ours" else arguments.transport
     engine = await start_engine(
         str(arguments.model),
-        backend,
-        "device" if mode == "ours" else "none",
+        receiver,
+        "none" if mode == "native" else "device",
         load_format="dummy",
         tensor_parallel_size=arguments.tp,
         enforce_eager=arguments.eager,
@@ -102,12 +68,18 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         gpu_memory_utilization=arguments.memory,
         kv_cache_memory_bytes=arguments.kv_gib << 30,
     )
-    link = Ours(engine) if mode == "ours" else Native(engine)
+    link = Native(engine) if mode == "native" else Ours(engine, states_digests=mode == "ours")
     waiting = True
-    choices = list(product(arguments.chunk_mb, arguments.share))
-    for chunk_mb, share in choices if mode == "ours" else [(0, 1.0)]:
+    choices = {
+        "ours": list(product(arguments.chunk_mb, arguments.share)),
+        "wire": [(0, share) for share in arguments.share],
+        "native": [(0, 1.0)],
+    }
+    for chunk_mb, share in choices[mode]:
         engine.staging_share = share
-        await trainer.connect(link, backend, arguments.tp, chunk_bytes=(chunk_mb << 20) or None)
+        chunk_bytes = (chunk_mb << 20) or None
+        wire = _wire(arguments, mode)
+        await trainer.connect(link, sender, arguments.tp, chunk_bytes=chunk_bytes, wire=wire)
         for _ in range(3):  # the first one is loaded by vLLM and recorded
             await trainer.send(link)
         if waiting:  # until the other engine has been measured
@@ -125,6 +97,19 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         await soak(arguments, engine, trainer, link)
     trainer.stop()
     await engine.stop()
+
+
+def _wire(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """What vLLM's trainer engine is told, over the registry's choice for it."""
+    if mode == "ours":
+        return {}
+    wire = {} if arguments.packed is None else {"packed": arguments.packed}
+    if arguments.packed and arguments.transport == "ipc":
+        wire["packed_buffer_size_bytes"] = 2 << 30  # the embeddings of 8B need more than vLLM's default
+    # The registry chooses one buffer: vLLM 0.32's own receiver does not order more. Ours does.
+    if mode == "wire" and arguments.transport == "nccl":
+        wire["packed_num_buffers"] = arguments.buffers
+    return wire
 
 
 async def measure_idle(mode: str, trainer: Any, link: Any, chunk_mb: int) -> None:
@@ -216,31 +201,6 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [json.loads(line[4:]) for line in lines]
 
 
-def print_table(found: list[dict[str, Any]]) -> None:
-    columns = (
-        "gap_ms",
-        "longest_step_ms",
-        "lost_s",
-        "lost_staging_s",
-        "tokens_while_staging",
-        "round_s",
-        "gb_per_s",
-        "commit_ms",
-    )
-    setting = ("mode", "chunk_mb", "share", "streams", "kv_cache", "step_ms")
-    print("| " + " | ".join([*setting, *columns]) + " |\n" + "|---" * len([*setting, *columns]) + "|")
-    for entry in found:
-        if "rounds" not in entry:
-            shown = {key: value for key, value in entry.items() if key != "mode"}
-            print(f"| {entry['mode']} | " + json.dumps(shown) + " |")
-            continue
-        cells = []
-        for column in columns:
-            values = [r[column] for r in entry["rounds"]]
-            cells.append(f"{min(values):.3g} to {max(values):.3g}")
-        print("| " + " | ".join([*(str(entry[name]) for name in setting), *cells]) + " |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--size", default="8b")
@@ -261,8 +221,12 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.3, help="gpu_memory_utilization of each engine")
     parser.add_argument("--kv-gib", type=int, default=16)
     parser.add_argument("--gpu", type=int, default=0, help="the trainer's; the engine's begin there or after")
-    parser.add_argument("--modes", nargs="+", default=["ours", "native"])
-    parser.add_argument("--only", choices=["ours", "native"], help=argparse.SUPPRESS)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["ours", "native"])
+    parser.add_argument("--only", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--packed", action=argparse.BooleanOptionalAction, help="wire, native; without it vLLM's default"
+    )
+    parser.add_argument("--buffers", type=int, default=2, help="wire over nccl, packed: of the trainer")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="directory of the engines' logs")
     arguments = parser.parse_args()

@@ -1,8 +1,9 @@
 """A trainer process and one engine, without Ray, for the GPU benchmarks.
 
 trainer process                     this process (asyncio)
-vLLM's trainer engine ── client ──► StagedMember ──► AsyncLLM        ours: staged, then a commit
-                                    AsyncLLM                         native: loaded inside a pause
+our trainer engine ───── client ──► StagedMember ──► AsyncLLM        ours: staged, then a commit
+vLLM's trainer engine ── client ──► StagedMember ──► AsyncLLM        wire: the same
+vLLM's trainer engine ── client ──► AsyncLLM                         native: loaded inside a pause
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from pydantic import JsonValue
 from deployments.protocol.instructions import Body, Commit, Connect, KvCache, Receive, StagingOptions, Verify
 from deployments.protocol.operations import InFlight
 from deployments.protocol.reports import Staged
+from deployments.weights.wire.cuda_ipc_handles import encode_payload
 
 TIMEOUT_S = 120.0
 
@@ -34,13 +36,18 @@ class Times:
 
 
 class Ours:
-    """A replica that runs the instructions of a round: staged while it decodes, then a commit."""
+    """A replica that runs the instructions of a round: staged while it decodes, then a commit.
 
-    def __init__(self, engine: Any, kv_cache: KvCache = KvCache.KEEP) -> None:
+    Args:
+        states_digests: False for vLLM's own trainer engines.
+    """
+
+    def __init__(self, engine: Any, kv_cache: KvCache = KvCache.KEEP, *, states_digests: bool = True) -> None:
         from deployments.replica.staged_member import StagedMember
 
         self.engine = engine
         self._member = StagedMember(engine)
+        self._states_digests = states_digests
         self.kv_cache = kv_cache
         self.version = engine.version
         self.times = Times()
@@ -53,11 +60,14 @@ class Ours:
 
     async def update_weights(self, payload: JsonValue) -> None:
         options = StagingOptions(kv_cache=self.kv_cache, in_flight=InFlight.KEEP)
+        # CUDA IPC handles of vLLM's engine travel as the fleet's routes send them on.
+        payload = encode_payload(payload)
         await self._run(Receive(round_id=self.version + 1, payload=payload, options=options))
 
     async def finish_weight_update(self) -> None:
         staged = await self._run(Verify(round_id=self.version + 1))
-        assert isinstance(staged, Staged) and staged.compared, "digests differ or were not compared"
+        assert isinstance(staged, Staged)
+        assert staged.compared is self._states_digests, "digests differ or were not compared"
         self.times.staged = time.perf_counter()
         self.version += 1
         commit = Commit(
@@ -124,10 +134,21 @@ class TrainerProcess:
         self.size_bytes = int(self._pipe.recv())
 
     async def connect(
-        self, link: Any, backend: str, workers: int, *, chunk_bytes: int | None = None
+        self,
+        link: Any,
+        backend: str,
+        workers: int,
+        *,
+        chunk_bytes: int | None = None,
+        wire: dict[str, Any] | None = None,
     ) -> float:
-        """Make a transfer engine for `backend`; seconds. `chunk_bytes` None: the backend's default."""
-        return float(await self._command(link, ("connect", backend, workers, chunk_bytes)))
+        """Make a transfer engine for `backend`; seconds.
+
+        Args:
+            chunk_bytes: None: the backend's default.
+            wire: fields of vLLM's own init info, over what the registry chooses.
+        """
+        return float(await self._command(link, ("connect", backend, workers, chunk_bytes, wire or {})))
 
     async def send(self, link: Any, seed: int | None = None) -> float:
         """One round, with other weights if a seed is given; seconds, measured by the trainer."""
@@ -237,7 +258,11 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str) ->
             pipe.send(("failed", f"{type(error).__name__}: {error}"))
 
 
-def _trainer_engine(client: Any, model: Any, backend: str, workers: int, chunk_bytes: int | None) -> Any:
+def _trainer_engine(
+    client: Any, model: Any, backend: str, workers: int, chunk_bytes: int | None, wire: dict[str, Any]
+) -> Any:
+    from dataclasses import replace
+
     import torch
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
@@ -252,6 +277,5 @@ def _trainer_engine(client: Any, model: Any, backend: str, workers: int, chunk_b
     )
     source = PublishSource(ParameterSource(model, dtype=torch.bfloat16), keep_copy=False)
     source.begin()
-    return WeightTransferTrainerFactory.trainer_init(
-        trainer_init_info(backend, facts), client=client, source=source
-    )
+    info: Any = trainer_init_info(backend, facts)
+    return WeightTransferTrainerFactory.trainer_init(replace(info, **wire), client=client, source=source)

@@ -123,7 +123,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
         taking: _Taking | None = None
         try:
             chunks = self._chunks(update_info)
-            group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
+            _reserve(group, max((chunk.size_bytes for chunk in chunks), default=0))
             # As in our own `nccl`: one broadcast ahead, unless staging pauses between chunks.
             taking = _Taking(group, chunks, packed=self._packed, ahead=1 if self.share == 1.0 else 0)
             for index, chunk in enumerate(chunks):
@@ -152,6 +152,17 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
                 taking.take_rest()
         except Exception:  # a peer is gone as well, or the device: the refusal is what is reported
             self.abort()
+
+
+def _reserve(group: WireGroup, size_bytes: int) -> None:
+    """Raises ValueError if there is no memory for pieces of the trainer's choice: no fault of the replica."""
+    try:
+        group.reserve(size_bytes)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"no memory on the device for two buffers of {size_bytes} bytes; the trainer may choose smaller "
+            "ones (packed_buffer_size_bytes), or lower gpu_memory_utilization"
+        ) from error
 
 
 class _Taking:

@@ -27,6 +27,7 @@ from tests.deployments.weights.transports.transport_fleet import (
 )
 from tests.deployments.weights.transports.vllm_trainer import (
     TIMEOUT_S,
+    GlooWireGroup,
     HttpFleet,
     SharedMemory,
     VllmReceiver,
@@ -312,6 +313,20 @@ def test_metadata_that_nobody_can_read_ends_the_group(wire: str, fleet: HttpFlee
     for receiver in fleet.receivers:
         receiver.drop()
         assert receiver.engine._group is None
+
+
+@pytest.mark.parametrize("wire", ["nccl packed"])
+def test_pieces_for_which_there_is_no_memory_are_the_publishers_fault(
+    wire: str, fleet: HttpFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: GlooWireGroup, size_bytes: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    connect(wire, fleet, ListSource(version(1)))
+    monkeypatch.setattr(GlooWireGroup, "reserve", full)
+    fleet.start_weight_update()
+    with pytest.raises(Rejected, match="no memory on the device for two buffers of 24 bytes"):
+        fleet.update_weights({"names": ["a"], "dtype_names": ["float32"], "shapes": [[2, 3]]})
 
 
 @pytest.mark.parametrize("wire", ["nccl"])

@@ -233,8 +233,12 @@ def _engine(transport: str, directory: str, device: torch.device, corrupt: bool)
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    record = TRANSPORTS[transport]
-    kind = getattr(import_module(record.module), record.receiver_class)
+    record = TRANSPORTS[transport.removeprefix("staged_")]
+    staged = transport == record.staged_backend  # receives vLLM's own wire
+    module, name = (
+        (record.staged_module, record.staged_class) if staged else (record.module, record.receiver_class)
+    )
+    kind = getattr(import_module(module), name)
     return (_corrupting(kind) if corrupt else kind)(SimpleNamespace(), config, device, torch.nn.Module())
 
 
