@@ -29,6 +29,7 @@ from deployments.errors import TransferFailed
 from deployments.weights.staging.base import Tensors
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.host import HostStaging
+from deployments.weights.store.retained import RetainedVersions
 from deployments.weights.transports.gloo import _wait_abandoned, create_process_group
 from deployments.weights.transports.rendezvous import RendezvousInfo, meet
 from deployments.weights.transports.vllm_wire.ipc import StagedIpcEngine
@@ -209,7 +210,18 @@ class CopyingStaging(HostStaging):
         super().add(chunk, [(name, tensor.clone()) for name, tensor in tensors])
 
 
+class CopyingRetained(RetainedVersions):
+    """The same of what is retained for the store."""
+
+    def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        super().add([(name, tensor.clone()) for name, tensor in tensors])
+
+
 class _OnCpu:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.retained = CopyingRetained()
+
     def _make_staging(self, vllm_config: Any, model: torch.nn.Module) -> CopyingStaging:
         return CopyingStaging(model, vllm_config.model_config)
 

@@ -1,0 +1,157 @@
+"""A fleet in one process whose replicas stage for real: routes, controller, followers, members, staging,
+vLLM's worker and its reload. What is left out is vLLM's scheduler, and processes.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import torch
+from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+from app.http.auth import Guard
+from app.http.ingress import build_app
+from app.http.weight_routes import WeightRoutes
+from deployments.controller.controller import Controller
+from deployments.ledger.limits import LedgerConfig
+from deployments.protocol.instructions import Commit
+from deployments.protocol.reports import Swapped
+from deployments.replica.follower import Follower
+from deployments.replica.staged_member import StagedMember
+from tests.app.http.fake_controller import Handle
+from tests.app.http.serving import FakeRouter, tokens
+from tests.deployments.weights.staging.memory_worker import MemoryWorker, write_checkpoint
+from tests.deployments.weights.transports.vllm_trainer import CpuIpc, CpuNccl
+
+LIMIT_S = 30.0
+
+
+class WireWorker(MemoryWorker):
+    """The only worker of its replica; receives vLLM's own wire."""
+
+    def __init__(self, checkpoint: Path, kind: type[Any]) -> None:
+        super().__init__(checkpoint)
+        self.vllm_config.parallel_config.world_size = 1
+        self.weight_transfer_engine = kind(
+            SimpleNamespace(), self.vllm_config, torch.device("cpu"), self.model
+        )
+
+
+class WorkerEngine:
+    """`Engine` as a staged member reaches it: calls go to the worker, and nothing is scheduled."""
+
+    world_size, staging_share, busy, dead = 1, 1.0, False, False
+    asleep: frozenset[str] = frozenset()
+    draining = None
+
+    def __init__(self, worker: WireWorker) -> None:
+        self.worker = worker
+        self.version = 0
+
+    async def workers(self, method: str, **arguments: Any) -> list[Any]:
+        return [await asyncio.to_thread(getattr(self.worker, method), **arguments)]
+
+    async def commit(self, body: Commit) -> Swapped:
+        await self.workers("finish_weight_update")
+        self.version = body.version
+        return Swapped(swap_s=0.0, gap_s=0.0)
+
+    async def release(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+class StagedReplica:
+    """A replica that follows the controller."""
+
+    def __init__(self, name: str, checkpoint: Path, kind: type[Any], controller: Controller) -> None:
+        self.worker = WireWorker(checkpoint, kind)
+        self.member = StagedMember(WorkerEngine(self.worker))  # type: ignore[arg-type]
+        follower = Follower(
+            replica_id=name,
+            incarnation=f"{name}-1",
+            member=self.member,
+            poll=controller.poll,
+            heartbeat_s=0.1,
+            retry_s=0.05,
+        )
+        self._following = asyncio.create_task(follower.run())
+
+    async def end(self) -> None:
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+        await asyncio.to_thread(self.worker.weight_transfer_engine.shutdown)
+
+
+class StagedFleet:
+    """The controller with its replicas, and its address for an outside publisher."""
+
+    def __init__(self, directory: Path, wire: str) -> None:
+        self._directory, self._kind = directory, CpuIpc if wire.startswith("ipc") else CpuNccl
+        self._checkpoint = write_checkpoint(directory / "model")
+        self._dead: set[str] = set()
+        self.replicas: dict[str, StagedReplica] = {}
+        self.controller = Controller(
+            config=LedgerConfig(min_replicas=1),
+            state_dir=str(directory / "state"),
+            store_dir=str(directory / "store"),
+            is_alive=lambda replica_id: replica_id not in self._dead,
+            poll_s=0.05,
+            silent_s=0.5,
+            tick_s=0.02,
+        )
+        routes = WeightRoutes(Handle(self.controller), 1 << 20, allow_pickled_ipc=True)  # type: ignore[arg-type]
+        app = build_app(routes.endpoints(), Guard(tokens()), FakeRouter())
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False),
+            base_url="http://fleet",
+            timeout=60,
+        )
+
+    async def start(self, *names: str) -> None:
+        for name in names:
+            self.replicas[name] = StagedReplica(name, self._checkpoint, self._kind, self.controller)
+        await self.until(lambda: all(replica.member.admitted for replica in self.replicas.values()))
+
+    async def lose(self, name: str) -> None:
+        """Its process is gone."""
+        self._dead.add(name)
+        await self.replicas.pop(name).end()
+
+    async def until(self, reached: Any) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not reached():
+                await asyncio.sleep(0.02)
+
+    def client(self) -> HTTPVLLMWeightSyncClient:
+        """vLLM's own client. For a thread: it waits."""
+        http, loop = self.http, asyncio.get_running_loop()
+
+        class Client(HTTPVLLMWeightSyncClient):
+            def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+                posting = asyncio.run_coroutine_threadsafe(http.post(f"/{path}", json=json), loop)
+                posting.result(2 * LIMIT_S).raise_for_status()
+
+        return Client("http://fleet")
+
+    async def aclose(self) -> None:
+        for replica in self.replicas.values():
+            await replica.end()
+        await self.http.aclose()
+        await self.controller.aclose()
+
+
+@asynccontextmanager
+async def staged_fleet(directory: Path, wire: str, *names: str) -> AsyncIterator[StagedFleet]:
+    fleet = StagedFleet(directory, wire)
+    try:
+        await fleet.start(*names)
+        yield fleet
+    finally:
+        await fleet.aclose()

@@ -1,0 +1,138 @@
+"""vLLM's trainer engine and HTTP client, unchanged, against routes, ledger and staging: all or none."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from tests.deployments.staged_fleet import LIMIT_S, StagedFleet, staged_fleet
+from tests.deployments.weights.staging.memory_worker import Tensors, weights
+from tests.deployments.weights.transports.transport_contract import free_port
+from tests.deployments.weights.transports.transport_fleet import ListSource
+from tests.deployments.weights.transports.vllm_trainer import vllm_without_a_gpu
+
+pytestmark = pytest.mark.filterwarnings("ignore:Tensor .* has size")  # vLLM's, of a buffer this small
+WIRES = ["ipc", "ipc packed", "nccl", "nccl packed"]
+
+
+@pytest.fixture(autouse=True)
+def _without_a_gpu() -> Iterator[None]:
+    with vllm_without_a_gpu():
+        yield
+
+
+async def connect(fleet: StagedFleet, wire: str, source: ListSource) -> Any:
+    """A trainer as vLLM's examples make theirs, with its defaults but for the size of the buffer."""
+    packed = wire.endswith("packed")
+    # Two pieces: over NCCL one is full when it has more than this, over IPC when the next does not fit.
+    sizes = {"packed_buffer_size_bytes": 20 if wire.startswith("nccl") else 24} if packed else {}
+    world_size = 1 + (await fleet.http.get("/get_world_size")).json()["world_size"]
+    info: Any = IPCTrainerInitInfo(rank=0, packed=packed, **sizes)
+    if wire.startswith("nccl"):
+        info = NCCLTrainerInitInfo(
+            rank=0,
+            master_address="127.0.0.1",
+            master_port=free_port(),
+            world_size=world_size,
+            packed=packed,
+            **sizes,
+        )
+    client = fleet.client()
+    return await asyncio.wait_for(
+        asyncio.to_thread(WeightTransferTrainerFactory.trainer_init, info, client=client, source=source),
+        LIMIT_S,
+    )
+
+
+def live(fleet: StagedFleet) -> dict[str, Tensors]:
+    """What each replica computes with."""
+    return {name: list(replica.worker.model.tensors().items()) for name, replica in fleet.replicas.items()}
+
+
+def assert_equal(found: Tensors, expected: Tensors) -> None:
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_round_of_vllms_trainer_is_staged_committed_everywhere_and_stored(
+    wire: str, tmp_path: Path
+) -> None:
+    async with staged_fleet(tmp_path, wire, "a", "b") as fleet:
+        source = ListSource(weights(1.0))
+        trainer = await connect(fleet, wire, source)
+        for version in (1, 2):
+            source.tensors = weights(float(version))
+            await asyncio.wait_for(asyncio.to_thread(trainer.send_weights), LIMIT_S)
+            for tensors in live(fleet).values():
+                assert_equal(tensors, source.tensors)
+        last = (await fleet.controller.rounds())[-1]
+        assert (last.phase, last.version, set(last.replicas)) == ("committed", 2, {"a", "b"})
+        checks = ["names", "shapes", "dtypes", "complete", "finite", "replicas"]
+        assert [check.value for check in last.checks] == checks and last.verification.value == "replicas"
+        manifest = tmp_path / "store" / "v00000002" / "manifest.json"
+        await fleet.until(manifest.exists)
+        assert json.loads(manifest.read_text())["digest"] == last.digest
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_wrong_version_changes_nothing_and_says_why(wire: str, tmp_path: Path) -> None:
+    async with staged_fleet(tmp_path, wire, "a", "b") as fleet:
+        bad = weights(1.0)
+        bad[1][1][2] = float("nan")
+        trainer = await connect(fleet, wire, ListSource(bad))
+        with pytest.raises(httpx.HTTPStatusError, match="400"):
+            await asyncio.wait_for(asyncio.to_thread(trainer.send_weights), LIMIT_S)
+        for tensors in live(fleet).values():
+            assert_equal(tensors, weights(0.0))
+        (aborted,) = await fleet.controller.rounds()
+        assert aborted.phase == "aborted" and "'b' holds NaN or infinity" in aborted.reason
+        assert {member.state for member in (await fleet.controller.fleet()).members} == {"serving"}
+
+
+@pytest.mark.parametrize("wire", ["nccl", "nccl packed"])
+async def test_a_replica_that_dies_in_mid_broadcast_frees_the_other_and_the_publisher_must_connect_again(
+    wire: str, tmp_path: Path
+) -> None:
+    async with staged_fleet(tmp_path, wire, "a", "b") as fleet:
+        trainer, go_on = await connect(fleet, wire, ListSource(weights(1.0))), threading.Event()
+        trainer.model_update_group.before[1] = go_on
+        sending = asyncio.create_task(asyncio.to_thread(trainer.send_weights))
+        await fleet.until(lambda: trainer.model_update_group.broadcasts == 1)
+        await fleet.lose("b")
+        async with asyncio.timeout(LIMIT_S):
+            while not (rounds := await fleet.controller.rounds()):
+                await asyncio.sleep(0.05)
+        assert rounds[-1].phase == "aborted" and "b" in rounds[-1].reason
+        assert not sending.done(), "nobody can tell vLLM's trainer, which waits in its broadcast"
+        assert_equal(live(fleet)["a"], weights(0.0))
+        refused = await fleet.http.post("/start_weight_update")
+        assert refused.status_code == 409 and refused.json()["error"]["detail"]["connect_again"] is True
+        await fleet.start("c")
+        assert (await fleet.http.post("/start_weight_update")).status_code == 409
+        again = await connect(fleet, wire, ListSource(weights(2.0)))
+        await asyncio.wait_for(asyncio.to_thread(again.send_weights), LIMIT_S)
+        assert live(fleet).keys() == {"a", "c"}
+        for tensors in live(fleet).values():
+            assert_equal(tensors, weights(2.0))
+        go_on.set()
+        await asyncio.gather(sending, return_exceptions=True)
+
+
+async def test_over_ipc_a_joiner_takes_part_without_a_new_connection(tmp_path: Path) -> None:
+    async with staged_fleet(tmp_path, "ipc", "a") as fleet:
+        trainer = await connect(fleet, "ipc", ListSource(weights(1.0)))
+        await fleet.start("b")
+        await asyncio.wait_for(asyncio.to_thread(trainer.send_weights), LIMIT_S)
+        for tensors in live(fleet).values():
+            assert_equal(tensors, weights(1.0))
+        assert set((await fleet.controller.rounds())[-1].replicas) == {"a", "b"}
