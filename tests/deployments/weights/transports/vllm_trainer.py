@@ -221,9 +221,7 @@ class _OnCpu:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.retained = CopyingRetained()
-
-    def _make_staging(self, vllm_config: Any, model: torch.nn.Module) -> CopyingStaging:
-        return CopyingStaging(model, vllm_config.model_config)
+        self.staging = CopyingStaging(self.model, self.model_config)
 
 
 class CpuIpc(_OnCpu, StagedIpcEngine):
