@@ -1,5 +1,8 @@
 """One exception per decision that a caller can make.
 
+Clients repeat a POST on 500, 502 and 503 by themselves. So 503 is for what may be sent again as it is, and a
+call that failed for good, or may have been done, is 409.
+
 SlipstreamError               an answer to a caller, with an HTTP status
 ├── InvalidRequest            fix the call: what was expected and what came        400
 │   ├── PayloadTooLarge       send less                                            413
@@ -9,11 +12,11 @@ SlipstreamError               an answer to a caller, with an HTTP status
 ├── Conflict                  another caller's turn, or a call out of order        409
 │   └── StalePublisher        take a new lease                                     409
 ├── RoundAborted              the fleet still serves the old version; try again    409
-│   └── TransferAborted       the transfer failed, the replicas are intact: connect and send again   503
+│   └── TransferAborted       the transfer failed, the replicas are intact: connect and send again   409
 ├── DeadlyRequest             do not send this again: replicas were lost under it  422
 ├── ReplicaUnavailable        send the request to another replica                  503
 ├── FleetUnavailable          wait (Retry-After), then try again                   503
-└── AnswerLost                look whether it was done, before you try again       502
+└── AnswerLost                look whether it was done, before you try again       409
 
 Inside a replica and a publisher, never answered over HTTP:
 
@@ -106,9 +109,7 @@ class RoundAborted(SlipstreamError):
 
 
 class TransferAborted(RoundAborted):
-    """`detail` has {"send_again": true}."""
-
-    status = 503
+    """`detail` has {"send_again": true}: the round, from its beginning, and not the call that failed."""
 
 
 class DeadlyRequest(SlipstreamError):
@@ -132,5 +133,5 @@ class FleetUnavailable(SlipstreamError):
 
 
 class AnswerLost(SlipstreamError):
-    status = 502
+    status = 409
     type = "answer_lost"

@@ -90,6 +90,18 @@ REFUSED: Mapping[str, str] = {
     "/redoc": "its page loads programs from another site: read /openapi.json",
 }
 
+_OWN_SERVER = "it is a route of {}'s own server"
+
+# Routes of the servers that other projects wrote around vLLM, which their clients may still ask for.
+FOREIGN: Mapping[str, str] = {
+    "/skyrl/v1/generate": f"{_OWN_SERVER.format('SkyRL')}: use /inference/v1/generate",
+    "/init_broadcaster": f"{_OWN_SERVER.format('prime-rl')}: use /init_weight_transfer_engine",
+    "/art/set_served_model_name": f"{_OWN_SERVER.format('ART')}: the model of a fleet keeps its name",
+    "/init_communicator/": f"{_OWN_SERVER.format('TRL')} before 1.16: use /init_weight_transfer_engine",
+    "/update_named_param/": f"{_OWN_SERVER.format('TRL')} before 1.16: use /update_weights",
+    "/generate/": f"{_OWN_SERVER.format('TRL')} before 1.16: use /v1/completions",
+}
+
 
 def require_passed(method: str, path: str) -> None:
     """Return if a request passes through to a replica.
@@ -105,12 +117,10 @@ def require_passed(method: str, path: str) -> None:
     if methods is None:
         methods = PASSED.get(_ID.sub("{response_id}", path))
     if methods is None:
-        reason = REFUSED.get(path)
-        raise NoSuchRoute(
-            f"{path[:100]!r} is no route of this fleet"
-            if reason is None
-            else f"this fleet does not offer vLLM's {path}: {reason}"
-        )
+        if path in REFUSED:
+            raise NoSuchRoute(f"this fleet does not offer vLLM's {path}: {REFUSED[path]}")
+        hint = f": {FOREIGN[path]}" if path in FOREIGN else ""
+        raise NoSuchRoute(f"{path[:100]!r} is no route of this fleet{hint}")
     if method not in methods and method != "OPTIONS":  # a browser asks with it before it sends
         raise MethodNotAllowed(
             f"{path}: expected {' or '.join(sorted(methods))}, got {method[:20]!r}",

@@ -48,7 +48,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    status: str  # paused | resumed
+    status: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

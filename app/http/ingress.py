@@ -14,12 +14,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.http.auth import Access, Guard, Tokens, Unauthorized, passed_access
+from app.http.auth import READING, Access, Guard, Tokens, Unauthorized, passed_access
+from app.http.client_routes import ClientRoutes
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.endpoint import Endpoint
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes
-from app.http.openapi import fetch, merged, own_document
+from app.http.openapi import Description
 from app.http.page import page
 from app.http.serve_address import require_guarded
 from app.http.train_routes import TrainRoutes
@@ -62,6 +63,7 @@ class Ingress:
         weights = WeightRoutes(controller, max_bytes, directories, allow_pickled_ipc=allow_pickled_ipc)
         self._endpoints = [
             *FleetRoutes(controller, trainer, directories, self._router.metrics).endpoints(),
+            *ClientRoutes(controller).endpoints(),
             *weights.endpoints(),
             *EngineRoutes(controller, max_bytes).endpoints(),
             *TrainRoutes(trainer, max_bytes).endpoints(),
@@ -85,10 +87,10 @@ def build_app(endpoints: Sequence[Endpoint], guard: Guard, router: ASGIApp) -> S
         router: answers all other requests.
     """
 
+    description = Description(endpoints, router, guard.asks)
+
     async def openapi(request: Request) -> Response:
-        ours = own_document(endpoints, guard.asks)
-        theirs = await fetch(router)
-        return JSONResponse(ours if theirs is None else merged(theirs, ours, guard.asks))
+        return JSONResponse(await description.document())
 
     own = [
         Route("/", _guarded(page, guard, Access.OPERATOR), methods=["GET"]),
@@ -138,7 +140,11 @@ class _PassedOn:
 
 
 def _route(endpoint: Endpoint, guard: Guard) -> Route:
-    handler = _guarded(endpoint.answer, guard, endpoint.access)
+    async def answer(request: Request) -> Response:
+        request.state.changes_fleet = endpoint.access is Access.OPERATOR and endpoint.method not in READING
+        return await endpoint.answer(request)
+
+    handler = _guarded(answer, guard, endpoint.access)
     route = Route(endpoint.path, handler, methods=[endpoint.method])
     if endpoint.media_type == "text/event-stream" and route.methods is not None:
         route.methods.discard("HEAD")  # Starlette adds it: an answer without a body that never ends
@@ -190,7 +196,7 @@ async def answer_foreign_error(request: Request, error: Exception) -> Response:
     """Any other error, as one line.
 
     Serve passes errors of other deployments on as RayTaskError, whose text is a traceback; its cause is what
-    was raised.
+    was raised. A call that was to change the fleet gets no 500, on which clients would send it again.
     """
     cause: Any = getattr(error, "cause", None)
     raised = cause if isinstance(cause, BaseException) else error
@@ -201,14 +207,19 @@ async def answer_foreign_error(request: Request, error: Exception) -> Response:
     text = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"
     logger.error("%s %s: %s", request.method, request.url.path, text)
     body = {"error": {"type": "internal_error", "message": text, "detail": {}}}
-    return JSONResponse(body, status_code=500)
+    return JSONResponse(body, status_code=409 if _changes_fleet(request) else 500)
 
 
 def _lost(request: Request, error: BaseException) -> SlipstreamError:
     """The controller or the trainer is gone, and Serve starts another one; or it cannot be reached."""
     path = request.url.path
-    if isinstance(error, ActorUnavailableError):
+    if isinstance(error, ActorUnavailableError) and _changes_fleet(request):
         text = f"{path}: the process that was to answer cannot be reached, and may have done what was asked"
         return AnswerLost(text, {"reason": type(error).__name__})
-    text = f"{path}: the process that was to answer is gone; another one is being started, try again"
+    gone = "cannot be reached" if isinstance(error, ActorUnavailableError) else "is gone"
+    text = f"{path}: the process that was to answer {gone}; another one is being started, try again"
     return FleetUnavailable(text, {"reason": type(error).__name__})
+
+
+def _changes_fleet(request: Request) -> bool:
+    return getattr(request.state, "changes_fleet", False) is True

@@ -1,11 +1,12 @@
-"""`/openapi.json`: vLLM's document, as a replica answers it, with our own routes added.
+"""`/openapi.json`: our own routes, and those of vLLM's that pass through, as a replica describes them.
 
-Ours is written from the endpoints: summaries from docstrings, schemas from the handlers' annotations.
+Ours is written from the endpoints: summaries from docstrings, schemas from the handlers' annotations. Where
+both have a route, it is ours. While no replica answers, the last description that one gave counts.
 """
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
@@ -20,6 +21,7 @@ from deployments.errors import SlipstreamError
 from deployments.passed_routes import PASSED
 
 FETCH_TIMEOUT_S = 2.0
+_NO_REPLICA = "No replica has described vLLM's routes yet: these are the fleet's own."
 _SCHEMAS = "#/components/schemas/"
 _PREFIX = "Slipstream"  # vLLM's document has schemas of the same names
 _SECURITY: list[dict[str, list[str]]] = [{"slipstream_token": []}, {"slipstream_password": []}]
@@ -27,6 +29,37 @@ _SECURITY: list[dict[str, list[str]]] = [{"slipstream_token": []}, {"slipstream_
 Document = dict[str, Any]
 Part = tuple[str, str, str]  # method, path, and one of query, body, answer, error
 ERROR: Part = ("", "", "error")  # the same everywhere
+
+
+class Description:
+    """The document of one router.
+
+    Args:
+        router: answers for a replica.
+        asks: whether a route needs a token.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        router: ASGIApp,
+        asks: Callable[[Access], bool],
+        timeout_s: float = FETCH_TIMEOUT_S,
+    ) -> None:
+        self._endpoints, self._router, self._asks = endpoints, router, asks
+        self._timeout_s = timeout_s
+        self._ours: Document | None = None  # it does not change
+        self._theirs: Document | None = None  # as a replica described it last
+
+    async def document(self) -> Document:
+        """All routes that this router answers, as far as it knows."""
+        if self._ours is None:
+            self._ours = own_document(self._endpoints, self._asks)
+        if (fetched := await fetch(self._router, self._timeout_s)) is not None:
+            self._theirs = fetched
+        if self._theirs is None:
+            return {**self._ours, "info": {**self._ours["info"], "description": _NO_REPLICA}}
+        return merged(self._theirs, self._ours, self._asks)
 
 
 def own_document(endpoints: Sequence[Endpoint], asks: Callable[[Access], bool]) -> Document:
@@ -57,18 +90,48 @@ def own_document(endpoints: Sequence[Endpoint], asks: Callable[[Access], bool]) 
 
 
 def merged(theirs: Document, ours: Document, asks: Callable[[Access], bool]) -> Document:
-    """vLLM's document without the routes that do not pass, and with ours; what both have is ours."""
-    paths = {
-        path: {method: _passed(path, operation, asks) for method, operation in operations.items()}
+    """Ours, with those of vLLM's routes that pass and the schemas that they use; what both have is ours."""
+    paths: Document = {
+        path: {
+            method: _passed(path, operation, asks)
+            for method, operation in operations.items()
+            if method.upper() in PASSED[path]
+        }
         for path, operations in theirs.get("paths", {}).items()
         if path in PASSED
     }
     for path, operations in ours["paths"].items():
         paths[path] = {**paths.get(path, {}), **operations}
-    components = dict(theirs.get("components", {}))
-    for kind, named in ours["components"].items():
-        components[kind] = {**components.get(kind, {}), **named}
-    return {**theirs, "paths": paths, "components": components}
+    schemas = theirs.get("components", {}).get("schemas", {})
+    used = {name: schemas[name] for name in _used(paths, schemas)}
+    components = {**ours["components"], "schemas": {**used, **ours["components"]["schemas"]}}
+    return {**ours, "paths": paths, "components": components}
+
+
+def _used(paths: Document, schemas: Mapping[str, Any]) -> Sequence[str]:
+    """The names of the schemas that paths refer to, and these to others; in the order of `schemas`."""
+    found: set[str] = set()
+    left = list(_references(paths))
+    while left:
+        name = left.pop()
+        if name in schemas and name not in found:
+            found.add(name)
+            left.extend(_references(schemas[name]))
+    return [name for name in schemas if name in found]
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for each in value:
+            yield from _references(each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if key == "$ref" and isinstance(each, str):
+                yield each.removeprefix(_SCHEMAS)
+            elif key == "mapping" and isinstance(each, dict):  # of a discriminator: names alone
+                yield from (str(name).removeprefix(_SCHEMAS) for name in each.values())
+            else:
+                yield from _references(each)
 
 
 def _passed(path: str, operation: Document, asks: Callable[[Access], bool]) -> Document:

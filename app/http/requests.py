@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from deployments.protocol.operations import InFlight, SleepTag
+from deployments.request_headers import MAX_SESSION_ID
 from trainers.trajectory import Trajectory
 
 
@@ -53,6 +54,10 @@ class RollbackBody(OwnBody):
 
 class ScaleBody(OwnBody):
     replicas: PositiveInt | Literal["auto"]  # auto: as many as the load needs
+
+
+class FinishSessionQuery(Query):
+    session_id: str = Field(max_length=MAX_SESSION_ID, description="as in the header x-session-id")
 
 
 class EventsQuery(Query):

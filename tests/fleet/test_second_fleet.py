@@ -214,7 +214,7 @@ def test_an_outside_publisher_is_told_to_send_again_when_a_replica_dies_under_it
         assert time.monotonic() - begin < AT_ONCE_S
         response = caught.value.response
         error = response.json()["error"]
-        assert (response.status_code, error["type"]) == (503, "round_aborted")
+        assert (response.status_code, error["type"]) == (409, "round_aborted")
         assert error["detail"]["send_again"] is True and "send the round again" in error["message"]
         assert gloo.version() == version and complete(http).version == version
         begin = time.monotonic()

@@ -93,6 +93,6 @@ def judge(what: str, status: int, content: bytes, also_allowed: frozenset[int] =
     """What must hold of every answer."""
     shown = f"{what}: {status} {content[:300]!r}"
     assert status < 500 or status in also_allowed, shown
-    assert b"Traceback" not in content, shown
+    assert b"Traceback" not in content and b'"internal_error"' not in content, shown
     if status >= 400 and content:
         assert "error" in json.loads(content) or "detail" in json.loads(content), shown

@@ -1,6 +1,9 @@
 """Our own routes as an HTTP client reaches them, in this process."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.auth import Guard, Tokens, TokenSource
+from app.http.client_routes import ClientRoutes
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes
 from app.http.ingress import build_app
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
+from deployments.replica.http_front import ReplicaServer
 from tests.app.http.fake_controller import FakeController, Handle
 
 MAX_BODY_BYTES = 1000
@@ -51,6 +56,7 @@ def application(
     weights = WeightRoutes(handle, MAX_BODY_BYTES, directories, allow_pickled_ipc=allow_pickled_ipc)
     endpoints = [
         *FleetRoutes(handle, training, directories).endpoints(),
+        *ClientRoutes(handle).endpoints(),
         *weights.endpoints(),
         *EngineRoutes(handle, MAX_BODY_BYTES).endpoints(),
         *TrainRoutes(training, MAX_BODY_BYTES).endpoints(),
@@ -64,3 +70,39 @@ def client(controller: FakeController, *, root_path: str = "", **options: Any) -
     # An error that is answered with 500 is raised again by Starlette, for the server's log.
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=root_path)
     return httpx.AsyncClient(transport=transport, base_url="http://fleet")
+
+
+@contextmanager
+def on_a_socket(app: ASGIApp) -> Iterator[str]:
+    """The application on a port of its own, in a thread of its own, for clients that are no ASGI clients.
+
+    Yields its host and port.
+    """
+    loop, address = asyncio.new_event_loop(), ""
+    ready = threading.Event()
+
+    async def serve() -> None:
+        nonlocal address
+        server = ReplicaServer(app, "127.0.0.1")  # type: ignore[arg-type]
+        address = server.address
+        ready.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await server.close()
+
+    task = loop.create_task(serve())
+
+    def run() -> None:
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(10)

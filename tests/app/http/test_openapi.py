@@ -4,23 +4,49 @@ import asyncio
 from typing import Any
 
 import pytest
+import schemathesis
+from schemathesis.core.result import Ok
 from starlette.types import Receive, Scope, Send
+from vllm.entrypoints.launchers.app import build_app
 
-from app.http.openapi import fetch
+from app.http.directory_publisher import DirectoryPublisher
+from app.http.engine_routes import EngineRoutes
+from app.http.fleet_routes import FleetRoutes
+from app.http.openapi import fetch, merged, own_document
 from deployments.errors import FleetUnavailable
-from tests.app.http.fake_controller import FakeController
+from deployments.passed_routes import PASSED
+from deployments.replica.engine import EngineSpec, server_arguments
+from deployments.replica.server.info import add_server_info
+from tests.app.http.fake_controller import FakeController, Handle
 from tests.app.http.serving import FakeRouter, client
 
+MESSAGE = {
+    "title": "vLLM's own",
+    "anyOf": [{"$ref": "#/components/schemas/Part"}, {"$ref": "#/components/schemas/Message"}],
+}
 VLLM: dict[str, Any] = {
     "openapi": "3.1.0",
     "info": {"title": "FastAPI", "version": "0.1.0"},
     "paths": {
-        "/v1/completions": {"post": {"summary": "Completions"}},
+        "/v1/completions": {
+            "post": {
+                "summary": "Completions",
+                "requestBody": {
+                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Message"}}}
+                },
+            },
+            "get": {"summary": "not passed"},
+        },
         "/health": {"get": {"summary": "vLLM's own"}, "head": {"summary": "vLLM's own"}},
-        "/collective_rpc": {"post": {"summary": "Collective Rpc"}},
+        "/collective_rpc": {
+            "post": {"summary": "Collective Rpc", "x": {"$ref": "#/components/schemas/OfRefused"}}
+        },
     },
-    "components": {"schemas": {"Message": {"title": "vLLM's own"}}},
+    "components": {"schemas": {"Message": MESSAGE, "Part": {"type": "string"}, "OfRefused": {}}},
 }
+
+
+SPEC = EngineSpec(model="m", served_model_name="m", backend="slipstream_shm", staging="host")
 
 
 async def document(router: Any, token: str | None = None) -> dict[str, Any]:
@@ -43,22 +69,77 @@ class SlowRouter(FakeRouter):
 
 async def test_our_routes_are_added_to_vllms() -> None:
     made = await document(FakeRouter(lambda path: VLLM))
-    assert made["info"] == VLLM["info"]
-    assert made["paths"]["/v1/completions"] == VLLM["paths"]["/v1/completions"]
+    assert made["info"]["title"] == "Slipstream" and "description" not in made["info"]
+    passed = VLLM["paths"]["/v1/completions"]["post"]
+    assert made["paths"]["/v1/completions"] == {"post": passed}, "its GET does not pass"
     assert made["paths"]["/health"]["get"]["summary"] == "200 as soon as one replica serves; 503 before."
     assert "head" not in made["paths"]["/health"] and "/collective_rpc" not in made["paths"], (
         "they do not pass"
     )
     schemas = made["components"]["schemas"]
-    assert schemas["Message"] == {"title": "vLLM's own"}
+    assert schemas["Message"] == MESSAGE
+    assert schemas["Part"] and "OfRefused" not in schemas
     assert schemas["SlipstreamMessage"]["required"] == ["message"]
 
 
 @pytest.mark.parametrize("router", [BrokenRouter(), FakeRouter(lambda path: [1])])
 async def test_without_a_replicas_document_ours_stands_alone(router: FakeRouter) -> None:
     made = await document(router)
-    assert made["info"]["title"] == "Slipstream"
+    assert made["info"]["title"] == "Slipstream" and "No replica" in made["info"]["description"]
     assert "/fleet" in made["paths"] and "/v1/completions" not in made["paths"]
+
+
+class ComingAndGoing(FakeRouter):
+    """The router of a fleet whose only replica comes late, and is lost."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda path: VLLM)
+        self.serves = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self.serves:
+            raise FleetUnavailable("no replica is ready")
+        await super().__call__(scope, receive, send)
+
+
+async def test_what_a_replica_described_counts_while_none_is_there() -> None:
+    router = ComingAndGoing()
+    async with client(FakeController(), router=router) as fleet:
+        seen = []
+        for router.serves in (False, True, False):
+            seen.append((await fleet.get("/openapi.json")).json())
+    assert "/v1/completions" not in seen[0]["paths"] and "/v1/completions" in seen[1]["paths"]
+    assert seen[2] == seen[1]
+
+
+def test_the_document_of_vllms_own_server_is_merged_whole() -> None:
+    server = build_app(server_arguments(SPEC), ("generate",))
+    add_server_info(server, None)  # type: ignore[arg-type]
+    theirs = server.openapi()
+    handle = Handle(FakeController())
+    fleet = FleetRoutes(handle, None, DirectoryPublisher(handle, ()))
+    endpoints = [*fleet.endpoints(), *EngineRoutes(handle, 1).endpoints()]
+    made = merged(theirs, own_document(endpoints, lambda access: True), lambda access: True)
+    ours = {endpoint.path for endpoint in endpoints}
+    for path in ("/v1/chat/completions", "/inference/v1/generate", "/server_info", "/tokenize"):
+        assert path in made["paths"] and path not in ours
+    assert made["paths"].keys() - ours <= PASSED.keys()
+    assert "slipstream" in made["paths"]["/health"]["get"]["tags"], "ours wins"
+    for operations in made["paths"].values():
+        assert all(operation["responses"] for operation in operations.values())
+    names = {reference.removeprefix("#/components/schemas/") for reference in references(made)}
+    assert names == names & made["components"]["schemas"].keys() and "GenerateRequest" in names
+    unused = made["components"]["schemas"].keys() - names
+    assert all(name.startswith("Slipstream") for name in unused), "no schemas of routes that do not pass"
+    operations = [
+        operation["operationId"]
+        for each in made["paths"].values()
+        for operation in each.values()
+        if "operationId" in operation
+    ]
+    assert len(operations) == len(set(operations))
+    for found in schemathesis.openapi.from_dict(made).get_all_operations():
+        assert isinstance(found, Ok), found.err()
 
 
 async def test_a_replica_that_is_slow_is_not_waited_for() -> None:
