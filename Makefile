@@ -1,17 +1,19 @@
 # Every target first does what set-up is missing.
 #
-#   make serve   the built-in model on two CPU replicas, with a trainer, at http://127.0.0.1:8000
+#   make serve   the built-in model on two CPU replicas, with a trainer, at http://127.0.0.1:8000;
+#                CONFIG=app/layouts/ipc.yaml and the like: on GPUs, with the packages for them
 #   make rl      submits the RL job to the running fleet (in a second terminal)
 #   make test    the test suite         make test-fast  the tests without engines, for the daily loop
 #   make chaos   every real fault       make check      format, lint, types, import rules
 #   make bench   the benchmarks         make clean      removes caches and state, keeps the environment
 #
-# Variables: CONFIG=serve_config.yaml  ARGS="passed on to the program"  PYTHON=python3.12
+# Variables: CONFIG=serve_config.yaml  ARGS="passed on to the program"  PYTHON=python3.12  VENV=.venv
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-fast chaos rl check bench clean format
+.NOTPARALLEL:
+.PHONY: help setup machine serve test test-fast chaos rl check bench clean format
 
 VENV ?= .venv
 CONFIG ?= serve_config.yaml
@@ -22,27 +24,34 @@ PYTHON ?= $(shell python3.11 -c pass 2>/dev/null && echo python3.11 || echo pyth
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
+# cpu or gpu: the packages that the environment has, or those that CONFIG needs.
+BUILD := $(or $(shell $(PYTHON) app/command/machine.py choose $(VENV) $(CONFIG)),cpu)
 PIP := $(PY) -m pip --disable-pip-version-check install -q --no-deps --no-input
 
 help:
-	@sed -n '3,10s/^# \{0,1\}//p' Makefile
+	@sed -n '3,11s/^# \{0,1\}//p' Makefile
 
 setup: $(STAMP)
 
-$(STAMP): requirements-cpu.txt pyproject.toml
+$(STAMP): requirements-$(BUILD).txt pyproject.toml
+	@$(PYTHON) app/command/machine.py check $(BUILD)
 	@test -x $(PY) || { echo "[1/3] creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@$(PY) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else \
 	  "Slipstream needs Python 3.11 to 3.13, but $(VENV) has %d.%d: make PYTHON=python3.11, after rm -r $(VENV)" % v[:2])'
-	@echo "[2/3] installing the pinned packages (minutes the first time)"
-	@$(PIP) -r requirements-cpu.txt 2>$(VENV)/pip.log || { \
-	  echo "      torch's CPU build is in none of the configured indexes: asking $(TORCH_INDEX)"; \
+	@echo "[2/3] installing the pinned packages for $(BUILD) (minutes the first time)"
+	@echo $(BUILD) >$(VENV)/.build
+	@$(PIP) -r requirements-$(BUILD).txt 2>$(VENV)/pip.log || { test $(BUILD) = cpu && \
+	  echo "      torch's CPU build is in none of the configured indexes: asking $(TORCH_INDEX)" && \
 	  $(PIP) -r requirements-cpu.txt --extra-index-url $(TORCH_INDEX) 2>>$(VENV)/pip.log; } || { \
 	  grep -v WARNING $(VENV)/pip.log | tail -n 20; echo "The packages could not be installed: see $(VENV)/pip.log" >&2; exit 1; }
 	@echo "[3/3] installing slipstream-rl from this folder"
 	@$(PIP) --no-build-isolation -e . 2>>$(VENV)/pip.log || { tail -n 20 $(VENV)/pip.log; exit 1; }
 	@touch $@
 
-serve: $(STAMP)
+machine:
+	@$(PYTHON) app/command/machine.py check $(BUILD) $(CONFIG)
+
+serve: machine $(STAMP)
 	@exec $(PY) -m app.command.cli serve --config $(CONFIG) $(ARGS)
 
 rl: $(STAMP)

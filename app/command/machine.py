@@ -1,0 +1,149 @@
+"""Which packages a machine needs, before any is installed; `make` runs this file with the system's Python.
+
+    python app/command/machine.py choose VENV CONFIG    prints `gpu` or `cpu`: requirements-<that>.txt
+    python app/command/machine.py check BUILD [CONFIG]  says in one sentence why the machine does not suffice
+
+How many GPUs a configuration needs is counted later, when its settings can be read (`app.settings.gpus`).
+"""
+
+from __future__ import annotations  # the system's Python may be older than ours
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+CPU, GPU = "cpu", "gpu"
+BUILD_FILE = ".build"  # in the environment: which packages it has
+STAMP = ".stamp"  # in the environment: its set-up has ended
+MIN_DRIVER = (580, 65, 6)  # of CUDA 13.0, with which torch 2.13 and vLLM 0.32 are built
+MIN_CAPABILITY = (7, 5)  # the oldest GPUs of CUDA 13
+TIMEOUT_S = 30.0
+QUERY = ("--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader")
+_DEVICE = re.compile(r"""(?:^|[\s{,])["']?device["']?\s*:\s*["']?(cuda|cpu)\b""")
+
+AskGpus = Callable[[], str]  # nvidia-smi's answer to `QUERY`
+
+
+class NotEnough(Exception):
+    """This machine cannot run what is asked of it; the text is one sentence."""
+
+
+def build_for(config: str) -> str:
+    """The packages for a configuration, by its `device`."""
+    for line in config.splitlines():
+        found = _DEVICE.search(line.split("#")[0])
+        if found is not None:
+            return GPU if found[1] == "cuda" else CPU
+    return CPU
+
+
+def choose(venv: Path, config: Path) -> str:
+    """The packages that an environment has; of a new one, those that the configuration needs."""
+    if (venv / BUILD_FILE).is_file():
+        return (venv / BUILD_FILE).read_text(encoding="utf-8").strip()
+    if (venv / STAMP).exists():  # made before there were two kinds
+        return CPU
+    return build_for(config.read_text(encoding="utf-8")) if config.is_file() else CPU
+
+
+def check(build: str, config: Path | None, ask: AskGpus) -> None:
+    """Return if the machine and the packages suffice.
+
+    Args:
+        config: None where only the packages are to be installed.
+
+    Raises:
+        NotEnough: they do not.
+    """
+    if config is not None:
+        if not config.is_file():
+            raise NotEnough(f"expected a configuration file, got CONFIG={config}, which does not exist")
+        needed = build_for(config.read_text(encoding="utf-8"))
+        if needed != build:
+            device = "cuda" if needed == GPU else "cpu"
+            raise NotEnough(
+                f"{config} has 'device: {device}', and the environment has the packages for {build.upper()}: "
+                f"make serve CONFIG={config} VENV=.venv-{needed}"
+            )
+    if build == GPU:
+        check_gpus(ask())
+
+
+def check_gpus(answer: str) -> None:
+    """Return if there is a GPU, and each one and the driver are new enough.
+
+    Args:
+        answer: nvidia-smi's, one line for each GPU.
+
+    Raises:
+        NotEnough: they are not.
+    """
+    gpus = [line.split(",") for line in answer.splitlines() if line.strip()]
+    if not gpus:
+        raise NotEnough("'device: cuda' needs an NVIDIA GPU, and nvidia-smi names none on this machine")
+    for cells in gpus:
+        name, driver, capability = [cell.strip() for cell in cells] if len(cells) == 3 else ("", "", "")
+        if not _numbers(driver) or not _numbers(capability):
+            raise NotEnough(f"expected name, driver and capability from nvidia-smi, got {answer[:200]!r}")
+        if _numbers(driver) < MIN_DRIVER:
+            raise NotEnough(
+                f"vLLM 0.32.0 and its torch need an NVIDIA driver of {_text(MIN_DRIVER)} or newer "
+                f"(CUDA 13.0), got {driver}"
+            )
+        if _numbers(capability) < MIN_CAPABILITY:
+            raise NotEnough(
+                f"vLLM 0.32.0 and its torch need GPUs of compute capability {_text(MIN_CAPABILITY)} or "
+                f"higher, got {name} with {capability}"
+            )
+
+
+def ask_gpus() -> str:
+    """What nvidia-smi says of this machine.
+
+    Raises:
+        NotEnough: there is no nvidia-smi, or it fails.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        raise NotEnough(
+            "'device: cuda' needs an NVIDIA GPU and its driver, and this machine has no nvidia-smi; "
+            "'make serve' without CONFIG serves on CPUs"
+        )
+    try:
+        done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotEnough(f"'device: cuda' needs a driver that works, and nvidia-smi fails: {error}") from error
+    if done.returncode:
+        said = f"{done.stdout} {done.stderr}".split("\n")[0].strip()
+        raise NotEnough(f"'device: cuda' needs a driver that works, and nvidia-smi fails: {said[:200]}")
+    return done.stdout
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a version; empty if it is none."""
+    return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+(\.\d+)*", text) else ()
+
+
+def _text(version: Sequence[int]) -> str:
+    return ".".join(f"{number:02d}" if index == 2 else str(number) for index, number in enumerate(version))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line; see above."""
+    command, *paths = arguments
+    if command == "choose":
+        print(choose(Path(paths[0]), Path(paths[1])))
+        return 0
+    try:
+        check(paths[0], Path(paths[1]) if paths[1:] else None, ask_gpus)
+    except NotEnough as reason:
+        print(f"Slipstream cannot start here: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

