@@ -53,8 +53,8 @@ def test_what_verifiers_and_skyrl_send_is_understood(fleet: Fleet) -> None:
             answer = succeeded(client.post(ROUTE, json=body, headers={"X-Session-ID": "trajectory-1"})).json()
             assert len(answer["choices"]) == choices
         assert len(answer["prompt_logprobs"]) == len(PROMPT)
-        # A priority needs vLLM's priority scheduling; without it vLLM refuses, and so do we.
-        assert generate(client, priority=1).status_code == 400
+        # It has an effect with vLLM's `scheduling_policy: priority`; without it all are equal.
+        succeeded(generate(client, priority=1))
 
 
 def test_answers_and_streams_have_versions(fleet: Fleet) -> None:
