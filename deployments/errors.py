@@ -8,6 +8,7 @@ SlipstreamError               an answer to a caller, with an HTTP status
 │   ├── PayloadTooLarge       send less                                            413
 │   ├── BodyTooSlow           send it faster                                       408
 │   ├── NoSuchRoute           the fleet does not offer this                        404
+│   ├── NotFound              name something that exists                           404
 │   └── MethodNotAllowed      another method                                       405
 ├── Conflict                  another caller's turn, or a call out of order        409
 │   └── StalePublisher        take a new lease                                     409
@@ -83,6 +84,11 @@ class BodyTooSlow(InvalidRequest):
 
 
 class NoSuchRoute(InvalidRequest):
+    status = 404
+    type = "not_found"
+
+
+class NotFound(InvalidRequest):
     status = 404
     type = "not_found"
 

@@ -72,6 +72,8 @@ class LogLines:
                 return INFO, f"replica {fields['replica']} has left in order"
             case "round":
                 return self._round_line(event)
+            case "adapter":
+                return _adapter_line(event)
             case "lease_expired":
                 return WARNING, (
                     f"the lease of publisher {fields['publisher']!r} expired{self._round}. "
@@ -123,6 +125,20 @@ class LogLines:
             case phase:
                 self._round = f" in {name} ({phase})"
                 return INFO, ""
+
+
+def _adapter_line(event: Event) -> tuple[int, str]:
+    fields = event.fields
+    name = f"adapter {fields['lora_name']}@{fields['version']}"
+    match fields["phase"]:
+        case "live":
+            return INFO, f"{name} is live on all replicas that serve"
+        case "retired":
+            return INFO, f"{name} is live no more; running answers finish on it"
+        case "failed":
+            return WARNING, f"{name} is not loaded, and no replica keeps it: {fields['reason']}"
+        case _:
+            return INFO, ""
 
 
 def _counts(running: object) -> str:

@@ -12,6 +12,7 @@ round that it takes part in; never between a round's decision and its end.
 from functools import partial
 
 from deployments.errors import FleetUnavailable
+from deployments.ledger.adapters.loading import Adapters
 from deployments.ledger.commit_phase import CommitPhase
 from deployments.ledger.connection import Connections
 from deployments.ledger.desired_state import DesiredState
@@ -41,7 +42,9 @@ class Admission:
         desired_state: DesiredState,
         promises: Promises,
         drains: Drains,
+        adapters: Adapters,
     ) -> None:
+        self._adapters = adapters
         self._drains = drains
         self._membership = membership
         self._dispatch = dispatch
@@ -90,6 +93,7 @@ class Admission:
         member.last_poll, member.last_report, member.version = now, report.number, report.version
         member.loading_version = report.loading_version
         member.updates_in_place, member.draining = report.updates_in_place, report.draining
+        member.adapters = report.adapters
         self._drains.on_report(member)
         self._membership.on_farewell(member, report, now)
         self._store_assignment.on_report(member, report, now)
@@ -198,7 +202,11 @@ class Admission:
                 continue
             if member.version != self._versions.committed_version:
                 self._catch_up(member, now)
-            elif self._admissible(member) and self._desired_state.converge(member, now, in_round=in_round):
+            elif (
+                self._admissible(member)
+                and self._adapters.converged(member)
+                and self._desired_state.converge(member, now, in_round=in_round)
+            ):
                 self._membership.admit(member, now)
 
     def _admissible(self, member: Member) -> bool:

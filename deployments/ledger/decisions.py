@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, TypeAdapter
 
 from deployments.condition import Condition
+from deployments.protocol.adapters import AdapterCatalog
 from deployments.protocol.instructions import CommitMode, KvCache
 from deployments.protocol.operations import InFlight, LastingOperation, Pause, Resume, Sleep, WakeUp
 from deployments.protocol.publishing import RoundReport
@@ -171,6 +172,14 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cataloged:
+    """The adapters changed: all of them, as they are from here on."""
+
+    catalog: AdapterCatalog
+    kind: Literal["cataloged"] = "cataloged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A lasting operation as the journal writes it."""
 
@@ -227,6 +236,7 @@ Decision = (
     | Fenced
     | Conditioned
     | Scaled
+    | Cataloged
 )
 
 _ADAPTER: TypeAdapter[Decision] = TypeAdapter(Annotated[Decision, Field(discriminator="kind")])

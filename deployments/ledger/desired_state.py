@@ -166,7 +166,7 @@ class DesiredState:
             _check_whole(lacking)
         if SleepTag.WEIGHTS in asleep(self._condition) | asleep(self._intended(drained=True)):
             raise Conflict(
-                "the fleet's weights sleep: wake them before an update (POST /wake_up?tags=weights)",
+                "the fleet's weights sleep: wake them first (POST /wake_up?tags=weights)",
                 {"condition": list(self.names())},
             )
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from pydantic import JsonValue
 
 from deployments.errors import RoundAborted
+from deployments.ledger.adapters.catalog import AdapterLimits
+from deployments.ledger.adapters.loading import Adapters
 from deployments.ledger.admission import Admission
 from deployments.ledger.commit_phase import CommitPhase
 from deployments.ledger.connection import Connections
@@ -44,7 +46,11 @@ class Ledger:
     """The whole state machine; its parts are one file each."""
 
     def __init__(
-        self, config: LedgerConfig | None = None, store: StoreLocation | None = None, size: SizeLimits = FIXED
+        self,
+        config: LedgerConfig | None = None,
+        store: StoreLocation | None = None,
+        size: SizeLimits = FIXED,
+        adapters: AdapterLimits | None = None,
     ) -> None:
         config = LedgerConfig() if config is None else config
         self._events = EventLog()
@@ -62,8 +68,20 @@ class Ledger:
         self._storing = storing = StoreAssignment(members, dispatch, versions, self._events, store)
         self._store_wait = StoreWait(members, versions, self._events)
         self.promises = promises = Promises(members, versions, self._decisions, self._events)
+        limits = AdapterLimits() if adapters is None else adapters
+        self.adapters = Adapters(members, dispatch, log, self._events, limits, desired.check_awake)
         self._admission = Admission(
-            members, dispatch, versions, commit, staging, connections, storing, desired, promises, drains
+            members,
+            dispatch,
+            versions,
+            commit,
+            staging,
+            connections,
+            storing,
+            desired,
+            promises,
+            drains,
+            self.adapters,
         )
 
     # -- replicas -----------------------------------------------------------------------------
@@ -244,6 +262,7 @@ class Ledger:
             commit_phase=self._commit_phase,
             desired_state=self._desired_state,
             promises=self.promises,
+            adapters=self.adapters,
             dispatch=self._dispatch,
             events=self._events,
             log=self._decisions,
@@ -298,5 +317,5 @@ class Ledger:
             self._staging.check_quorum(now)
             self._staging.decide(now)
         self._connections.bring_in(now)
-        for part in (self._admission, self.promises, self._storing, self._store_wait):
+        for part in (self.adapters, self._admission, self.promises, self._storing, self._store_wait):
             part.advance(now)

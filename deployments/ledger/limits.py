@@ -10,6 +10,7 @@ from deployments.errors import Conflict, InvalidRequest
 from deployments.ledger.decisions import DecisionLog, Scaled
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import Member, MemberState
+from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.instructions import (
     Body,
     Call,
@@ -142,6 +143,8 @@ class LedgerConfig(BaseModel):
                 return self.commit_timeout_s
             case CatchUp():
                 return self.catch_up_timeout_s
+            case LoadAdapter() | SetAdapters() | DropAdapter():
+                return self.call_timeout_s
             case Call() | WriteVersion() | Forget() | Drain() | EndDrain():
                 return self.call_timeout_s
             case _:

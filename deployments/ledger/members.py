@@ -10,6 +10,7 @@ from typing import Any
 
 from deployments.condition import Condition
 from deployments.errors import SlipstreamError
+from deployments.protocol.adapters import NO_ADAPTERS, AdapterState
 from deployments.protocol.instructions import Body, CatchUp, Instruction, Wish
 from deployments.protocol.reports import Acknowledgement, Draining, Outcome
 from deployments.protocol.status import MemberStatus
@@ -61,6 +62,7 @@ class Member:
     draining: Draining | None = None  # as it reported
     leaving: bool = False  # takes no new request, and ends once it may
     drained: bool = False  # leaves, and no request is running on it
+    adapters: AdapterState = NO_ADAPTERS  # as it reported
     fence_delivered: bool = False  # it knows that it is fenced; until then it may still take a request
 
     @property

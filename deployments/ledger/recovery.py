@@ -7,10 +7,12 @@ finished is resumed.
 
 from collections.abc import Sequence
 
+from deployments.ledger.adapters.loading import Adapters
 from deployments.ledger.commit_phase import CommitPhase
 from deployments.ledger.decisions import (
     Aborted,
     Admitted,
+    Cataloged,
     Committed,
     Conditioned,
     Decision,
@@ -48,6 +50,7 @@ def recover(
     commit_phase: CommitPhase,
     desired_state: DesiredState,
     promises: Promises,
+    adapters: Adapters,
     dispatch: Dispatch,
     events: EventLog,
     log: DecisionLog,
@@ -99,6 +102,8 @@ def recover(
                 desired_state.recover(decision.condition())
             case Scaled():
                 membership.size.recover(decision)
+            case Cataloged():
+                adapters.recover(decision.catalog)
     generation += 1
     dispatch.start_generation(generation)
     events.start_generation(generation)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
+from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.files import FilePart
 from deployments.protocol.operations import InFlight, Operation
 
@@ -162,6 +163,9 @@ Body = (
     | Call
     | WriteVersion
     | Forget
+    | LoadAdapter
+    | SetAdapters
+    | DropAdapter
 )
 
 

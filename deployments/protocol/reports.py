@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from pydantic import JsonValue
 
+from deployments.protocol.adapters import NO_ADAPTERS, AdapterState
+
 
 class Outcome(StrEnum):
     DONE = "done"
@@ -105,6 +107,7 @@ class Report:
     loading_version: int | None = None  # a stored version that it loads now
     updates_in_place: bool = False  # RECEIVE changes its live weights (`staging: none`)
     draining: Draining | None = None
+    adapters: AdapterState = NO_ADAPTERS
     acknowledgements: Sequence[Acknowledgement] = ()
     number: int = (
         0  # counts the reports of its process: one that a later one has overtaken says nothing any more

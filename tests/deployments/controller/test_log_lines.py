@@ -107,6 +107,13 @@ def test_a_fence_names_the_round_in_which_it_happened(caplog: pytest.LogCaptureF
             {"version": 3, "replicas": "a, b, c", "again_s": 600.0},
             "does not load although its files are intact",
         ),
+        ("adapter", {"lora_name": "a", "version": 3, "phase": "live"}, "is live on all replicas"),
+        ("adapter", {"lora_name": "a", "version": 3, "phase": "retired"}, "is live no more"),
+        (
+            "adapter",
+            {"lora_name": "a", "version": 3, "phase": "failed", "reason": "x"},
+            "is not loaded, and no replica keeps it",
+        ),
         ("promise_lapsed", {"replica": "a", "version": 3, "limit_s": 60}, "was told to load version"),
     ],
 )

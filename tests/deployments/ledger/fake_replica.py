@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from deployments.condition import Condition, apply, asleep, is_paused
+from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.instructions import (
     Body,
     Call,
@@ -32,6 +33,7 @@ from deployments.protocol.reports import (
     StoreResult,
     Swapped,
 )
+from tests.deployments.ledger.fake_adapters import FakeAdapters, NotHeld
 from tests.deployments.ledger.fake_memory import Memory
 
 Value = Staged | Swapped | str | None
@@ -65,6 +67,7 @@ class FakeReplica:
     store_result: StoreResult | None = None
     condition: Condition = ()
     memory: Memory = field(default_factory=Memory)
+    adapters: FakeAdapters = field(default_factory=FakeAdapters)
     store_problem: str = ""  # why it cannot write to the store
     writes_at_once: bool = True
     admitted: bool = False
@@ -103,6 +106,7 @@ class FakeReplica:
             store_result=self.store_result,
             updates_in_place=self.updates_in_place,
             draining=Draining(drain_ids=tuple(self.drains), running=self.running) if self.drains else None,
+            adapters=self.adapters.state(),
             acknowledgements=tuple(self.acknowledgements.values()),
             number=self.reports,
             fenced=self.fenced is not None,
@@ -196,6 +200,17 @@ class FakeReplica:
                 return self._call(body)
             case Connect() if not self.updates_in_place:
                 self._discard()
+            case LoadAdapter():
+                if SleepTag.WEIGHTS in self.memory.asleep:
+                    raise Failure(Outcome.REJECTED, "its weights sleep")
+                self.adapters.load(body.adapter)
+            case SetAdapters():
+                try:
+                    self.adapters.set(list(body.live))
+                except NotHeld as error:
+                    raise Failure(Outcome.REPLICA_FAILED, str(error)) from error
+            case DropAdapter():
+                self.adapters.drop(body.adapter_id)
             case Connect() | Forget():
                 pass
         return None

@@ -3,6 +3,7 @@
 from typing import Any
 
 from deployments.condition import Condition
+from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
@@ -30,6 +31,8 @@ STORE = StoreLocation(directory="/store")
 class Scene:
     """A ledger, its replicas, a clock and a disk."""
 
+    limits = AdapterLimits()
+
     def __init__(
         self, replicas: int = 0, world_size: int = 1, size: SizeLimits = FIXED, **config: Any
     ) -> None:
@@ -37,7 +40,7 @@ class Scene:
         self.size = size
         self.now = 100.0
         self.journal: list[Decision] = []
-        self.ledger = Ledger(self.config, STORE, self.size)
+        self.ledger = Ledger(self.config, STORE, self.size, self.limits)
         self.ledger.recover([], self.now)
         self.replicas: list[FakeReplica] = []
         self.token = 0
@@ -108,7 +111,7 @@ class Scene:
 
     def restart(self) -> None:
         self.journal += self.ledger.take_decisions()
-        self.ledger = Ledger(self.config, STORE, self.size)
+        self.ledger = Ledger(self.config, STORE, self.size, self.limits)
         self.ledger.recover(self.journal, self.now)
         self.journal += self.ledger.take_decisions()
 

@@ -1,0 +1,111 @@
+"""The catalog of adapters: names, numbers and retention. Every change makes a new catalog.
+
+A version number is never given twice for a name, and an id never at all: an engine finds KV cache blocks by
+the adapter's full name, and two sets of weights under one would share them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from deployments.errors import Conflict, InvalidRequest, NotFound
+from deployments.protocol.adapters import Adapter, AdapterCatalog, AdapterFiles
+
+REMEMBERED = 256  # names whose last number is known; those before them share the greatest of theirs
+MAX_NAME = 200
+SEPARATOR = "@"
+
+
+class AdapterLimits(BaseModel):
+    """What a fleet allows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keep: int = Field(default=2, ge=1)  # versions of one name
+    most: int = Field(default=128, ge=1)  # live versions of all names
+    base_model: str = ""  # a name that no adapter can have
+    refusal: str | None = None  # why there are no adapters
+
+
+def check_name(name: str, base_model: str) -> None:
+    """Raises InvalidRequest for a name that no adapter can have."""
+    if not name or len(name) > MAX_NAME or not name.isprintable() or SEPARATOR in name:
+        raise InvalidRequest(
+            f"lora_name: expected 1 to {MAX_NAME} printable characters without {SEPARATOR!r}, which "
+            f"separates a name from its version, got {name[:60]!r}"
+        )
+    if name == base_model:
+        raise InvalidRequest(f"The lora adapter '{name}' conflicts with a served base model.")
+
+
+def named(catalog: AdapterCatalog, name: str) -> list[Adapter]:
+    """The live versions of a name, oldest first; of a full name the one version.
+
+    Raises:
+        NotFound: there is none.
+    """
+    found = [each for each in catalog.live if name in (each.name, each.full_name)]
+    if not found:
+        raise NotFound(f"The lora adapter '{name}' cannot be found.", {"lora_name": name})
+    return found
+
+
+def next_adapter(catalog: AdapterCatalog, name: str, *, is_3d: bool) -> Adapter:
+    """The next version of a name, without its files."""
+    version = catalog.last_versions.get(name, catalog.floor) + 1
+    return Adapter(
+        name=name,
+        version=version,
+        adapter_id=catalog.last_id + 1,
+        path="",
+        digest="",
+        size_bytes=0,
+        is_3d=is_3d,
+    )
+
+
+def numbered(catalog: AdapterCatalog, adapter: Adapter) -> AdapterCatalog:
+    """The catalog in which this adapter's numbers are used."""
+    last = {name: number for name, number in catalog.last_versions.items() if name != adapter.name}
+    last[adapter.name] = adapter.version
+    floor = catalog.floor
+    while len(last) > REMEMBERED:
+        floor = max(floor, last.pop(next(iter(last))))
+    return replace(catalog, last_id=max(catalog.last_id, adapter.adapter_id), last_versions=last, floor=floor)
+
+
+def with_files(adapter: Adapter, files: AdapterFiles) -> Adapter:
+    return replace(adapter, path=files.path, digest=files.digest, size_bytes=files.size_bytes)
+
+
+def with_live(catalog: AdapterCatalog, adapter: Adapter, keep: int) -> AdapterCatalog:
+    """The adapter is live; of its name only the newest `keep` versions stay."""
+    own = [each for each in catalog.live if each.name == adapter.name]
+    out = {each.adapter_id for each in own[: len(own) + 1 - keep]}
+    grown = replace(catalog, live=(*catalog.live, adapter))
+    return without(grown, out)
+
+
+def without(catalog: AdapterCatalog, ids: set[int]) -> AdapterCatalog:
+    """These are live no more."""
+    return replace(
+        catalog,
+        live=tuple(each for each in catalog.live if each.adapter_id not in ids),
+        retired=(*catalog.retired, *(each for each in catalog.live if each.adapter_id in ids)),
+    )
+
+
+def without_retired(catalog: AdapterCatalog, ids: set[int]) -> AdapterCatalog:
+    """These are on no replica any more, and their files may go."""
+    return replace(catalog, retired=tuple(each for each in catalog.retired if each.adapter_id not in ids))
+
+
+def check_room(catalog: AdapterCatalog, loading: Mapping[str, object], limits: AdapterLimits) -> None:
+    """Raises Conflict if there are as many live versions as there may be."""
+    if len(catalog.live) + len(loading) >= limits.most:
+        raise Conflict(
+            f"{limits.most} versions of adapters are live or being loaded, which is the limit "
+            "('adapters.most'): unload some first",
+            {"most": limits.most},
+        )

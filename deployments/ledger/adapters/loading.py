@@ -1,0 +1,393 @@
+"""How an adapter becomes live on all replicas or on none, and how it goes.
+
+    caller    begin ─► (the shell copies the files) ─► stage ─► PendingCall
+    replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─► answer
+              one rejects it ─► DROP_ADAPTER where it is held ─► the caller's error
+
+Nothing is remembered of a replica but its last report: what it holds and what requests may name there. That
+is compared with the catalog after each event, and it is sent the first thing that is missing. So a joiner, a
+replica that returns after a restart of the controller, and one that missed something are all the same case.
+
+A replica that fails or misses the deadline is fenced, and the load goes on without it. Its successor has
+every live adapter before it takes requests (`converged`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
+from deployments.ledger.adapters.catalog import (
+    AdapterLimits,
+    check_name,
+    check_room,
+    named,
+    next_adapter,
+    numbered,
+    with_files,
+    with_live,
+    without,
+    without_retired,
+)
+from deployments.ledger.decisions import Cataloged, DecisionLog
+from deployments.ledger.dispatch import Dispatch
+from deployments.ledger.event_log import EventLog
+from deployments.ledger.members import Member, MemberState, PendingCall, classify, join_reasons
+from deployments.ledger.membership import Membership
+from deployments.protocol.adapters import (
+    Adapter,
+    AdapterCatalog,
+    AdapterFiles,
+    AdapterStatus,
+    DropAdapter,
+    LoadAdapter,
+    SetAdapters,
+)
+from deployments.protocol.instructions import Body
+
+KINDS = (LoadAdapter, SetAdapters, DropAdapter)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Load:
+    """One version on its way to be live."""
+
+    adapter: Adapter
+    call: PendingCall | None = None  # None: its files are being copied
+    asked: set[str] = field(default_factory=set)  # incarnations
+    rejected: dict[str, str] = field(default_factory=dict)  # replica id -> why
+    error: SlipstreamError | None = None
+    decided: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Unload:
+    ids: set[int]
+    call: PendingCall
+
+
+class Adapters:
+    """The catalog, and the loads and unloads that are pending."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        dispatch: Dispatch,
+        decisions: DecisionLog,
+        events: EventLog,
+        limits: AdapterLimits,
+        check_awake: Callable[[int], None],
+    ) -> None:
+        self._check_awake = check_awake
+        self._membership = membership
+        self._dispatch = dispatch
+        self._decisions = decisions
+        self._events = events
+        self._limits = limits
+        self._loads: dict[str, _Load] = {}  # by name
+        self._unloads: list[_Unload] = []
+        self._dropped: set[tuple[str, int]] = set()  # (incarnation, id) that were told to drop it
+        self.catalog = AdapterCatalog()
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def begin(self, name: str, *, in_place: bool, is_3d: bool, now: float) -> Adapter:
+        """Reserve the next version of a name; `stage` or `give_up` follows.
+
+        Args:
+            in_place: vLLM's `load_inplace`. Here the name gets another version, and nothing is overwritten.
+
+        Raises:
+            InvalidRequest: no name of an adapter, or one that is live and `in_place` is false.
+            Conflict: it is being loaded, there is no room, or the weights sleep.
+        """
+        self._check_enabled()
+        check_name(name, self._limits.base_model)
+        self._check_idle(name)
+        if not in_place and any(each.name == name for each in self.catalog.live):
+            raise InvalidRequest(
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
+                "place, set 'load_inplace' to True.",
+                {"lora_name": name},
+            )
+        self._check_awake(0)
+        check_room(self.catalog, self._loads, self._limits)
+        adapter = next_adapter(self.catalog, name, is_3d=is_3d)
+        self._loads[name] = _Load(adapter=adapter)
+        # Durable before a replica learns of the id: one that keeps it over a restart must not meet another.
+        self._decide(numbered(self.catalog, adapter))
+        self._record(adapter, "loading", now)
+        return adapter
+
+    def stage(self, adapter: Adapter, files: AdapterFiles, now: float) -> PendingCall:
+        """The files are there. The call's result is the live Adapter.
+
+        Its error is an InvalidRequest if all replicas rejected it, a Conflict if some did,
+        FleetUnavailable if too few replicas serve; then no replica has it.
+        """
+        load = self._loads[adapter.name]
+        load.adapter = with_files(adapter, files)
+        load.call = PendingCall(name=LoadAdapter.name)
+        return load.call
+
+    def give_up(self, adapter: Adapter, reason: str, now: float) -> None:
+        """Its files could not be copied."""
+        del self._loads[adapter.name]
+        self._record(adapter, "failed", now, reason)
+
+    def unload(self, name: str, now: float) -> PendingCall:
+        """No request begins with the versions of a name (or with the one of a full name) any more.
+
+        Raises:
+            NotFound: there is none.
+            Conflict: it is being loaded.
+        """
+        self._check_enabled()
+        self._check_idle(name)
+        out = named(self.catalog, name)
+        ids = {each.adapter_id for each in out}
+        self._decide(without(self.catalog, ids))
+        for each in out:
+            self._record(each, "retired", now)
+        call = PendingCall(name=SetAdapters.name)
+        self._unloads.append(_Unload(ids=ids, call=call))
+        return call
+
+    def recover(self, catalog: AdapterCatalog) -> None:
+        self.catalog = catalog
+
+    # -- queries ------------------------------------------------------------------------------
+
+    def needed(self) -> set[int]:
+        """The ids whose files must stay."""
+        pending = {load.adapter.adapter_id for load in self._loads.values()}
+        return pending | {each.adapter_id for each in (*self.catalog.live, *self.catalog.retired)}
+
+    def converged(self, member: Member) -> bool:
+        """Whether it has all live adapters, and requests may name them and no others."""
+        return tuple(member.adapters.live) == self._live_ids() and not _busy(member)
+
+    def status(self) -> list[AdapterStatus]:
+        loading = [load.adapter for load in self._loads.values() if not load.decided]
+        states = [(self.catalog.retired, "retired"), (self.catalog.live, "live"), (loading, "loading")]
+        return [self._status_of(each, state) for adapters, state in states for each in adapters]
+
+    # -- progress -----------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Send what is missing, and end what is complete."""
+        self._converge_all(now)
+        if self._conclude(now):
+            self._converge_all(now)
+        self._answer()
+        self._clear()
+
+    def _converge_all(self, now: float) -> None:
+        for member in self._membership.live():
+            if not (member.loading or _busy(member)):
+                self._converge(member, now)
+
+    def _converge(self, member: Member, now: float) -> None:
+        """Send it the first thing that is missing."""
+        held, live_ids = set(member.adapters.held), self._live_ids()
+        for adapter in self.catalog.live:
+            if adapter.adapter_id not in held:
+                self._send(member, LoadAdapter(adapter=adapter), self._restored, now)
+                return
+        if tuple(member.adapters.live) != live_ids:
+            self._send(member, SetAdapters(live=tuple(self.catalog.live)), self._restored, now)
+            return
+        if member.state is MemberState.SERVING:
+            for load in self._loads.values():
+                if _wanted(load) and member.incarnation not in load.asked:
+                    load.asked.add(member.incarnation)
+                    self._send(
+                        member, LoadAdapter(adapter=load.adapter), partial(self._loaded, load=load), now
+                    )
+                    return
+        for adapter_id in held - self._known():
+            if (member.incarnation, adapter_id) not in self._dropped:
+                self._dropped.add((member.incarnation, adapter_id))
+                self._send(member, DropAdapter(adapter_id=adapter_id), self._restored, now)
+                return
+
+    def _send(
+        self, member: Member, body: Body, on_complete: Callable[[PendingCall, float], None], now: float
+    ) -> None:
+        self._dispatch.send_each(body.name, {member: body}, now, on_complete=on_complete)
+
+    def _restored(self, call: PendingCall, now: float) -> None:
+        """What is live must be everywhere: one that cannot follow is replaced."""
+        self._membership.fence_each(classify(call).not_done, call.name, now)
+
+    def _loaded(self, call: PendingCall, now: float, load: _Load) -> None:
+        verdict = classify(call)
+        self._membership.fence_each(verdict.replica_failed, call.name, now)
+        load.rejected |= {**verdict.rejected, **verdict.transfer_failed}
+        for replica_id in verdict.done:
+            member = self._membership.get(replica_id)
+            if member is not None and load.adapter.adapter_id not in member.adapters.held:
+                self._membership.fence(member, f"{call.name}: done, and it does not hold it", now)
+
+    def _conclude(self, now: float) -> bool:
+        """Decide what all have answered. True if the catalog has changed."""
+        changed = False
+        for load in list(self._loads.values()):
+            if load.call is None or load.decided or self._membership.returning():
+                continue
+            if load.error is None:
+                load.error = self._fault(load)
+            if load.error is not None:
+                self._undo(load, load.error, now)
+            elif not load.rejected and self._all_hold(load.adapter):
+                self._make_live(load, now)
+                changed = True
+        return changed
+
+    def _all_hold(self, adapter: Adapter) -> bool:
+        return all(adapter.adapter_id in each.adapters.held for each in self._membership.serving())
+
+    def _fault(self, load: _Load) -> SlipstreamError | None:
+        """Why it cannot become live."""
+        serving = self._membership.serving()
+        if load.rejected:
+            if any(_asked_to_load(each, load.adapter.adapter_id) for each in self._membership.live()):
+                return None  # it may accept
+            others = any(load.adapter.adapter_id in each.adapters.held for each in serving)
+            kind = Conflict if others else InvalidRequest
+            reasons = set(load.rejected.values())
+            text = reasons.pop() if len(reasons) == 1 and not others else join_reasons(load.rejected)
+            return kind(
+                f"The lora adapter '{load.adapter.name}' is not loaded, on any replica: {text}",
+                {"replicas": dict(load.rejected)},
+            )
+        if len(serving) < max(1, self._membership.needed):
+            return FleetUnavailable(
+                f"The lora adapter '{load.adapter.name}' is not loaded: {len(serving)} replicas serve, and "
+                f"{max(1, self._membership.needed)} are needed"
+            )
+        return None
+
+    def _make_live(self, load: _Load, now: float) -> None:
+        before = self.catalog.live
+        self._decide(with_live(self.catalog, load.adapter, self._limits.keep))
+        load.decided = True
+        self._record(load.adapter, "live", now)
+        for each in before:
+            if each not in self.catalog.live:
+                self._record(each, "retired", now)
+
+    def _undo(self, load: _Load, error: SlipstreamError, now: float) -> None:
+        """Answer with the error once no replica has it."""
+        adapter_id, has_it = load.adapter.adapter_id, False
+        for member in self._membership.live():
+            for queued in list(member.queue):
+                body = queued.instruction.body
+                if isinstance(body, LoadAdapter) and body.adapter.adapter_id == adapter_id:
+                    if queued.delivered:
+                        has_it = True
+                        continue
+                    member.queue.remove(queued)
+                    if queued.call is not None:
+                        queued.call.waiting.discard(member)
+            has_it = has_it or adapter_id in member.adapters.held
+        if not has_it:
+            del self._loads[load.adapter.name]
+            self._record(load.adapter, "failed", now, error.message)
+            if load.call is not None:
+                load.call.finish(error=error)
+
+    def _answer(self) -> None:
+        """End the calls whose catalog all serving replicas have."""
+        if self._membership.returning():
+            return
+        serving = self._membership.serving()
+        for load in list(self._loads.values()):
+            if load.decided and all(load.adapter.adapter_id in each.adapters.live for each in serving):
+                del self._loads[load.adapter.name]
+                if load.call is not None:
+                    load.call.finish(result=load.adapter)
+        for unload in list(self._unloads):
+            if not any(unload.ids & set(each.adapters.live) for each in serving):
+                self._unloads.remove(unload)
+                unload.call.finish(result=None)
+
+    def _clear(self) -> None:
+        """Forget retired versions that no replica has any more."""
+        if not self.catalog.retired or self._membership.returning():
+            return
+        there: set[int] = set()
+        for member in self._membership.all():
+            there.update(member.adapters.held, member.adapters.live)
+            there.update(
+                each.adapter_id for each in self.catalog.retired if _asked_to_load(member, each.adapter_id)
+            )
+        gone = {each.adapter_id for each in self.catalog.retired} - there
+        if gone:
+            self._decide(without_retired(self.catalog, gone))
+
+    # -- what they are made of ----------------------------------------------------------------
+
+    def _check_enabled(self) -> None:
+        if self._limits.refusal is not None:
+            raise Conflict(f"this fleet serves no adapters: {self._limits.refusal}")
+
+    def _check_idle(self, name: str) -> None:
+        load = next((each for each in self._loads.values() if name in _names(each.adapter)), None)
+        if load is not None:
+            raise Conflict(
+                f"The lora adapter '{load.adapter.name}' is being loaded as version {load.adapter.version}: "
+                "wait for its answer",
+                {"lora_name": load.adapter.name, "version": load.adapter.version},
+            )
+
+    def _live_ids(self) -> tuple[int, ...]:
+        return tuple(each.adapter_id for each in self.catalog.live)
+
+    def _known(self) -> set[int]:
+        """Ids that a replica may hold."""
+        catalog = {each.adapter_id for each in (*self.catalog.live, *self.catalog.retired)}
+        return catalog | {each.adapter.adapter_id for each in self._loads.values() if _wanted(each)}
+
+    def _decide(self, catalog: AdapterCatalog) -> None:
+        self.catalog = catalog
+        self._decisions.append(Cataloged(catalog=catalog))
+
+    def _record(self, adapter: Adapter, phase: str, now: float, reason: str = "") -> None:
+        self._events.record(
+            "adapter", now, lora_name=adapter.name, version=adapter.version, phase=phase, reason=reason
+        )
+
+    def _status_of(self, adapter: Adapter, state: str) -> AdapterStatus:
+        return AdapterStatus(
+            name=adapter.name,
+            version=adapter.version,
+            state=state,
+            path=adapter.path,
+            digest=adapter.digest,
+            size_bytes=adapter.size_bytes,
+            replicas=tuple(
+                member.replica_id
+                for member in self._membership.all()
+                if adapter.adapter_id in member.adapters.held
+            ),
+        )
+
+
+def _busy(member: Member) -> bool:
+    """It has something of ours to do: its report will say more."""
+    return any(isinstance(queued.instruction.body, KINDS) for queued in member.queue)
+
+
+def _asked_to_load(member: Member, adapter_id: int) -> bool:
+    bodies = (queued.instruction.body for queued in member.queue)
+    return any(isinstance(body, LoadAdapter) and body.adapter.adapter_id == adapter_id for body in bodies)
+
+
+def _wanted(load: _Load) -> bool:
+    """Replicas are to hold it, or may."""
+    return load.call is not None and load.error is None and not load.rejected
+
+
+def _names(adapter: Adapter) -> tuple[str, str]:
+    return adapter.name, adapter.full_name

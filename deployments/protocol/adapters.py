@@ -1,0 +1,94 @@
+"""Adapters as versions: what an adapter is, which ones there are, and what a replica has of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """One version of an adapter. Nothing of it ever changes."""
+
+    name: str
+    version: int  # of this name; never given twice
+    adapter_id: int  # vLLM's `lora_int_id`; never given twice by a fleet
+    path: str  # the fleet's own copy of its files
+    digest: str  # of its files
+    size_bytes: int
+    is_3d: bool = False  # vLLM's `is_3d_lora_weight`
+
+    @property
+    def full_name(self) -> str:
+        """What the engine, and an answer, call it."""
+        return f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCatalog:
+    """The adapters of a fleet, as they are durable."""
+
+    live: Sequence[Adapter] = ()  # oldest first: requests may name them
+    retired: Sequence[Adapter] = ()  # no request begins with them; a replica may still have them
+    last_id: int = 0
+    last_versions: Mapping[str, int] = field(default_factory=dict)  # of the names used last, oldest first
+    floor: int = 0  # no name that is not remembered has had a greater version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterState:
+    """What a replica says of its adapters in each report, by `adapter_id`."""
+
+    held: Sequence[int] = ()  # its engine can use them
+    live: Sequence[int] = ()  # requests may name them
+
+
+NO_ADAPTERS = AdapterState()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadAdapter:
+    """Load it into the engine; no request may name it yet. Rejected: the files are not what is expected."""
+
+    name: ClassVar[str] = "load_adapter"
+    adapter: Adapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAdapters:
+    """Requests may name exactly these from now on; all of them are loaded.
+
+    One that was live and is not among them is unloaded once the requests that began with it have ended.
+    """
+
+    name: ClassVar[str] = "set_adapters"
+    live: Sequence[Adapter]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropAdapter:
+    """Unload one that never became live here, or that no ledger knows."""
+
+    name: ClassVar[str] = "drop_adapter"
+    adapter_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFiles:
+    """The fleet's copy of an adapter."""
+
+    path: str
+    digest: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStatus:
+    """One entry of `/fleet/adapters`."""
+
+    name: str
+    version: int
+    state: str  # loading | live | retired
+    path: str
+    digest: str
+    size_bytes: int
+    replicas: Sequence[str]  # that have it

@@ -1,0 +1,55 @@
+"""The adapters of a replica without an engine: held, named by requests, in use."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from deployments.protocol.adapters import Adapter, AdapterState
+
+
+class NotHeld(Exception):
+    """Requests were to name what the engine cannot use."""
+
+
+@dataclass(slots=True)
+class FakeAdapters:
+    """What `deployments.replica.adapters` does, with nothing to load."""
+
+    held: dict[int, Adapter] = field(default_factory=dict)
+    live: dict[int, Adapter] = field(default_factory=dict)
+    used: Counter[int] = field(default_factory=Counter)  # by requests that run
+    doomed: set[int] = field(default_factory=set)
+
+    def state(self) -> AdapterState:
+        return AdapterState(held=tuple(self.held), live=tuple(self.live))
+
+    def load(self, adapter: Adapter) -> None:
+        self.held[adapter.adapter_id] = adapter
+        self.doomed.discard(adapter.adapter_id)
+
+    def set(self, live: list[Adapter]) -> None:
+        missing = [each.full_name for each in live if each.adapter_id not in self.held]
+        if missing:
+            raise NotHeld(f"{missing} are not loaded")
+        self.doomed |= set(self.live) - {each.adapter_id for each in live}
+        self.live = {each.adapter_id: each for each in live}
+        self._remove()
+
+    def drop(self, adapter_id: int) -> None:
+        self.doomed.add(adapter_id)
+        self._remove()
+
+    def begin(self, name: str) -> int:
+        """A request names an adapter; the id of the version that answers it."""
+        [*_, newest] = [each for each in self.live.values() if name in (each.name, each.full_name)]
+        self.used[newest.adapter_id] += 1
+        return newest.adapter_id
+
+    def end(self, adapter_id: int) -> None:
+        assert adapter_id in self.held, "unloaded under a running request"
+        self.used[adapter_id] -= 1
+        self._remove()
+
+    def _remove(self) -> None:
+        for adapter_id in [each for each in self.doomed if not self.used[each]]:
+            self.held.pop(adapter_id, None)
+            self.doomed.discard(adapter_id)
