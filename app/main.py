@@ -94,6 +94,8 @@ def _controller(args: AppConfig) -> Application:
         config=args.weights.ledger(),
         state_dir=str(args.state_dir),
         store_dir=str(args.store_path),
+        adapters=args.adapter_limits,
+        adapter_roots=args.security.checkpoint_roots,
         max_versions=args.store.keep,
         outside_versions=args.store.outside_versions,
         is_alive=ServeReplicas(ROLLOUT),

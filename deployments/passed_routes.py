@@ -60,7 +60,7 @@ PASSED: Mapping[str, frozenset[str]] = {
 
 _ONE_ENGINE = "it changes one engine, and the replicas would differ"
 _ONE_REPLICA = "it reports on one replica: ask /fleet or /metrics"
-_ADAPTERS = "it changes the adapters of one engine, and the replicas would differ"
+_ADAPTERS = "it changes the adapters of one engine: use /v1/load_lora_adapter"
 
 # vLLM 0.32's other routes, but for those that the fleet answers itself: why they do not pass.
 REFUSED: Mapping[str, str] = {
@@ -75,8 +75,6 @@ REFUSED: Mapping[str, str] = {
     "/reset_mm_cache": f"{_ONE_ENGINE}: a round resets it",
     "/reset_encoder_cache": f"{_ONE_ENGINE}: a round resets it",
     "/start_draft_weight_update": _ONE_ENGINE,
-    "/v1/load_lora_adapter": _ADAPTERS,
-    "/v1/unload_lora_adapter": _ADAPTERS,
     "/adapters": _ADAPTERS,
     "/adapters/{adapter_name}": _ADAPTERS,
     "/inference/v1/abort_requests": "it aborts requests of one engine: use /abort_requests",

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deployments.protocol.adapters import AdapterStatus
 from deployments.protocol.publishing import RoundReport
 
 
@@ -38,6 +39,13 @@ class History:
     rounds: Sequence[RoundReport]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterList:
+    """The versions of adapters: retired, live, and being loaded; each of them oldest first."""
+
+    adapters: Sequence[AdapterStatus]
+
+
 # -- vLLM's RL routes: the names are vLLM 0.32's ---------------------------------------------------
 
 
@@ -48,7 +56,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    status: str
+    status: str  # paused | resumed; ok: an adapter is loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.http.adapter_routes import AdapterRoutes
 from app.http.auth import READING, Access, Guard, Tokens, Unauthorized, passed_access
 from app.http.client_routes import ClientRoutes
 from app.http.directory_publisher import DirectoryPublisher
@@ -66,6 +67,7 @@ class Ingress:
             *ClientRoutes(controller).endpoints(),
             *weights.endpoints(),
             *EngineRoutes(controller, max_bytes).endpoints(),
+            *AdapterRoutes(controller).endpoints(),
             *TrainRoutes(trainer, max_bytes).endpoints(),
         ]
 

@@ -114,6 +114,17 @@ class WeightVersionBody(VllmBody):
     new_version: str
 
 
+class LoadAdapterBody(VllmBody):
+    lora_name: str
+    lora_path: str  # absolute, below one of `security.checkpoint_roots`
+    load_inplace: bool = False  # the name may be live: it gets another version
+    is_3d_lora_weight: bool = False
+
+
+class UnloadAdapterBody(VllmBody):
+    lora_name: str  # all its versions; or `name@7`
+
+
 class AbortRequestsBody(VllmBody):
     request_ids: tuple[str, ...] | None = None  # None or empty: all requests
 

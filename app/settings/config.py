@@ -27,6 +27,7 @@ from app.settings.rules import broken_rules
 from app.settings.section import Section
 from app.settings.security import AbsolutePath, SecurityConfig
 from app.settings.weights import WeightsConfig
+from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.limits import SizeLimits
 from trainers.settings import TrainerConfig
 
@@ -53,6 +54,13 @@ class StoreConfig(Section):
     outside_versions: bool = True
 
 
+class AdaptersConfig(Section):
+    """LoRA adapters, which a fleet serves with `engine.extra.enable_lora: true`."""
+
+    keep: PositiveInt = 2  # versions of one name; `max_cpu_loras` of them stay in an engine's memory
+    most: PositiveInt = 128  # live versions of all names
+
+
 class AppConfig(Section):
     """The argument of `app.main:build`."""
 
@@ -66,6 +74,7 @@ class AppConfig(Section):
     router: RouterConfig = RouterConfig()
     trainer: TrainerConfig | None = None  # None: an outside trainer publishes through the HTTP routes
     store: StoreConfig = StoreConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
     security: SecurityConfig = SecurityConfig()
     state_dir: AbsolutePath = Field(default=Path(".slipstream"), validate_default=True)
 
@@ -81,6 +90,16 @@ class AppConfig(Section):
             reason = "the slots that replicas share with the trainer are reserved when the fleet starts"
             return self.engine.size.model_copy(update={"fixed": reason})
         return self.engine.size
+
+    @property
+    def adapter_limits(self) -> AdapterLimits:
+        """What the fleet allows of adapters."""
+        return AdapterLimits(
+            keep=self.adapters.keep,
+            most=self.adapters.most,
+            base_model=self.public_model_name,
+            refusal=None if self.engine.serves_adapters else "set 'engine.extra.enable_lora' to true",
+        )
 
     @property
     def store_path(self) -> Path:

@@ -86,6 +86,10 @@ class EngineConfig(Section):
         return SizeLimits(least=least, most=self.max_replicas, wanted=self.num_replicas, fixed=None)
 
     @property
+    def serves_adapters(self) -> bool:
+        return bool(self.extra.get("enable_lora"))
+
+    @property
     def world_size(self) -> int:
         """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size

@@ -31,6 +31,7 @@ RESERVED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "placement",
     "VLLM_CPU_KVCACHE_SPACE": "engine.cpu_kv_cache_gib",
     "VLLM_API_KEY": "security.user_token_file",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "engine.extra.enable_lora",
 }
 
 
@@ -60,6 +61,9 @@ def _device_rules(config: AppConfig) -> Iterator[str]:
         yield expected("weights.staging", f"'host' with transport {transport.name!r}", "'none'", reason)
     if weights.wire is Wire.VLLM:
         yield from _wire_rules(config)
+    if weights.staging is StagingMode.DEVICE and config.engine.serves_adapters:
+        reason = "LoRA wraps the modules that a shadow would be a copy of"
+        yield expected("weights.staging", "'host' with 'engine.extra.enable_lora'", "'device'", reason)
     if config.device is Device.CPU:
         yield from _cpu_rules(config)
 

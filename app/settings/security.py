@@ -36,8 +36,9 @@ class SecurityConfig(Section):
     host: str = "127.0.0.1"  # the same as http_options.host
     token_file: AbsolutePath | None = None  # the operator's; None: the environment variable SLIPSTREAM_TOKEN
     user_token_file: AbsolutePath | None = None  # None: SLIPSTREAM_USER_TOKEN; without both users need none
-    # Directories below which an operator may publish checkpoints, beside the fleet's own store. Every host of
-    # the fleet must see them at the same path. Whoever may write there decides what the fleet serves.
+    # Directories below which an operator may publish checkpoints, beside the fleet's own store, and load
+    # adapters. Every host of the fleet must see them at the same path. Whoever may write there decides what
+    # the fleet serves.
     checkpoint_roots: tuple[AbsolutePath, ...] = ()
 
     def tokens(

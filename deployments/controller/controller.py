@@ -8,21 +8,24 @@ What waits, ticks and writes to the disk is in `durable_ledger`.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import JsonValue
 
+from deployments.controller.adapter_files import AdapterKeeper
 from deployments.controller.disk import Disk
 from deployments.controller.durable_ledger import DurableLedger
 from deployments.controller.liveness import IsAlive
 from deployments.controller.room import Room, no_limit
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.errors import FleetUnavailable, InvalidRequest
+from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.store_assignment import StoreLocation
+from deployments.protocol.adapters import Adapter, AdapterStatus
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.json_values import json_only
@@ -42,6 +45,7 @@ class Controller:
     Args:
         state_dir: where decisions are kept; a restarted controller needs the same one.
         store_dir: where committed versions are kept, `max_versions` and those that a joiner was told to load.
+        adapters: what is allowed of adapters; `adapter_roots`: directories below which they are.
         outside_versions: whether replicas write those that their publisher does not write.
         size: how many replicas there may be; `room`: how many the cluster's GPUs hold.
         is_alive: whether the process of a replica (by id) exists; called in a thread.
@@ -63,6 +67,8 @@ class Controller:
         is_alive: IsAlive,
         size: SizeLimits = FIXED,
         room: Room = no_limit,
+        adapters: AdapterLimits | None = None,
+        adapter_roots: Sequence[Path] = (),
         max_versions: int = 3,
         outside_versions: bool = True,
         poll_s: float = 1.0,
@@ -72,7 +78,11 @@ class Controller:
         disk: Disk | None = None,
     ) -> None:
         self._poll_s, self._config, self._room = poll_s, config, room
-        self._ledger = Ledger(config, StoreLocation(directory=store_dir) if outside_versions else None, size)
+        location = StoreLocation(directory=store_dir) if outside_versions else None
+        self._ledger = Ledger(config, location, size, adapters)
+        self._adapters = AdapterKeeper(
+            Path(store_dir) / "adapters", adapter_roots, self._ledger.adapters.needed
+        )
         self._keeper = StoreKeeper(Store(Path(store_dir)), self._ledger.promises, max_versions)
         self._durable = DurableLedger(
             self._ledger,
@@ -81,7 +91,7 @@ class Controller:
             silent_s=silent_s,
             tick_s=tick_s,
             clock=clock,
-            on_tick=self._keeper.start,
+            on_tick=self._remove_old,
             disk=disk,
         )
         self._keeper.check_owner(Path(state_dir), otherwise=self._durable.release)
@@ -272,6 +282,45 @@ class Controller:
         async with self._durable.answer(records=True):
             self._ledger.set_label(label, self._durable.now())
 
+    # -- adapters -----------------------------------------------------------------------------
+
+    async def load_adapter(
+        self, name: str, path: str, in_place: bool = False, is_3d: bool = False
+    ) -> Adapter:
+        """Make an adapter live on all replicas; see `Adapters.begin` and `stage`.
+
+        Raises:
+            InvalidRequest: the name or the files are wrong, or all replicas rejected them.
+            Conflict: the name is being loaded, or some replicas rejected the files.
+            FleetUnavailable: too few replicas serve.
+        """
+        async with self._durable.answer(records=True):
+            await self._durable.wait(self._ledger.is_complete, None)
+            adapters, now = self._ledger.adapters, self._durable.now
+            adapter = adapters.begin(name, in_place=in_place, is_3d=is_3d, now=now())
+            try:
+                files = await self._adapters.copy(path, adapter.adapter_id)
+            except BaseException as error:  # a caller that left, too: the name is free again
+                adapters.give_up(adapter, str(error), now())
+                raise
+            call = adapters.stage(adapter, files, now())
+            self._ledger.tick(now())
+            live: Adapter = await self._durable.result(call)
+            return live
+
+    async def unload_adapter(self, name: str) -> None:
+        """No request begins with it any more, on any replica; see `Adapters.unload`."""
+        async with self._durable.answer(records=True):
+            await self._durable.wait(self._ledger.is_complete, None)
+            call = self._ledger.adapters.unload(name, self._durable.now())
+            self._ledger.tick(self._durable.now())
+            await self._durable.result(call)
+
+    async def adapters(self) -> list[AdapterStatus]:
+        """Those that are retired, live and being loaded."""
+        async with self._durable.answer():
+            return self._ledger.adapters.status()
+
     # -- queries ------------------------------------------------------------------------------
 
     async def fleet(self) -> FleetStatus:
@@ -291,6 +340,10 @@ class Controller:
             wall = time.time() - self._durable.now()
             return [replace(it, at=round(it.at + wall, 3)) for it in self._ledger.events_since(since)]
 
+    def _remove_old(self) -> None:
+        self._keeper.start()
+        self._adapters.start()
+
     async def check_health(self) -> None:
         """Serve's health check."""
         self._durable.enter()
@@ -299,3 +352,4 @@ class Controller:
         """Stop the ticker and close the journal."""
         await self._durable.aclose()
         await self._keeper.aclose()
+        await self._adapters.aclose()

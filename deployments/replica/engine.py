@@ -27,6 +27,7 @@ from deployments.logs import kept_log_file, serve_logger
 from deployments.protocol.instructions import Commit, KvCache, drain_of_round
 from deployments.protocol.operations import InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.reports import Draining, Swapped
+from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.replica.engine_core import COMMIT, END_DRAIN, RESET_CACHES
 from deployments.replica.engine_drain import EngineDrain
 from deployments.replica.recording_llm import RecordingLLM, new_llm
@@ -80,6 +81,8 @@ class Engine:
         self._condition: Condition = ()  # what users did to it: paused, asleep
         self.held = False  # stays paused until `release`, whatever users ask for meanwhile
         self._drain = EngineDrain(self._ask_cores)
+        self.adapters = EngineAdapters(llm, getattr(app.state, "openai_serving_models", None))
+        llm.adapter_uses = self.adapters.uses
         self._lifespan = app.router.lifespan_context(app)
         self._stopping: asyncio.Task[None] | None = None
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from deployments.errors import PayloadRejected, TransferFailed
 from deployments.logs import serve_logger
+from deployments.protocol.adapters import AdapterState
 from deployments.protocol.instructions import (
     Body,
     CatchUp,
@@ -64,6 +65,9 @@ class Member(Protocol):
 
     @property
     def draining(self) -> Draining | None: ...
+
+    @property
+    def adapters(self) -> AdapterState: ...
 
     @property
     def retained_version(self) -> int | None: ...
@@ -199,6 +203,7 @@ class Follower:
             store_result=self._member.store_result,
             updates_in_place=self._member.updates_in_place,
             draining=self._member.draining,
+            adapters=self._member.adapters,
             acknowledgements=tuple(self._acknowledgements.values()),
             number=self._reports,
             fenced=self._fenced is not None,

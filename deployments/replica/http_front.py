@@ -170,6 +170,8 @@ class _Answer:
                 raise  # the connection is closed, and the router reports it to the client
             refusal = ReplicaUnavailable(f"replica {self._replica_id} failed: {error}")
             raise self._replacement or self._refused() or refusal from error
+        finally:
+            self._recorder.end()
         if self._replacement is not None:
             raise self._replacement
 

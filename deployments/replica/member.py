@@ -8,6 +8,7 @@ from pydantic import JsonValue
 
 from deployments.errors import PayloadRejected
 from deployments.logs import serve_logger
+from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.instructions import (
     Body,
     Call,
@@ -64,6 +65,10 @@ class EngineMember(ABC):
         return self._engine.draining
 
     @property
+    def adapters(self) -> AdapterState:
+        return self._engine.adapters.state
+
+    @property
     def world_size(self) -> int:
         return self._engine.world_size
 
@@ -118,6 +123,13 @@ class EngineMember(ABC):
                 await self.write_version(body)
             case Forget():
                 await self.forget(body)
+            case LoadAdapter():
+                self._check_awake()
+                await self._engine.adapters.load(body.adapter)
+            case SetAdapters():
+                await self._engine.adapters.make_live(body.live)
+            case DropAdapter():
+                await self._engine.adapters.drop(body.adapter_id)
         return None
 
     async def call(self, body: Call) -> JsonValue:
@@ -146,9 +158,7 @@ class EngineMember(ABC):
 
     def _check_awake(self) -> None:
         if SleepTag.WEIGHTS in self._engine.asleep:
-            raise PayloadRejected(
-                "its weights sleep; wake them before an update (POST /wake_up?tags=weights)"
-            )
+            raise PayloadRejected("its weights sleep; wake them first (POST /wake_up?tags=weights)")
 
     @abstractmethod
     async def connect(self, body: Connect) -> None: ...

@@ -1,6 +1,7 @@
 """vLLM's asynchronous engine client, which records the versions of each answer's tokens."""
 
 from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from vllm.config import VllmConfig
@@ -9,20 +10,38 @@ from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from deployments.replica.adapters.named import Uses
 from deployments.replica.spans import RECORDER, SpanRecorder
 
 
 class RecordingLLM(AsyncLLM):
-    """An AsyncLLM that tells the request's `SpanRecorder` which versions made its tokens."""
+    """An AsyncLLM that tells the request's `SpanRecorder` which versions made its tokens.
+
+    Attributes:
+        adapter_uses: counts the requests that use an adapter.
+    """
+
+    adapter_uses: Uses | None = None
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         recorder = RECORDER.get()
-        if recorder is None:
-            return super().generate(prompt, sampling_params, request_id, **options)
         stream = super().generate(prompt, sampling_params, request_id, **options)
+        adapter = options.get("lora_request")
+        if adapter is not None and self.adapter_uses is not None:
+            stream = self._using(stream, self.adapter_uses.using(adapter.lora_int_id))
+        if recorder is None:
+            return stream
         return self._recorded(stream, recorder, recorder.open_call(sampling_params.n))
+
+    async def _using(
+        self, stream: AsyncGenerator[RequestOutput, None], use: AbstractContextManager[None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The same, while the adapter counts as used: an answer may outlast its HTTP request."""
+        with use:
+            async for output in stream:
+                yield output
 
     async def _recorded(
         self, stream: AsyncGenerator[RequestOutput, None], recorder: SpanRecorder, first_choice: int

@@ -7,6 +7,7 @@ another one is written so that the router need not read it: see `deployments.rou
 """
 
 import json
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,7 +24,14 @@ class SpanRecorder:
     def __init__(self, version: int) -> None:
         self.version = version  # of the newest token so far
         self.spans: dict[int, list[Span]] = {}
+        self.adapter: str | None = None  # the full name of the one that the request uses
+        self.at_end: list[Callable[[], None]] = []
         self._choices = 0
+
+    def end(self) -> None:
+        """The request has ended: what it holds is free."""
+        while self.at_end:
+            self.at_end.pop()()
 
     def open_call(self, choices: int) -> int:
         """One engine call with `choices` samples begins; returns the index of its first choice."""
@@ -114,6 +122,8 @@ def _encode(answer: Any) -> bytes:
 
 def _annotate(answer: dict[str, Any], recorder: SpanRecorder) -> None:
     answer["weight_version"] = recorder.version
+    if recorder.adapter is not None:
+        answer["adapter"] = recorder.adapter
     choices = answer.get("choices")
     for choice in choices if isinstance(choices, list) else ():
         if not isinstance(choice, dict):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import vllm
 
+from app.http.adapter_routes import AdapterRoutes
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes
@@ -41,6 +42,7 @@ def ours() -> set[str]:
         *FleetRoutes(handle, None, directories).endpoints(),
         *WeightRoutes(handle, 1, directories, allow_pickled_ipc=False).endpoints(),
         *EngineRoutes(handle, 1).endpoints(),
+        *AdapterRoutes(handle).endpoints(),
     ]
     return {endpoint.path for endpoint in endpoints}
 

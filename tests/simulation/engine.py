@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from deployments.condition import Condition, apply, asleep, is_paused
 from deployments.errors import PayloadRejected, TransferFailed
+from deployments.protocol.adapters import NO_ADAPTERS
 from deployments.protocol.instructions import (
     Body,
     Call,
@@ -65,6 +66,7 @@ class SimMember:
         self.retained_version: int | None = None
         self.store_result: StoreResult | None = None
         self.admitted = False
+        self.adapters = NO_ADAPTERS
         self.fenced: str | None = None
         self.changed = asyncio.Condition()
         self._condition: Condition = ()

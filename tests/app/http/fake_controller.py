@@ -23,6 +23,7 @@ from deployments.protocol.operations import (
 )
 from deployments.protocol.publishing import Lease, PublisherSession, ReplicaTimings, RoundOptions, RoundReport
 from deployments.protocol.status import Event, FleetStatus, MemberStatus, RoundStatus, SizeStatus
+from tests.app.http.fake_adapters import FakeAdapters
 
 REPLICAS = ("replica-0", "replica-1")
 
@@ -45,7 +46,7 @@ class _Method:
         return asyncio.ensure_future(self._method(*args))
 
 
-class FakeController:
+class FakeController(FakeAdapters):
     """One publisher at a time, one round at a time.
 
     Attributes:
@@ -60,6 +61,7 @@ class FakeController:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: list[str] = []
         self.fail_next: dict[str, Exception] = {}
         self.dies_before: set[str] = set()

@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.http.adapter_routes import AdapterRoutes
 from app.http.auth import Guard, Tokens, TokenSource
 from app.http.client_routes import ClientRoutes
 from app.http.directory_publisher import DirectoryPublisher
@@ -59,6 +60,7 @@ def application(
         *ClientRoutes(handle).endpoints(),
         *weights.endpoints(),
         *EngineRoutes(handle, MAX_BODY_BYTES).endpoints(),
+        *AdapterRoutes(handle).endpoints(),
         *TrainRoutes(training, MAX_BODY_BYTES).endpoints(),
     ]
     return build_app(endpoints, Guard(tokens(token, user_token)), FakeRouter() if router is None else router)

@@ -75,6 +75,20 @@ from tests.app.settings.complaints import COLOCATED, SEPARATE, complaint
             "outputs that are cached outside the engine)",
         ),
         (
+            {
+                "device": "cuda",
+                "weights": {"transport": "nccl", "staging": "device"},
+                "engine": {"extra": {"enable_lora": True}},
+            },
+            "'weights.staging': expected 'host' with 'engine.extra.enable_lora', got 'device' "
+            "(LoRA wraps the modules that a shadow would be a copy of)",
+        ),
+        (
+            {"engine": {"env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}}},
+            "'engine.env.VLLM_ALLOW_RUNTIME_LORA_UPDATING': set 'engine.extra.enable_lora' instead "
+            "(every setting has one name)",
+        ),
+        (
             {"engine": {"env": {"VLLM_API_KEY": "x"}}},
             "'engine.env.VLLM_API_KEY': set 'security.user_token_file' instead (every setting has one name)",
         ),

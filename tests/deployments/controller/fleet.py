@@ -21,6 +21,7 @@ class Fleet:
 
     def __init__(self, directory: Path, config: LedgerConfig = CONFIG) -> None:
         self.now = 1000.0
+        self.config = config
         self.dead: set[str] = set()
         self.disk = SlowDisk()
         self.ray_answers = threading.Event()
@@ -33,6 +34,7 @@ class Fleet:
             state_dir=str(directory / "state"),
             store_dir=str(directory / "store"),
             is_alive=self._is_alive,
+            adapter_roots=[directory],
             poll_s=0.05,
             silent_s=2.0,
             tick_s=0.02,

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from deployments.errors import PayloadRejected, TransferFailed
+from deployments.protocol.adapters import NO_ADAPTERS
 from deployments.protocol.instructions import (
     Body,
     Commit,
@@ -29,6 +30,7 @@ class Member:
     retained_version, store_result, loading_version = None, None, None
     partially_updated = updates_in_place = False
     draining = None
+    adapters = NO_ADAPTERS
     leaving = drained = False
 
     def __init__(self, act: str = "") -> None:

@@ -1,0 +1,69 @@
+"""vLLM 0.32's routes for LoRA adapters, on all replicas or on none, and prime-rl's name for one of them.
+
+Same names, bodies and answers as vLLM's `entrypoints/serve/lora/api_router.py`. `load_inplace` gives a name
+another version; what runs ends on the version that it began with.
+"""
+
+from ray.serve.handle import DeploymentHandle
+from starlette.responses import PlainTextResponse
+
+from app.http.answers import AdapterList, Status
+from app.http.endpoint import Endpoint
+from app.http.requests import LoadAdapterBody, UnloadAdapterBody
+from deployments.protocol.adapters import Adapter
+
+
+class AdapterRoutes:
+    """The routes that change which adapters requests may name."""
+
+    def __init__(self, controller: DeploymentHandle) -> None:
+        self._controller = controller
+
+    def endpoints(self) -> list[Endpoint]:
+        text = "text/plain"
+        return [
+            Endpoint("POST", "/v1/load_lora_adapter", self.load, media_type=text),
+            Endpoint("POST", "/v1/unload_lora_adapter", self.unload, media_type=text),
+            Endpoint("POST", "/load_lora_adapter", self.load_in_place),
+            Endpoint("GET", "/fleet/adapters", self.adapters),
+        ]
+
+    async def load(self, body: LoadAdapterBody) -> PlainTextResponse:
+        """Load an adapter into every replica, as the next version of its name.
+
+        Raises:
+            InvalidRequest: the name is live and `load_inplace` is false; the files do not fit this model.
+            NotFound: there is no such directory.
+            Conflict: the name is being loaded, or some replicas rejected the files. No replica has it.
+        """
+        adapter = await self._load(body, in_place=body.load_inplace)
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{body.lora_name}' added successfully.",
+            headers={"x-adapter": adapter.full_name} if adapter.full_name.isascii() else None,
+        )
+
+    async def unload(self, body: UnloadAdapterBody) -> PlainTextResponse:
+        """Unload all versions of a name, or the one of a full name; what runs on them ends on them.
+
+        Raises:
+            NotFound: there is none.
+            Conflict: it is being loaded.
+        """
+        await self._controller.unload_adapter.remote(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def load_in_place(self, body: LoadAdapterBody) -> Status:
+        """prime-rl's route: a load whose name may be live already. No cache needs a reset: no version finds
+        what another one has cached."""
+        await self._load(body, in_place=True)
+        return Status(status="ok")
+
+    async def adapters(self) -> AdapterList:
+        """All versions that are live, being loaded, or still used by answers that run."""
+        return AdapterList(adapters=await self._controller.adapters.remote())
+
+    async def _load(self, body: LoadAdapterBody, *, in_place: bool) -> Adapter:
+        adapter: Adapter = await self._controller.load_adapter.remote(
+            body.lora_name, body.lora_path, in_place, body.is_3d_lora_weight
+        )
+        return adapter

@@ -1,0 +1,89 @@
+"""The files of adapters: copied before a replica hears of them, removed when no replica has them.
+
+Which ones are needed is the ledger's decision (`deployments.ledger.adapters`). The disk is read and changed
+in threads.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from deployments.errors import InvalidRequest, NotFound
+from deployments.logs import serve_logger
+from deployments.protocol.adapters import AdapterFiles
+from deployments.weights.store.adapter_store import AdapterStore, Incomplete
+
+LAG_S = 10.0  # a shared file system may show a directory this much later than its writer
+RETRY_S = 0.1
+
+logger = serve_logger()
+
+
+class AdapterKeeper:
+    """Copies adapters into the fleet's store, and removes them.
+
+    Args:
+        roots: directories below which the users' adapters are.
+        needed: the ids whose files must stay.
+        lag_s: how long files that are not complete are waited for.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        roots: Sequence[Path],
+        needed: Callable[[], set[int]],
+        lag_s: float = LAG_S,
+    ) -> None:
+        self._store = AdapterStore(directory)
+        self._roots = tuple(roots)
+        self._needed = needed
+        self._lag_s = lag_s
+        self._pass: asyncio.Task[None] | None = None
+        self._problem: str | None = None
+
+    async def copy(self, path: str, adapter_id: int) -> AdapterFiles:
+        """Copy an adapter; waits a while for files that are not complete.
+
+        Raises:
+            NotFound: there is no such directory.
+            InvalidRequest: outside of the roots, not an adapter, or not complete in time.
+        """
+        if not path or "\0" in path or not Path(path).is_absolute():
+            raise InvalidRequest(f"lora_path: expected an absolute path, got {path[:200]!r}")
+        until = time.monotonic() + self._lag_s
+        while True:
+            try:
+                return await asyncio.to_thread(self._store.copy, Path(path), self._roots, adapter_id)
+            except Incomplete as error:
+                if time.monotonic() > until:
+                    there = await asyncio.to_thread(Path(path).is_dir)
+                    kind = InvalidRequest if there else NotFound
+                    raise kind(f"lora_path: {error} (waited {self._lag_s:g} s)") from error
+            except (OSError, ValueError) as error:
+                raise InvalidRequest(str(error)) from error
+            await asyncio.sleep(RETRY_S)
+
+    def start(self) -> None:
+        """Begin to remove what nobody needs, unless that goes on."""
+        if self._pass is None or self._pass.done():
+            self._pass = asyncio.get_running_loop().create_task(self._run())
+
+    async def aclose(self) -> None:
+        """Wait for the removal that goes on."""
+        if self._pass is not None:
+            await asyncio.gather(self._pass, return_exceptions=True)
+
+    async def _run(self) -> None:
+        before, self._problem = self._problem, None
+        for adapter_id in await asyncio.to_thread(self._store.ids):
+            if adapter_id not in self._needed():
+                try:
+                    with suppress(FileNotFoundError):
+                        await asyncio.to_thread(self._store.remove, adapter_id)
+                except OSError as error:
+                    self._problem = str(error)
+        if self._problem is not None and before is None:
+            logger.warning("old adapters stay in the store: %s", self._problem)

@@ -1,0 +1,122 @@
+"""Whether the files of an adapter are what the fleet copied, and fit this engine's model."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.lora.peft_helper import PEFTHelper
+
+from deployments.protocol.adapters import Adapter
+from deployments.weights.store.adapter_store import CONFIG, TENSORS, adapter_digest
+from deployments.weights.wire.checkpoint_schema import Schema, TensorSpec, join_reasons, read_schema
+
+_PART = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.weight")
+
+
+class NotYet(ValueError):
+    """The files are not what they were when the fleet copied them: a shared file system may lag."""
+
+
+def check_adapter(adapter: Adapter, model: str, lora_config: Any) -> None:
+    """Read the files once, and compare them with the digest, the limits and the base model.
+
+    Args:
+        model: the checkpoint that the engine was started from.
+        lora_config: the engine's `LoRAConfig`.
+
+    Raises:
+        NotYet: they are not there, or have another digest.
+        ValueError: they do not fit; the message names the first few tensors.
+    """
+    directory = Path(adapter.path)
+    try:
+        digest = adapter_digest(directory)
+    except OSError as error:
+        raise NotYet(f"{directory} cannot be read: {error}") from error
+    if digest != adapter.digest:
+        raise NotYet(f"{directory} must have the digest {adapter.digest}, and has {digest}")
+    _check_config(directory, lora_config)
+    schema = read_schema(directory) or {}
+    problems = [*_halves(schema, lora_config.max_lora_rank)]
+    base = read_schema(Path(model)) if Path(model).is_dir() else None
+    if base is not None:
+        problems += _misfits(schema, base)
+    if not problems:
+        problems += _not_finite(directory / TENSORS)
+    if problems:
+        raise ValueError(f"{adapter.full_name}: {join_reasons(problems)}")
+
+
+def _check_config(directory: Path, lora_config: Any) -> None:
+    try:
+        PEFTHelper.from_local_dir(str(directory), None).validate_legal(lora_config)
+    except (TypeError, KeyError, AssertionError) as error:
+        raise ValueError(f"{CONFIG}: {error}") from error
+
+
+def _parts(schema: Schema) -> Mapping[str, dict[str, TensorSpec]]:
+    """The halves of each module's adapter."""
+    parts: dict[str, dict[str, TensorSpec]] = {}
+    for name, spec in schema.items():
+        match = _PART.fullmatch(name)
+        if match is not None:
+            parts.setdefault(match["module"], {})[match["half"]] = spec
+    return parts
+
+
+def _halves(schema: Schema, max_rank: int) -> Iterator[str]:
+    """What is wrong with the two matrices of a module, whatever its model."""
+    for module, halves in _parts(schema).items():
+        if len(halves) < 2:
+            yield f"{module!r} has lora_{next(iter(halves))} alone"
+        elif any(len(half.shape) != 2 for half in halves.values()):
+            continue  # a layout of vLLM's own business
+        elif halves["A"].shape[0] != halves["B"].shape[1]:
+            shapes = f"{list(halves['A'].shape)} and {list(halves['B'].shape)}"
+            yield f"{module!r}: lora_A and lora_B have the shapes {shapes}"
+        elif halves["A"].shape[0] > max_rank:
+            rank = halves["A"].shape[0]
+            yield f"{module!r} has rank {rank}, expected at most max_lora_rank, {max_rank}"
+
+
+def _misfits(schema: Schema, base: Schema) -> list[str]:
+    """Modules that the base model does not have, or has in another shape.
+
+    If it has none of them under these names (its checkpoint renames them), vLLM alone can tell.
+    """
+    parts = _parts(schema)
+    known = {module for module in parts if f"{module}.weight" in base}
+    if not known:
+        return []
+    problems = [
+        f"{module!r} is no module of the base model"
+        for module in parts
+        if module not in known and ".experts" not in module
+    ]
+    for module in sorted(known):
+        expected, halves = base[f"{module}.weight"].shape, parts[module]
+        if len(expected) != 2 or len(halves) < 2 or any(len(half.shape) != 2 for half in halves.values()):
+            continue
+        got = (halves["B"].shape[0], halves["A"].shape[1])
+        if got != expected:
+            problems.append(
+                f"{module!r} must be for a weight of {list(expected)}, and is for one of {list(got)}: "
+                "it is an adapter of another base model"
+            )
+    return problems
+
+
+def _not_finite(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return [
+                f"{name!r} has a NaN or an infinity"
+                for name in tensors.offset_keys()
+                if (tensor := tensors.get_tensor(name)).is_floating_point()
+                and not bool(torch.isfinite(tensor).all())
+            ]
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error

@@ -1,0 +1,133 @@
+"""The adapters of one engine.
+
+    load       the files are checked, then vLLM's `add_lora`; no request may name it yet
+    make_live  requests may name these and no others
+    drop       one that never became live
+
+One that is live no more is removed after the last request that uses it. vLLM's `add_lora` runs on the
+engine's thread, between two steps, with the files in the page cache after the check.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from deployments.errors import PayloadRejected
+from deployments.logs import serve_logger
+from deployments.protocol.adapters import Adapter, AdapterState
+from deployments.replica.adapters.check import NotYet, check_adapter
+from deployments.replica.adapters.named import NamedAdapters, Uses, lora_request
+
+LAG_S = 10.0  # a shared file system may show the fleet's copy this much later
+RETRY_S = 0.1
+
+logger = serve_logger()
+
+
+class EngineAdapters:
+    """What an engine holds, and what requests may name.
+
+    Args:
+        llm: vLLM's `AsyncLLM`.
+        models: the application's `OpenAIServingModels`; None: it has no routes with models.
+    """
+
+    def __init__(self, llm: Any, models: Any = None, lag_s: float = LAG_S) -> None:
+        self._llm = llm
+        self._lag_s = lag_s
+        self._held: dict[int, Adapter] = {}
+        self._live: tuple[int, ...] = ()
+        self._doomed: set[int] = set()
+        self._removals: dict[int, asyncio.Task[None]] = {}
+        self.uses = Uses(self._remove_unused)
+        self.named = NamedAdapters(self.uses)
+        if models is not None:
+            models.lora_requests = self.named
+
+    @property
+    def state(self) -> AdapterState:
+        return AdapterState(held=tuple(self._held), live=self._live)
+
+    async def load(self, adapter: Adapter) -> None:
+        """Check the files and load them into the engine.
+
+        Raises:
+            PayloadRejected: they do not fit, or are not there in time; the engine is as it was.
+            Exception: the engine failed.
+        """
+        config = getattr(self._llm.vllm_config, "lora_config", None)
+        if config is None:
+            raise PayloadRejected("this engine was started without 'enable_lora'")
+        if adapter.adapter_id in self._held and adapter.adapter_id not in self._doomed:
+            return
+        await self._check(adapter, config)
+        try:
+            await self._llm.add_lora(lora_request(adapter))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # whatever a worker said; some workers may have it
+            await self._llm.remove_lora(adapter.adapter_id)
+            raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {_last_line(error)}") from error
+        self._doomed.discard(adapter.adapter_id)
+        self._held[adapter.adapter_id] = adapter
+
+    async def make_live(self, live: Sequence[Adapter]) -> None:
+        """Requests may name these and no others.
+
+        Raises:
+            RuntimeError: one is not loaded.
+        """
+        missing = [each.full_name for each in live if each.adapter_id not in self._held]
+        if missing:
+            raise RuntimeError(f"{missing} are not loaded")
+        before, self._live = self._live, tuple(each.adapter_id for each in live)
+        self.named.make_live(live)
+        await self._doom(set(before) - set(self._live))
+
+    async def drop(self, adapter_id: int) -> None:
+        """Unload one that is not live."""
+        if adapter_id in self._live:
+            raise RuntimeError(f"adapter {adapter_id} is live")
+        await self._doom({adapter_id})
+
+    async def _check(self, adapter: Adapter, config: Any) -> None:
+        until = time.monotonic() + self._lag_s
+        while True:
+            try:
+                await asyncio.to_thread(check_adapter, adapter, self._llm.model_config.model, config)
+                return
+            except NotYet as error:
+                if time.monotonic() > until:
+                    raise PayloadRejected(f"{error} (waited {self._lag_s:g} s)") from error
+            except (OSError, ValueError) as error:
+                raise PayloadRejected(str(error)) from error
+            await asyncio.sleep(RETRY_S)
+
+    async def _doom(self, ids: set[int]) -> None:
+        self._doomed |= ids & self._held.keys()
+        for adapter_id in [each for each in self._doomed if not self.uses[each]]:
+            await self._remove(adapter_id)
+
+    def _remove_unused(self, adapter_id: int) -> None:
+        if adapter_id in self._doomed and adapter_id not in self._removals:
+            removal = asyncio.get_running_loop().create_task(self._remove(adapter_id))
+            self._removals[adapter_id] = removal
+            removal.add_done_callback(lambda _: self._removals.pop(adapter_id, None))
+
+    async def _remove(self, adapter_id: int) -> None:
+        if adapter_id not in self._doomed or self.uses[adapter_id]:
+            return
+        self._doomed.discard(adapter_id)
+        try:
+            await self._llm.remove_lora(adapter_id)
+        except EngineDeadError:  # it holds nothing any more
+            logger.debug("adapter %d ends with its engine", adapter_id)
+        self._held.pop(adapter_id, None)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"

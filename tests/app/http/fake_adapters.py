@@ -1,0 +1,57 @@
+"""The controller's calls for adapters, with the ledger's rules and no files: a path exists if it is known."""
+
+from deployments.errors import Conflict, InvalidRequest, NotFound
+from deployments.ledger.adapters.catalog import (
+    AdapterLimits,
+    check_name,
+    named,
+    next_adapter,
+    numbered,
+    with_files,
+    with_live,
+    without,
+    without_retired,
+)
+from deployments.protocol.adapters import Adapter, AdapterCatalog, AdapterFiles, AdapterStatus
+
+
+class FakeAdapters:
+    """Attributes: `paths` exist; `loading` are names that are being loaded."""
+
+    def __init__(self) -> None:
+        self.paths = {"/adapters/a", "/adapters/b"}
+        self.loading: set[str] = set()
+        self.catalog = AdapterCatalog()
+
+    async def load_adapter(
+        self, name: str, path: str, in_place: bool = False, is_3d: bool = False
+    ) -> Adapter:
+        check_name(name, "base")
+        if name in self.loading:
+            raise Conflict(f"The lora adapter '{name}' is being loaded as version 1: wait for its answer")
+        if not in_place and any(each.name == name for each in self.catalog.live):
+            raise InvalidRequest(f"The lora adapter '{name}' has already been loaded. ...")
+        if path not in self.paths:
+            raise NotFound(f"lora_path: {path} does not exist")
+        adapter = next_adapter(self.catalog, name, is_3d=is_3d)
+        adapter = with_files(adapter, AdapterFiles(path=path, digest="d", size_bytes=1))
+        self.catalog = with_live(numbered(self.catalog, adapter), adapter, AdapterLimits().keep)
+        return adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        ids = {each.adapter_id for each in named(self.catalog, name)}
+        self.catalog = without_retired(without(self.catalog, ids), ids)
+
+    async def adapters(self) -> list[AdapterStatus]:
+        return [
+            AdapterStatus(
+                name=each.name,
+                version=each.version,
+                state="live",
+                path=each.path,
+                digest=each.digest,
+                size_bytes=each.size_bytes,
+                replicas=("replica-0",),
+            )
+            for each in self.catalog.live
+        ]

@@ -1,0 +1,49 @@
+"""When adapters' files are copied, and when they go."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from deployments.controller.adapter_files import AdapterKeeper
+from deployments.errors import InvalidRequest, NotFound
+from tests.tiny_adapters import save_tiny_adapter
+
+
+async def test_files_that_come_late_are_waited_for(tmp_path: Path) -> None:
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set)
+    copying = asyncio.create_task(keeper.copy(str(tmp_path / "a"), 1))
+    await asyncio.sleep(0.15)
+    assert not copying.done()
+    save_tiny_adapter(tmp_path / "a", 1)
+    assert Path((await copying).path).is_dir()
+
+
+async def test_files_that_do_not_come_are_an_error_of_the_caller(tmp_path: Path) -> None:
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set, lag_s=0.1)
+    with pytest.raises(NotFound, match="does not exist"):
+        await keeper.copy(str(tmp_path / "a"), 1)
+    (save_tiny_adapter(tmp_path / "a", 1) / "adapter_model.safetensors").write_bytes(b"half")
+    with pytest.raises(InvalidRequest, match="no whole safetensors header") as raised:
+        await keeper.copy(str(tmp_path / "a"), 1)
+    assert not isinstance(raised.value, NotFound)
+
+
+@pytest.mark.parametrize("path", ["", "a", "a\0b", "../a"])
+async def test_a_path_is_absolute(tmp_path: Path, path: str) -> None:
+    with pytest.raises(InvalidRequest, match="absolute"):
+        await AdapterKeeper(tmp_path / "store", [tmp_path], set).copy(path, 1)
+
+
+async def test_what_nobody_needs_is_removed(tmp_path: Path) -> None:
+    needed = {1, 2}
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], lambda: needed)
+    save_tiny_adapter(tmp_path / "a", 1)
+    paths = [Path((await keeper.copy(str(tmp_path / "a"), each)).path) for each in (1, 2)]
+    keeper.start()
+    await keeper.aclose()
+    assert all(path.is_dir() for path in paths)
+    needed.remove(1)
+    keeper.start()
+    await keeper.aclose()
+    assert [path.is_dir() for path in paths] == [False, True]

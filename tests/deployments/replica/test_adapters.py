@@ -1,0 +1,238 @@
+"""Adapters on one replica: what is refused, what requests find, and when one is unloaded."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config.lora import LoRAConfig
+
+from deployments.errors import PayloadRejected
+from deployments.protocol.adapters import Adapter
+from deployments.replica.adapters.check import NotYet, check_adapter
+from deployments.replica.adapters.engine_adapters import EngineAdapters
+from deployments.replica.spans import RECORDER, SpanRecorder, annotate_json
+from deployments.weights.store.adapter_store import adapter_digest
+from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
+from tests.tiny_models import save_tiny_llama
+
+CONFIG = LoRAConfig(max_lora_rank=8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_llama(tmp_path_factory.mktemp("model"), 1))
+
+
+def adapter(directory: Path, number: int = 1, name: str = "math") -> Adapter:
+    digest = adapter_digest(directory)
+    return Adapter(
+        name=name,
+        version=number,
+        adapter_id=number,
+        path=str(directory),
+        digest=digest,
+        size_bytes=1,
+    )
+
+
+class FakeLlm:
+    """As `AsyncLLM`: loads what is there, fails otherwise, and loads nothing twice under an id."""
+
+    def __init__(self, model: str) -> None:
+        self.vllm_config = SimpleNamespace(lora_config=CONFIG)
+        self.model_config = SimpleNamespace(model=model)
+        self.loaded: dict[int, str] = {}
+        self.fails = False
+
+    async def add_lora(self, request: Any) -> bool:
+        assert not request.load_inplace
+        assert request.lora_int_id not in self.loaded, "vLLM would keep the former one"
+        self.loaded[request.lora_int_id] = request.lora_path
+        if self.fails:  # in its activation: the files are in the engine's cache already
+            raise Exception("Call to add_lora method failed:\nsize mismatch")
+        return True
+
+    async def remove_lora(self, adapter_id: int) -> bool:
+        return self.loaded.pop(adapter_id, None) is not None
+
+
+@pytest.fixture
+def llm(model: str) -> FakeLlm:
+    return FakeLlm(model)
+
+
+@pytest.fixture
+def adapters(llm: FakeLlm) -> EngineAdapters:
+    return EngineAdapters(llm, SimpleNamespace(lora_requests={}), lag_s=0.0)
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def test_an_adapter_of_the_model_fits(tmp_path: Path, model: str) -> None:
+    check_adapter(adapter(save_tiny_adapter(tmp_path / "a", 1)), model, CONFIG)
+
+
+def changed(**tensors: Any) -> dict[str, torch.Tensor]:
+    made = tiny_adapter_tensors(1)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            del made[name]
+        else:
+            made[name] = tensor
+    return made
+
+
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "phrase"),
+    [
+        (tiny_adapter_tensors(1, width=256), "another base model"),
+        (tiny_adapter_tensors(1, layers=3), "layers.2.self_attn.q_proj' is no module of the base model"),
+        (tiny_adapter_tensors(1, rank=16), "rank 16, expected at most max_lora_rank, 8"),
+        (changed(**{f"{FIRST}.lora_B.weight": None}), "has lora_A alone"),
+        (changed(**{f"{FIRST}.lora_B.weight": torch.zeros(128, 5)}), "have the shapes"),
+        (changed(**{f"{FIRST}.lora_B.weight": torch.full((128, 4), torch.nan)}), "NaN or an infinity"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    tmp_path: Path, model: str, tensors: dict[str, torch.Tensor], phrase: str
+) -> None:
+    directory = save_tiny_adapter(tmp_path / "a", 1, tensors=tensors)
+    with pytest.raises(ValueError, match=phrase) as raised:
+        check_adapter(adapter(directory), model, CONFIG)
+    assert not isinstance(raised.value, NotYet)
+
+
+@pytest.mark.parametrize(
+    ("config", "phrase"),
+    [({"r": 16}, "max_lora_rank"), ({"use_dora": True}, "(?i)dora"), ({"bias": "all"}, "bias")],
+)
+def test_what_vllm_does_not_compute_is_refused(
+    tmp_path: Path, model: str, config: dict[str, Any], phrase: str
+) -> None:
+    with pytest.raises(ValueError, match=phrase):
+        check_adapter(adapter(save_tiny_adapter(tmp_path / "a", 1, **config)), model, CONFIG)
+
+
+def test_other_bytes_than_the_fleet_copied_are_not_loaded(tmp_path: Path, model: str) -> None:
+    expected = adapter(save_tiny_adapter(tmp_path / "a", 1))
+    save_tiny_adapter(tmp_path / "a", 2)
+    with pytest.raises(NotYet, match="digest"):
+        check_adapter(expected, model, CONFIG)
+
+
+async def test_a_shared_file_system_may_lag(tmp_path: Path, llm: FakeLlm) -> None:
+    adapters = EngineAdapters(llm)
+    directory = save_tiny_adapter(tmp_path / "a", 1)
+    expected = adapter(directory)
+    directory.rename(tmp_path / "b")
+    loading = asyncio.create_task(adapters.load(expected))
+    await asyncio.sleep(0.2)
+    assert not loading.done()
+    (tmp_path / "b").rename(directory)
+    await loading
+    assert adapters.state.held == (1,)
+
+
+async def test_files_that_do_not_come_are_rejected(tmp_path: Path, adapters: EngineAdapters) -> None:
+    expected = replace(adapter(save_tiny_adapter(tmp_path / "a", 1)), path=str(tmp_path / "b"))
+    with pytest.raises(PayloadRejected, match="cannot be read"):
+        await adapters.load(expected)
+
+
+# -- the engine --------------------------------------------------------------------------------
+
+
+async def test_what_vllm_cannot_load_stays_in_no_worker(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    llm.fails = True
+    with pytest.raises(PayloadRejected, match="size mismatch"):
+        await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
+    assert llm.loaded == {} and adapters.state.held == ()
+
+
+async def test_an_engine_without_lora_says_so(tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm) -> None:
+    llm.vllm_config.lora_config = None
+    with pytest.raises(PayloadRejected, match="enable_lora"):
+        await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
+
+
+async def test_a_load_that_comes_again_changes_nothing(tmp_path: Path, adapters: EngineAdapters) -> None:
+    one = adapter(save_tiny_adapter(tmp_path / "a", 1))
+    await adapters.load(one)
+    await adapters.load(one)
+    assert adapters.state.held == (1,)
+
+
+async def test_only_what_is_loaded_can_be_live(tmp_path: Path, adapters: EngineAdapters) -> None:
+    with pytest.raises(RuntimeError, match="not loaded"):
+        await adapters.make_live([adapter(save_tiny_adapter(tmp_path / "a", 1))])
+
+
+async def loaded(adapters: EngineAdapters, tmp_path: Path, count: int) -> list[Adapter]:
+    made = [
+        adapter(save_tiny_adapter(tmp_path / f"a{number}", number), number) for number in range(1, count + 1)
+    ]
+    for each in made:
+        await adapters.load(each)
+    return made
+
+
+async def test_a_name_finds_its_newest_version_and_the_engine_hears_the_full_name(
+    tmp_path: Path, adapters: EngineAdapters
+) -> None:
+    one, two = await loaded(adapters, tmp_path, 2)
+    assert "math" not in adapters.named and "math@1" not in adapters.named
+    await adapters.make_live([one])
+    assert adapters.named["math"].lora_name == "math@1"
+    await adapters.make_live([one, two])
+    assert adapters.named["math"].lora_name == "math@2"
+    assert adapters.named["math@1"].lora_name == "math@1"
+    # What /v1/models lists:
+    assert [each.lora_name for each in adapters.named.values()] == ["math@1", "math@2", "math"]
+
+
+async def test_a_version_is_unloaded_after_its_last_request(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    one, two = await loaded(adapters, tmp_path, 2)
+    await adapters.make_live([one])
+    recorder = SpanRecorder(1)
+    RECORDER.set(recorder)
+    assert adapters.named["math"].lora_int_id == 1
+    assert adapters.named["math"].lora_int_id == 1  # it is looked up twice, and is one use
+    with adapters.uses.using(1):  # the engine's own
+        await adapters.make_live([two])
+        recorder.end()
+        await asyncio.sleep(0)
+        assert adapters.state.held == (1, 2) and adapters.state.live == (2,)
+    await asyncio.sleep(0.01)
+    assert adapters.state.held == (2,) and set(llm.loaded) == {2}
+    RECORDER.set(None)
+
+
+async def test_one_that_never_became_live_is_dropped_at_once(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    one, _ = await loaded(adapters, tmp_path, 2)
+    await adapters.make_live([one])
+    await adapters.drop(2)
+    await adapters.drop(3)  # of an earlier life
+    assert set(llm.loaded) == {1} and adapters.state.held == (1,)
+    with pytest.raises(RuntimeError, match="live"):
+        await adapters.drop(1)
+
+
+def test_an_answer_names_its_adapter() -> None:
+    recorder = SpanRecorder(3)
+    recorder.adapter = "math@2"
+    assert b'"adapter":"math@2"' in annotate_json(b'{"choices":[]}', recorder, 200)
+    assert b"adapter" not in annotate_json(b'{"choices":[]}', SpanRecorder(3), 200)

@@ -1,0 +1,95 @@
+"""The fleet's copies of adapters, and what is no adapter."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deployments.weights.store.adapter_store import AdapterStore, Incomplete, adapter_digest
+from tests.tiny_adapters import save_tiny_adapter
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> AdapterStore:
+    return AdapterStore(tmp_path / "store" / "adapters")
+
+
+def test_a_copy_does_not_change_with_its_source(store: AdapterStore, tmp_path: Path) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    files = store.copy(source, [tmp_path], 7)
+    assert adapter_digest(Path(files.path)) == files.digest == adapter_digest(source)
+    save_tiny_adapter(tmp_path / "a", 2)
+    assert adapter_digest(Path(files.path)) == files.digest != adapter_digest(source)
+    assert store.ids() == [7]
+    store.remove(7)
+    assert store.ids() == []
+
+
+def test_the_configuration_is_a_part_of_the_digest(store: AdapterStore, tmp_path: Path) -> None:
+    one = store.copy(save_tiny_adapter(tmp_path / "a", 1), [tmp_path], 1)
+    two = store.copy(save_tiny_adapter(tmp_path / "a", 1, lora_alpha=32), [tmp_path], 2)
+    assert one.digest != two.digest
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_file_that_is_not_there_yet_may_come(store: AdapterStore, tmp_path: Path, file: str) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    (source / file).unlink()
+    with pytest.raises(Incomplete, match="does not exist"):
+        store.copy(source, [tmp_path], 1)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+def test_half_a_file_may_become_whole(store: AdapterStore, tmp_path: Path, kept: int) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    file = source / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(Incomplete):
+        store.copy(source, [tmp_path], 1)
+    assert store.ids() == [] and list(store.directory.parent.glob("*/.*")) == []
+
+
+def test_what_is_outside_of_the_roots_is_not_read(store: AdapterStore, tmp_path: Path) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    (tmp_path / "root").mkdir()
+    for path in (source, tmp_path / "root" / ".." / "a"):
+        with pytest.raises(ValueError, match="checkpoint_roots"):
+            store.copy(path, [tmp_path / "root"], 1)
+    (tmp_path / "root" / "link").symlink_to(source)
+    with pytest.raises(ValueError, match="checkpoint_roots"):
+        store.copy(tmp_path / "root" / "link", [tmp_path / "root"], 1)
+    with pytest.raises(ValueError, match="none is configured"):
+        store.copy(source, [], 1)
+
+
+def test_pickled_tensors_are_refused(store: AdapterStore, tmp_path: Path) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    (source / "adapter_model.safetensors").rename(source / "adapter_model.bin")
+    with pytest.raises(ValueError, match="pickled"):
+        store.copy(source, [tmp_path], 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "phrase"), [([], "rank 'r'"), ({"r": "x"}, "rank 'r'"), ({"r": 4, "peft_type": "IA3"}, "LORA")]
+)
+def test_what_is_no_configuration_is_refused(
+    store: AdapterStore, tmp_path: Path, config: object, phrase: str
+) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=phrase) as raised:
+        store.copy(source, [tmp_path], 1)
+    assert not isinstance(raised.value, Incomplete)
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_complete(
+    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    import deployments.weights.store.adapter_store as module
+
+    stamps = iter(range(100))
+    monkeypatch.setattr(module, "_stamp", lambda file: (next(stamps), 1))
+    with pytest.raises(Incomplete, match="changed"):
+        store.copy(source, [tmp_path], 1)
+    assert store.ids() == []
