@@ -1,0 +1,314 @@
+"""LoRA adapters on real engines: a fleet of their own in the same cluster, driven as vLLM's clients do."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from ray import serve
+from transformers import AutoModelForCausalLM
+
+from tests.fleet.conftest import MODEL, PORT, Fleet
+from tests.fleet.losing import a_replica, kill_a_replica, members, process_of
+from tests.fleet.talk import PROMPT, Reference, on_every_replica, succeeded, train_and_publish
+from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
+SLOTS = 2  # adapters that an engine has room for
+COUNT = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapted:
+    """A fleet that serves adapters; users keep theirs below `root`."""
+
+    fleet: Fleet
+    root: Path
+
+    def save(self, name: str, seed: int, **options: Any) -> Path:
+        return save_tiny_adapter(self.root / name, seed, **options)
+
+
+@pytest.fixture(scope="module")
+def adapted(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    root = tmp_path_factory.mktemp("adapters")
+    from app.main import build
+    from app.settings.config import parse_config
+
+    config = parse_config(
+        {
+            "model": str(fleet.checkpoint),
+            "served_model_name": MODEL,
+            "state_dir": str(root / "state"),
+            "engine": {
+                "dtype": "float32",
+                "max_model_len": 1024,
+                "enforce_eager": True,
+                "num_replicas": 2,
+                "extra": {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8},
+            },
+            "weights": {"lease_s": 30, "heartbeat_timeout_s": 20},
+            "security": {"checkpoint_roots": [str(root / "user")]},
+            "trainer": {"optimizer": {"learning_rate": 0.02}},
+        }
+    )
+    serve.run(build(config), name="adapters", route_prefix="/adapters")
+    try:
+        served = Fleet(
+            url=f"http://127.0.0.1:{PORT}/adapters",
+            checkpoint=fleet.checkpoint,
+            store=root / "state" / "store",
+        )
+        yield Adapted(fleet=served, root=root / "user")
+    finally:
+        serve.delete("adapters")
+
+
+def load(client: httpx.Client, name: str, path: Path, **more: Any) -> httpx.Response:
+    return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **more})
+
+
+def unload(client: httpx.Client, name: str) -> httpx.Response:
+    return client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def everywhere(client: httpx.Client, model: str, count: int = COUNT) -> list[dict[str, Any]]:
+    """One answer of each of the two replicas."""
+    found: dict[str, dict[str, Any]] = {}
+    for session in range(64):
+        answer = succeeded(
+            client.post(
+                "/v1/completions",
+                json={
+                    "model": model,
+                    "prompt": PROMPT,
+                    "max_tokens": count,
+                    "min_tokens": count,
+                    "temperature": 0,
+                    "return_token_ids": True,
+                },
+                headers={"x-session-id": f"spread-{session}"},
+            )
+        )
+        found[answer.headers["x-slipstream-replica"]] = answer.json()
+        if len(found) == 2:
+            return list(found.values())
+    raise AssertionError(f"64 sessions reached only {sorted(found)}")
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    return list(answer["choices"][0]["token_ids"])
+
+
+def models(client: httpx.Client) -> list[set[str]]:
+    """What each replica lists, without the base model."""
+    found: dict[str, set[str]] = {}
+    for session in range(64):
+        answer = succeeded(client.get("/v1/models", headers={"x-session-id": f"list-{session}"}))
+        names = {each["id"] for each in answer.json()["data"]} - {MODEL}
+        found[answer.headers["x-slipstream-replica"]] = names
+        if len(found) == 2:
+            break
+    return list(found.values())
+
+
+def newest(client: httpx.Client, name: str) -> int:
+    found = client.get("/fleet/adapters").json()["adapters"]
+    return max(each["version"] for each in found if each["name"] == name)
+
+
+class Merged(Reference):
+    """transformers with the adapter added to the weights."""
+
+    def __init__(self, checkpoint: Path, seed: int) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        parameters = dict(self._model.named_parameters())
+        lora = tiny_adapter_tensors(seed)
+        for name in {each.rsplit(".lora_", 1)[0] for each in lora}:
+            weight = parameters[name.removeprefix("base_model.model.") + ".weight"]
+            with torch.no_grad():
+                weight += lora[f"{name}.lora_B.weight"] @ lora[f"{name}.lora_A.weight"]
+
+
+@pytest.fixture
+def client(adapted: Adapted) -> Iterator[httpx.Client]:
+    with adapted.fleet.client() as made:
+        yield made
+        for name in {each["name"] for each in made.get("/fleet/adapters").json()["adapters"]}:
+            unload(made, name)
+
+
+def test_every_replica_answers_with_a_loaded_adapter_as_transformers_does(
+    adapted: Adapted, client: httpx.Client
+) -> None:
+    base = Reference(adapted.fleet.checkpoint)(PROMPT, COUNT)
+    expected = Merged(adapted.fleet.checkpoint, 11)(PROMPT, COUNT)
+    assert expected != base
+    succeeded(load(client, "math", adapted.save("a11", 11)))
+    [listed, also] = models(client)
+    assert listed == also and listed == {"math", f"math@{newest(client, 'math')}"}
+    for answer in everywhere(client, "math"):
+        assert tokens(answer) == expected
+        assert answer["adapter"].startswith("math@") and answer["model"] == answer["adapter"]
+        assert answer["weight_version"] == adapted.fleet.version()
+    for answer in everywhere(client, MODEL):
+        assert tokens(answer) == base and "adapter" not in answer
+
+
+def test_a_version_goes_on_answering_what_began_with_it(adapted: Adapted, client: httpx.Client) -> None:
+    old, new = (Merged(adapted.fleet.checkpoint, seed)(PROMPT, 400) for seed in (11, 12))
+    succeeded(load(client, "run", adapted.save("a11", 11)))
+    answers: list[dict[str, Any]] = []
+    body = {"prompt": PROMPT, "max_tokens": 400, "min_tokens": 400, "temperature": 0}
+
+    def ask() -> None:
+        with adapted.fleet.client() as mine:
+            whole = {**body, "model": "run", "return_token_ids": True}
+            answers.append(succeeded(mine.post("/v1/completions", json=whole)).json())
+
+    running = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in running:
+        thread.start()
+    time.sleep(0.5)
+    before = len(answers)
+    succeeded(load(client, "run", adapted.save("a12", 12), load_inplace=True))
+    later = everywhere(client, "run", 24)
+    for thread in running:
+        thread.join()
+    assert before == 0, "they have ended before the load: the test shows nothing"
+    assert [tokens(answer) for answer in answers] == [old] * 4
+    assert [tokens(answer) for answer in later] == [new[:24]] * 2
+    assert len({answer["adapter"] for answer in answers} | {each["adapter"] for each in later}) == 2
+
+
+def test_a_base_round_goes_on_beside_adapters(adapted: Adapted, client: httpx.Client, tmp_path: Path) -> None:
+    succeeded(load(client, "math", adapted.save("a11", 11)))
+    before = [tokens(answer) for answer in everywhere(client, "math")]
+    for step in range(2):
+        version = train_and_publish(client)
+        path = str(tmp_path / f"saved-{step}")
+        saved = Path(succeeded(client.post("/train/save", json={"path": path})).json()["path"])
+        expected = Merged(saved, 11)(PROMPT, COUNT)
+        for answer in everywhere(client, "math"):
+            assert tokens(answer) == expected != before
+            assert answer["choices"][0]["weight_versions"] == [{"version": version, "start": 0, "end": COUNT}]
+        for answer in on_every_replica(client, max_tokens=COUNT).values():
+            assert answer.token_ids == Reference(saved)(PROMPT, COUNT)
+    last = client.get("/fleet/rounds").json()["rounds"][-1]
+    assert last["phase"] == "committed" and not last["fenced"]
+
+
+def checkpoint_of_now(adapted: Adapted, client: httpx.Client, path: Path) -> Path:
+    return Path(succeeded(client.post("/train/save", json={"path": str(path)})).json()["path"])
+
+
+def test_more_adapters_than_an_engine_has_room_for_are_read_again_from_the_fleets_copy(
+    adapted: Adapted, client: httpx.Client, tmp_path: Path
+) -> None:
+    base = checkpoint_of_now(adapted, client, tmp_path / "base")
+    seeds = range(21, 21 + SLOTS + 2)
+    for seed in seeds:
+        directory = adapted.save(f"a{seed}", seed)
+        succeeded(load(client, f"run-v{seed}", directory))
+        adapted.save(f"a{seed}", 99)  # whatever becomes of the user's directory
+    for _ in range(2):
+        for seed in seeds:
+            expected = Merged(base, seed)(PROMPT, 12)
+            assert [tokens(each) for each in everywhere(client, f"run-v{seed}", 12)] == [expected] * 2
+
+
+def test_what_is_wrong_is_an_error_of_the_caller_and_changes_nothing(
+    adapted: Adapted, client: httpx.Client, tmp_path: Path
+) -> None:
+    outside = save_tiny_adapter(tmp_path / "outside", 1)
+    of_another = adapted.save("another", 1, tensors=tiny_adapter_tensors(1, width=256))
+    too_high = adapted.save("high", 1, rank=16)
+    half = adapted.save("half", 1)
+    file = half / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    for path, status, phrase in (
+        (outside, 400, "checkpoint_roots"),
+        (of_another, 400, "another base model"),
+        (too_high, 400, "max_lora_rank"),
+        (half, 400, "bytes"),
+        (adapted.root / "none", 404, "does not exist"),
+    ):
+        answer = load(client, "wrong", path)
+        assert (answer.status_code, phrase in answer.text) == (status, True), answer.text
+    assert models(client) == [set(), set()]
+    assert client.get("/fleet/adapters").json()["adapters"] == []
+    assert len(members(client)) == 2
+    assert unload(client, "wrong").status_code == 404
+    missing = client.post("/v1/completions", json={"model": "wrong", "prompt": "x", "max_tokens": 1})
+    assert missing.status_code == 404
+
+
+def test_many_adapters_leave_nothing_behind(adapted: Adapted, client: httpx.Client) -> None:
+    took: list[float] = []
+    for step in range(30):
+        directory = adapted.save("step", step)
+        began = time.monotonic()
+        succeeded(load(client, f"many-v{step}", directory))
+        took.append(time.monotonic() - began)
+        if step >= 2:
+            succeeded(unload(client, f"many-v{step - 2}"))
+    took.sort()
+    print(f"a load: median {took[15]:.3f} s, slowest {took[-1]:.3f} s")
+    assert models(client)[0] == models(client)[1]
+    assert {name.split("@")[0] for name in models(client)[0]} == {"many-v28", "many-v29"}
+    copies = adapted.fleet.store / "adapters"
+    deadline = time.monotonic() + 20
+    while len(list(copies.iterdir())) > 2:
+        assert time.monotonic() < deadline, sorted(copies.iterdir())
+        time.sleep(0.2)
+
+
+@pytest.mark.chaos
+def test_a_successor_has_the_adapters_before_it_answers(
+    adapted: Adapted, client: httpx.Client, tmp_path: Path
+) -> None:
+    base = checkpoint_of_now(adapted, client, tmp_path / "base")
+    expected = Merged(base, 11)(PROMPT, COUNT)
+    succeeded(load(client, "math", adapted.save("a11", 11)))
+    before = members(client)
+    assert a_replica("adapters")
+    kill_a_replica("adapters")
+    deadline = time.monotonic() + 240
+    while len(members(client)) < 2 or members(client) == before:
+        answer = client.post(
+            "/v1/completions",
+            json={
+                "model": "math",
+                "prompt": PROMPT,
+                "max_tokens": 4,
+                "temperature": 0,
+                "return_token_ids": True,
+            },
+        )
+        assert tokens(succeeded(answer).json()) == expected[: len(tokens(answer.json()))]
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert [tokens(answer) for answer in everywhere(client, "math")] == [expected] * 2
+
+
+@pytest.mark.chaos
+def test_a_controller_that_dies_forgets_no_adapter(
+    adapted: Adapted, client: httpx.Client, tmp_path: Path
+) -> None:
+    base = checkpoint_of_now(adapted, client, tmp_path / "base")
+    expected = Merged(base, 11)(PROMPT, COUNT)
+    succeeded(load(client, "math", adapted.save("a11", 11)))
+    process_of("controller", "adapters").kill()
+    assert [tokens(answer) for answer in everywhere(client, "math")] == [expected] * 2
+    deadline = time.monotonic() + 60
+    while (answer := load(client, "code", adapted.save("a12", 12))).status_code >= 500:
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.5)
+    succeeded(answer)
+    names = {each["name"] for each in client.get("/fleet/adapters").json()["adapters"]}
+    assert names == {"math", "code"}
