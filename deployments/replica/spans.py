@@ -128,6 +128,8 @@ def _annotate(answer: dict[str, Any], recorder: SpanRecorder) -> None:
     for choice in choices if isinstance(choices, list) else ():
         if not isinstance(choice, dict):
             continue
+        if recorder.adapter is not None:
+            choice["adapter"] = recorder.adapter
         index = choice.get("index", 0)
         spans = recorder.spans.get(index) if isinstance(index, int) else None
         # /inference/v1/generate has vLLM's own spans already, with its string labels.
