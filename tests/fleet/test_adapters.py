@@ -88,7 +88,7 @@ def everywhere(client: httpx.Client, model: str, count: int = COUNT) -> list[dic
                     "model": model,
                     "prompt": PROMPT,
                     "max_tokens": count,
-                    "min_tokens": count,
+                    "ignore_eos": True,
                     "temperature": 0,
                     "return_token_ids": True,
                 },
@@ -164,7 +164,7 @@ def test_a_version_goes_on_answering_what_began_with_it(adapted: Adapted, client
     old, new = (Merged(adapted.fleet.checkpoint, seed)(PROMPT, 400) for seed in (11, 12))
     succeeded(load(client, "run", adapted.save("a11", 11)))
     answers: list[dict[str, Any]] = []
-    body = {"prompt": PROMPT, "max_tokens": 400, "min_tokens": 400, "temperature": 0}
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
     def ask() -> None:
         with adapted.fleet.client() as mine:
@@ -286,6 +286,7 @@ def test_a_successor_has_the_adapters_before_it_answers(
                 "model": "math",
                 "prompt": PROMPT,
                 "max_tokens": 4,
+                "ignore_eos": True,
                 "temperature": 0,
                 "return_token_ids": True,
             },

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -36,7 +37,7 @@ class HostStaging:
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         """Raises ValueError if vLLM cannot replace this model's weights."""
-        if (refusal := reload_refusal(model)) is not None:
+        if (refusal := _copying_refusal(model)) is not None:
             raise ValueError(f"staging 'host' is not possible: {refusal}")
         self._model = model
         self._model_config = model_config
@@ -55,6 +56,9 @@ class HostStaging:
         return LoadPlanSummary()
 
     def finalize(self, *, complete: bool, partial: bool) -> list[str]:
+        # An engine whose base cannot be replaced may still serve adapters.
+        if (refusal := reload_refusal(self._model)) is not None:
+            raise ValueError(refusal)
         self._check_tied()
         return []
 
@@ -117,6 +121,15 @@ def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
 
 def reload_refusal(model: torch.nn.Module) -> str | None:
     """Why vLLM's reload of this model would not replace all weights; None: it would."""
+    if any(isinstance(module, FusedMoEWithLoRA) for module in model.modules()):
+        return (
+            "vLLM's reload keeps the former weights of experts that LoRA wraps, without a word: a fleet with "
+            "'enable_lora' serves adapters of this mixture of experts, and cannot replace its base"
+        )
+    return _copying_refusal(model)
+
+
+def _copying_refusal(model: torch.nn.Module) -> str | None:
     copying = [name for name in (type(each).__name__ for each in model.modules()) if name in _COPYING]
     if not copying:
         return None

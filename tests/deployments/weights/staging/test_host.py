@@ -35,7 +35,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], di
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
-@pytest.mark.parametrize("family", ["experts", "padded-experts", "dense", "mla", "tied", "tied-twice"])
+@pytest.mark.parametrize(
+    "family", ["experts", "padded-experts", "dense", "mla", "tied", "tied-twice", "dense-lora", "tied-lora"]
+)
 def test_all_that_was_loaded_is_replaced_by_each_swap(
     family: str, packed: bool, found: dict[tuple[str, bool], Any]
 ) -> None:
@@ -63,3 +65,7 @@ def test_experts_that_a_failed_reload_did_not_come_to_have_their_kernels_again()
         assert method.moe_kernel is None
         raise OSError("the file cannot be read")
     assert method.moe_kernel is kernel
+
+
+def test_experts_that_lora_wraps_are_not_replaced_in_silence(found: dict[tuple[str, bool], Any]) -> None:
+    assert "keeps the former weights of experts that LoRA wraps" in found["experts-lora", True]["refused"]
