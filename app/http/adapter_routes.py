@@ -10,7 +10,9 @@ from starlette.responses import PlainTextResponse
 from app.http.answers import AdapterList, Status
 from app.http.endpoint import Endpoint
 from app.http.requests import LoadAdapterBody, UnloadAdapterBody
-from deployments.protocol.adapters import Adapter
+from deployments.errors import FleetUnavailable
+from deployments.lost_calls import answered, is_lost
+from deployments.protocol.adapters import Adapter, AdapterStatus
 
 
 class AdapterRoutes:
@@ -35,11 +37,12 @@ class AdapterRoutes:
             InvalidRequest: the name is live and `load_inplace` is false; the files do not fit this model.
             NotFound: there is no such directory.
             Conflict: the name is being loaded, or some replicas rejected the files. No replica has it.
+            FleetUnavailable: too few replicas serve, or the controller was lost.
         """
-        adapter = await self._load(body, in_place=body.load_inplace)
+        full_name = await self._load(body, in_place=body.load_inplace)
         return PlainTextResponse(
             f"Success: LoRA adapter '{body.lora_name}' added successfully.",
-            headers={"x-adapter": adapter.full_name} if adapter.full_name.isascii() else None,
+            headers={"x-adapter": full_name} if full_name.isascii() else None,
         )
 
     async def unload(self, body: UnloadAdapterBody) -> PlainTextResponse:
@@ -62,8 +65,33 @@ class AdapterRoutes:
         """All versions that are live, being loaded, or still used by answers that run."""
         return AdapterList(adapters=await self._controller.adapters.remote())
 
-    async def _load(self, body: LoadAdapterBody, *, in_place: bool) -> Adapter:
-        adapter: Adapter = await self._controller.load_adapter.remote(
+    async def _load(self, body: LoadAdapterBody, *, in_place: bool) -> str:
+        """The full name of what became live.
+
+        If the controller dies meanwhile, its successor's catalog says what became of the load: clients
+        repeat a lost call, and a repetition of one that was decided would be refused.
+        """
+        before = await self._newest(body.lora_name)
+        load = self._controller.load_adapter.remote(
             body.lora_name, body.lora_path, in_place, body.is_3d_lora_weight
         )
-        return adapter
+        try:
+            adapter: Adapter = await load
+            return adapter.full_name
+        except Exception as error:
+            if not is_lost(error):
+                raise
+            newest = await self._newest(body.lora_name)
+            if newest > before:
+                return f"{body.lora_name}@{newest}"
+            raise FleetUnavailable(
+                f"The lora adapter '{body.lora_name}' is not loaded: the controller was lost, and the load "
+                "with it; try again"
+            ) from error
+
+    async def _newest(self, name: str) -> int:
+        """The newest live version of a name; 0: there is none."""
+        found: list[AdapterStatus] = await answered(
+            lambda: self._controller.adapters.remote(), f"the adapters named {name!r}"
+        )
+        return max((each.version for each in found if each.name == name and each.state == "live"), default=0)

@@ -25,13 +25,23 @@ class SpanRecorder:
         self.version = version  # of the newest token so far
         self.spans: dict[int, list[Span]] = {}
         self.adapter: str | None = None  # the full name of the one that the request uses
-        self.at_end: list[Callable[[], None]] = []
+        self.looked_up: dict[str, Any] = {}  # names of adapters -> what they stand for in this request
+        self.ended = False
+        self._at_end: list[Callable[[], None]] = []
         self._choices = 0
 
     def end(self) -> None:
         """The request has ended: what it holds is free."""
-        while self.at_end:
-            self.at_end.pop()()
+        self.ended = True
+        while self._at_end:
+            self._at_end.pop()()
+
+    def at_end(self, free: Callable[[], None]) -> None:
+        """To be called when the request ends; at once if it has."""
+        if self.ended:
+            free()
+        else:
+            self._at_end.append(free)
 
     def open_call(self, choices: int) -> int:
         """One engine call with `choices` samples begins; returns the index of its first choice."""

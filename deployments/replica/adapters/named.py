@@ -67,13 +67,16 @@ class NamedAdapters(dict[str, LoRARequest]):
             super().__setitem__(adapter.name, lora_request(adapter, name=adapter.name))
 
     def __getitem__(self, name: str) -> LoRARequest:
-        found = self._newest[name]
         recorder = RECORDER.get()
-        if recorder is not None and recorder.adapter != found.lora_name:
+        if recorder is None:
+            return self._newest[name]
+        if name not in recorder.looked_up:  # all parts of a request have the same version
+            found = recorder.looked_up[name] = self._newest[name]
             recorder.adapter = found.lora_name
             self._uses.begin(found.lora_int_id)
-            recorder.at_end.append(lambda: self._uses.end(found.lora_int_id))
-        return found
+            recorder.at_end(lambda: self._uses.end(found.lora_int_id))
+        looked_up: LoRARequest = recorder.looked_up[name]
+        return looked_up
 
 
 def lora_request(adapter: Adapter, name: str | None = None) -> LoRARequest:

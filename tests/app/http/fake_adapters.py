@@ -23,9 +23,16 @@ class FakeAdapters:
         self.loading: set[str] = set()
         self.catalog = AdapterCatalog()
 
+    async def _enter(self, method: str) -> None:
+        """A call begins; it may fail, or the process may die."""
+
+    def _leave(self, method: str) -> None:
+        """A call is carried out; the process may die before it answers."""
+
     async def load_adapter(
         self, name: str, path: str, in_place: bool = False, is_3d: bool = False
     ) -> Adapter:
+        await self._enter("load_adapter")
         check_name(name, "base")
         if name in self.loading:
             raise Conflict(f"The lora adapter '{name}' is being loaded as version 1: wait for its answer")
@@ -36,6 +43,7 @@ class FakeAdapters:
         adapter = next_adapter(self.catalog, name, is_3d=is_3d)
         adapter = with_files(adapter, AdapterFiles(path=path, digest="d", size_bytes=1))
         self.catalog = with_live(numbered(self.catalog, adapter), adapter, AdapterLimits().keep)
+        self._leave("load_adapter")
         return adapter
 
     async def unload_adapter(self, name: str) -> None:

@@ -93,3 +93,23 @@ async def test_they_are_the_operators() -> None:
                 headers = {} if token is None else {"authorization": f"Bearer {token}"}
                 answer = await fleet.request(method, path, json=load(), headers=headers)
                 assert answer.status_code == status
+
+
+async def test_a_load_that_was_decided_before_the_controller_died_is_a_success(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    controller.dies_after = {"load_adapter"}
+    answer = await fleet.post(LOAD, json=load())
+    assert (answer.status_code, answer.headers["x-adapter"]) == (200, "math@1")
+    controller.dies_after = {"load_adapter"}
+    assert (await fleet.post(ALIAS, json=load())).status_code == 200
+    assert await versions(fleet) == ["math@1", "math@2"]
+
+
+async def test_a_load_that_was_lost_with_the_controller_can_be_sent_again(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    controller.dies_before = {"load_adapter"}
+    answer = await fleet.post(LOAD, json=load())
+    assert answer.status_code == 503 and answer.headers["retry-after"]
+    assert (await fleet.post(LOAD, json=load())).status_code == 200

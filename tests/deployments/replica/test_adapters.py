@@ -212,6 +212,7 @@ async def test_a_version_is_unloaded_after_its_last_request(
     assert adapters.named["math"].lora_int_id == 1  # it is looked up twice, and is one use
     with adapters.uses.using(1):  # the engine's own
         await adapters.make_live([two])
+        assert adapters.named["math"].lora_int_id == 1  # all parts of a request have the same version
         recorder.end()
         await asyncio.sleep(0)
         assert adapters.state.held == (1, 2) and adapters.state.live == (2,)
