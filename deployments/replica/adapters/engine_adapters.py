@@ -126,6 +126,16 @@ class EngineAdapters:
         except EngineDeadError:  # it holds nothing any more
             logger.debug("adapter %d ends with its engine", adapter_id)
         self._held.pop(adapter_id, None)
+        _forget_figures(self._llm)
+
+
+def _forget_figures(llm: Any) -> None:
+    """vLLM keeps a figure for each set of names that it has ever seen running together, for ever."""
+    manager = getattr(llm, "logger_manager", None)
+    for logger in [] if manager is None else manager.stat_loggers:
+        clear = getattr(getattr(logger, "gauge_lora_info", None), "clear", None)
+        if clear is not None:
+            clear()  # those that run now are there again with the next step
 
 
 def _last_line(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import Gauge
 from vllm.config.lora import LoRAConfig
 
 from deployments.errors import PayloadRejected
@@ -48,6 +49,7 @@ class FakeLlm:
         self.model_config = SimpleNamespace(model=model)
         self.loaded: dict[int, str] = {}
         self.fails = False
+        self.logger_manager: Any = None
 
     async def add_lora(self, request: Any) -> bool:
         assert not request.load_inplace
@@ -231,6 +233,18 @@ async def test_one_that_never_became_live_is_dropped_at_once(
     assert set(llm.loaded) == {1} and adapters.state.held == (1,)
     with pytest.raises(RuntimeError, match="live"):
         await adapters.drop(1)
+
+
+async def test_the_figures_of_an_unloaded_adapter_go(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    gauge = Gauge("lora_requests_info", "", ["running"], registry=None)
+    llm.logger_manager = SimpleNamespace(stat_loggers=[SimpleNamespace(gauge_lora_info=gauge), object()])
+    [one] = await loaded(adapters, tmp_path, 1)
+    await adapters.make_live([one])
+    gauge.labels("math@1").set(1)
+    await adapters.make_live([])
+    assert next(iter(gauge.collect())).samples == []
 
 
 def test_an_answer_names_its_adapter() -> None:
