@@ -32,7 +32,7 @@ from deployments.replica.engine_core import COMMIT, END_DRAIN, RESET_CACHES
 from deployments.replica.engine_drain import EngineDrain
 from deployments.replica.recording_llm import RecordingLLM, new_llm
 
-WORKER_EXTENSION = "deployments.weights.staging.worker_extension.StagingWorkerExtension"
+WORKER_EXTENSION = "deployments.replica.adapters.worker.WorkerExtension"
 FIRST_CALL_S = 60.0  # of an engine that is up, to the calls that only read or set a value
 END_S = 4.0  # an engine's processes may take this long to end by themselves; vLLM kills them then
 STOP_S = 8.0  # then we do
@@ -81,7 +81,8 @@ class Engine:
         self._condition: Condition = ()  # what users did to it: paused, asleep
         self.held = False  # stays paused until `release`, whatever users ask for meanwhile
         self._drain = EngineDrain(self._ask_cores)
-        self.adapters = EngineAdapters(llm, getattr(app.state, "openai_serving_models", None))
+        models = getattr(app.state, "openai_serving_models", None)
+        self.adapters = EngineAdapters(llm, self.workers, models)
         llm.adapter_uses = self.adapters.uses
         self._lifespan = app.router.lifespan_context(app)
         self._stopping: asyncio.Task[None] | None = None

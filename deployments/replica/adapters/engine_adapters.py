@@ -5,12 +5,13 @@
     drop       one that never became live
 
 One that is live no more is removed after the last request that uses it. vLLM's `add_lora` runs on the
-engine's thread, between two steps, with the files in the page cache after the check.
+engine's thread, between two steps; what it needs of the disk is read before, while the engine decodes
+(`worker`).
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -23,7 +24,9 @@ from deployments.replica.adapters.named import NamedAdapters, Uses, lora_request
 
 LAG_S = 10.0  # a shared file system may show the fleet's copy this much later
 RETRY_S = 0.1
+READ_POLL_S = 0.01
 
+Workers = Callable[..., Awaitable[list[Any]]]
 logger = serve_logger()
 
 
@@ -32,11 +35,13 @@ class EngineAdapters:
 
     Args:
         llm: vLLM's `AsyncLLM`.
+        workers: calls a method of every worker.
         models: the application's `OpenAIServingModels`; None: it has no routes with models.
     """
 
-    def __init__(self, llm: Any, models: Any = None, lag_s: float = LAG_S) -> None:
+    def __init__(self, llm: Any, workers: Workers, models: Any = None, lag_s: float = LAG_S) -> None:
         self._llm = llm
+        self._workers = workers
         self._lag_s = lag_s
         self._held: dict[int, Adapter] = {}
         self._live: tuple[int, ...] = ()
@@ -65,10 +70,12 @@ class EngineAdapters:
             return
         await self._check(adapter, config)
         try:
+            await self._read(adapter)
             await self._llm.add_lora(lora_request(adapter))
         except EngineDeadError:
             raise
         except Exception as error:  # whatever a worker said; some workers may have it
+            await self._workers("adapter_forget", adapter_id=adapter.adapter_id)
             await self._llm.remove_lora(adapter.adapter_id)
             raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {_last_line(error)}") from error
         self._doomed.discard(adapter.adapter_id)
@@ -105,6 +112,18 @@ class EngineAdapters:
             except (OSError, ValueError) as error:
                 raise PayloadRejected(str(error)) from error
             await asyncio.sleep(RETRY_S)
+
+    async def _read(self, adapter: Adapter) -> None:
+        """The workers read the files while the engine decodes."""
+        await self._workers(
+            "adapter_read",
+            name=adapter.full_name,
+            adapter_id=adapter.adapter_id,
+            path=adapter.path,
+            is_3d=adapter.is_3d,
+        )
+        while not all(await self._workers("adapter_is_read", adapter_id=adapter.adapter_id)):
+            await asyncio.sleep(READ_POLL_S)
 
     async def _doom(self, ids: set[int]) -> None:
         self._doomed |= ids & self._held.keys()

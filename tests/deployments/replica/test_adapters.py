@@ -50,9 +50,26 @@ class FakeLlm:
         self.loaded: dict[int, str] = {}
         self.fails = False
         self.logger_manager: Any = None
+        self.reading: dict[int, int] = {}  # id -> how often it was asked for
+        self.torn = False
+
+    async def workers(self, method: str, **arguments: Any) -> list[Any]:
+        adapter_id = arguments["adapter_id"]
+        match method:
+            case "adapter_read":
+                self.reading[adapter_id] = 0
+            case "adapter_is_read":
+                self.reading[adapter_id] += 1
+                if self.torn:
+                    raise Exception("Call to collective_rpc method failed:\nunexpected module")
+                return [True, self.reading[adapter_id] > 2]  # one of two workers takes longer
+            case "adapter_forget":
+                self.reading.pop(adapter_id, None)
+        return [None, None]
 
     async def add_lora(self, request: Any) -> bool:
         assert not request.load_inplace
+        assert self.reading.pop(request.lora_int_id) > 2, "read by the engine, between two steps"
         assert request.lora_int_id not in self.loaded, "vLLM would keep the former one"
         self.loaded[request.lora_int_id] = request.lora_path
         if self.fails:  # in its activation: the files are in the engine's cache already
@@ -70,7 +87,7 @@ def llm(model: str) -> FakeLlm:
 
 @pytest.fixture
 def adapters(llm: FakeLlm) -> EngineAdapters:
-    return EngineAdapters(llm, SimpleNamespace(lora_requests={}), lag_s=0.0)
+    return EngineAdapters(llm, llm.workers, SimpleNamespace(lora_requests={}), lag_s=0.0)
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -132,7 +149,7 @@ def test_other_bytes_than_the_fleet_copied_are_not_loaded(tmp_path: Path, model:
 
 
 async def test_a_shared_file_system_may_lag(tmp_path: Path, llm: FakeLlm) -> None:
-    adapters = EngineAdapters(llm)
+    adapters = EngineAdapters(llm, llm.workers)
     directory = save_tiny_adapter(tmp_path / "a", 1)
     expected = adapter(directory)
     directory.rename(tmp_path / "b")
@@ -160,6 +177,15 @@ async def test_what_vllm_cannot_load_stays_in_no_worker(
     with pytest.raises(PayloadRejected, match="size mismatch"):
         await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
     assert llm.loaded == {} and adapters.state.held == ()
+
+
+async def test_what_a_worker_cannot_read_stays_in_no_worker(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    llm.torn = True
+    with pytest.raises(PayloadRejected, match="unexpected module"):
+        await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
+    assert llm.loaded == {} and llm.reading == {}
 
 
 async def test_an_engine_without_lora_says_so(tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm) -> None:

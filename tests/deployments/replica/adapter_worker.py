@@ -1,0 +1,96 @@
+"""A real vLLM model with LoRA on a CPU, and the worker's half of a load; prints what happened, as JSON.
+
+    python -m tests.deployments.replica.adapter_worker DIRECTORY
+
+A process of its own: vLLM's parallel state and current configuration are global.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.model_executor.model_loader import get_model
+
+from deployments.replica.adapters.worker import WorkerExtension
+from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
+from tests.tiny_models import save_tiny_llama
+
+
+def worker(directory: Path) -> Any:
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on a CPU
+    save_tiny_llama(directory / "model", 1)
+    config = EngineArgs(
+        model=str(directory / "model"),
+        max_model_len=64,
+        enforce_eager=True,
+        dtype="float32",
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=8,
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{directory / 'rendezvous'}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+        model = get_model(vllm_config=config)
+        manager = LRUCacheWorkerLoRAManager(config, torch.device("cpu"), model.embedding_modules)
+        manager.create_lora_manager(model, config)
+    made: Any = WorkerExtension()
+    made.model_runner = SimpleNamespace(lora_manager=manager)
+    return made
+
+
+def read(made: Any, directory: Path, adapter_id: int) -> None:
+    made.adapter_read(name=f"a@{adapter_id}", adapter_id=adapter_id, path=str(directory), is_3d=False)
+    deadline = time.monotonic() + 30
+    while not made.adapter_is_read(adapter_id=adapter_id):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def add(made: Any, directory: Path, adapter_id: int) -> Any:
+    """vLLM's own step; what the first layer's slot then has of lora_B."""
+    manager = made.model_runner.lora_manager
+    manager.add_adapter(
+        LoRARequest(lora_name=f"a@{adapter_id}", lora_int_id=adapter_id, lora_path=str(directory))
+    )
+    slot = manager._adapter_manager.lora_index_to_id.index(adapter_id)
+    module = manager._adapter_manager.modules["model.layers.0.mlp.down_proj"]
+    return module.lora_b_stacked[0][slot, 0, :, :4]
+
+
+def main(directory: Path) -> None:
+    made = worker(directory)
+    expected = tiny_adapter_tensors(1)["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"]
+    source = save_tiny_adapter(directory / "a", 1)
+    found: dict[str, Any] = {}
+    read(made, source, 1)
+    file = source / "adapter_model.safetensors"
+    file.rename(directory / "away")  # `add_lora` reads nothing any more
+    found["added_from_what_was_read"] = torch.equal(add(made, source, 1), expected)
+    (directory / "away").rename(file)
+    made.model_runner.lora_manager.remove_all_adapters()  # as after a base round
+    found["read_again_by_vllm"] = torch.equal(add(made, source, 1), expected)
+    wrong = save_tiny_adapter(
+        directory / "wrong", 1, tensors={"base_model.model.x.nothing.lora_A.weight": torch.zeros(4, 4)}
+    )
+    try:
+        read(made, wrong, 2)
+    except ValueError as error:
+        found["refused"] = str(error)
+    made.adapter_forget(adapter_id=2)
+    made.adapter_forget(adapter_id=7)  # of an earlier life
+    found["left"] = len(made.model_runner.lora_manager._read_by_the_fleet)
+    print("FOUND " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
