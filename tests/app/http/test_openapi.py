@@ -46,7 +46,7 @@ VLLM: dict[str, Any] = {
 }
 
 
-SPEC = EngineSpec(model="m", served_model_name="m", backend="slipstream_shm", staging="host")
+SPEC = EngineSpec(model="m", served_model_name="m", backend="shm", staging="host")
 
 
 async def document(router: Any, token: str | None = None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from deployments.replica.engine import EngineSpec, server_arguments
 
 # What this server has only for whoever asks it directly: the fleet answers these itself.
 FLEET = {"/health", "/metrics", "/openapi.json"}
-SPEC = EngineSpec(model="m", served_model_name="m", backend="slipstream_shm", staging="host")
+SPEC = EngineSpec(model="m", served_model_name="m", backend="shm", staging="host")
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def config(checkpoint: Path) -> VllmConfig:
     spec = EngineSpec(
         model=str(checkpoint),
         served_model_name="tiny",
-        backend="slipstream_shm",
+        backend="shm",
         staging="host",
         arguments={"dtype": "float32", "hf_token": "hf_operators_own"},
     )
@@ -70,7 +70,7 @@ def test_it_is_vllms_tree_but_for_what_is_withheld(config: VllmConfig) -> None:
 
 def test_what_trl_reads_is_there(config: VllmConfig) -> None:
     shown = ours(config, "?config_format=json")["vllm_config"]
-    assert shown["weight_transfer_config"] == {"backend": "slipstream_shm"}
+    assert shown["weight_transfer_config"] == {"backend": "shm"}
     assert shown["lora_config"] is None
     assert shown["parallel_config"]["data_parallel_size"] == 1
     assert shown["model_config"]["dtype"] == "torch.float32"

@@ -1,0 +1,43 @@
+"""What a trainer reads before it begins: the fleet, as one vLLM server describes itself."""
+
+import pytest
+
+from tests.fleet.conftest import MODEL, Fleet
+from tests.fleet.talk import succeeded
+
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+
+
+def test_server_info_is_that_of_one_server(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        shown = succeeded(client.get("/server_info?config_format=json")).json()["vllm_config"]
+        assert shown["weight_transfer_config"] == {"backend": "shm"}
+        assert shown["lora_config"] is None and shown["model_config"]["dtype"] == "torch.float32"
+        assert shown["parallel_config"]["data_parallel_size"] == 1
+        assert shown["model_config"]["served_model_name"] == MODEL
+        text = succeeded(client.get("/server_info")).json()
+        assert "data_parallel_size=1" in text["vllm_config"] and text["vllm_env"] == text["system_env"] == {}
+        assert client.get("/server_info?config_format=xml").status_code == 400
+
+
+def test_a_cache_is_reset_on_every_replica(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        assert succeeded(client.post("/reset_prefix_cache")).json() == {"success": True}
+        body = {"reset_running_requests": True}
+        assert succeeded(client.post("/reset_prefix_cache", json=body)).json() == {"success": True}
+
+
+def test_a_sleep_without_memory_is_answered_as_vllm_answers_it(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        assert succeeded(client.post("/sleep?level=0")).json() == {"status": "sleeping", "level": 0}
+        assert succeeded(client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        woken = succeeded(client.post("/wake_up?tags=scheduling")).json()
+        assert woken == {"status": "awake", "tags": ["scheduling"]}
+        assert succeeded(client.get("/is_sleeping")).json() == {"is_sleeping": False}
+
+
+def test_the_document_has_the_routes_of_both(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        paths = succeeded(client.get("/openapi.json")).json()["paths"]
+    assert paths.keys() >= {"/v1/completions", "/inference/v1/generate", "/server_info", "/fleet", "/pause"}
+    assert "/collective_rpc" not in paths and "/inference/v1/abort_requests" not in paths
