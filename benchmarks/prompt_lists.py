@@ -4,7 +4,7 @@
     python -m benchmarks.prompt_lists --gpu 8b --prompts 128 --answers 8 --tokens 256       (two GPUs)
 
 A session keeps a request on one replica, where every list went before lists were divided. Both are measured
-on the same fleet.
+in turns on the same fleet.
 """
 
 import argparse
@@ -37,11 +37,11 @@ def main(arguments: list[str] | None = None) -> None:
         print("|---|---|---|---|---|")
         for prompts in args.prompts:
             body = _body(prompts, args.answers, args.tokens)
-            for _ in range(2):
-                _seconds(client, body, ONE), _seconds(client, body, ALL)  # engines and kernels warm up
-            taken = {
-                where: [_seconds(client, body, where) for _ in range(args.repeats)] for where in (ONE, ALL)
-            }
+            turns = [
+                {where: _seconds(client, body, where) for where in (ONE, ALL)}
+                for _ in range(args.repeats + 1)
+            ]
+            taken = {where: [turn[where] for turn in turns[1:]] for where in (ONE, ALL)}  # the first warms up
             ratios = [one / together for one, together in zip(taken[ONE], taken[ALL], strict=True)]
             for where, seconds in taken.items():
                 rate = prompts * args.answers * args.tokens / statistics.median(seconds)
