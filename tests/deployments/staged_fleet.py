@@ -14,10 +14,12 @@ import torch
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
 from app.http.auth import Guard
+from app.http.directory_publisher import DirectoryPublisher
 from app.http.ingress import build_app
 from app.http.weight_routes import WeightRoutes
 from deployments.controller.controller import Controller
 from deployments.ledger.limits import LedgerConfig
+from deployments.protocol.adapters import AdapterState
 from deployments.protocol.instructions import Commit
 from deployments.protocol.reports import Swapped
 from deployments.replica.follower import Follower
@@ -47,6 +49,7 @@ class WorkerEngine:
     world_size, staging_share, busy, dead = 1, 1.0, False, False
     asleep: frozenset[str] = frozenset()
     draining = None
+    adapters = SimpleNamespace(state=AdapterState())
 
     def __init__(self, worker: WireWorker) -> None:
         self.worker = worker
@@ -106,7 +109,8 @@ class StagedFleet:
             silent_s=0.5,
             tick_s=0.02,
         )
-        routes = WeightRoutes(Handle(self.controller), 1 << 20, allow_pickled_ipc=True)  # type: ignore[arg-type]
+        handle: Any = Handle(self.controller)
+        routes = WeightRoutes(handle, 1 << 20, DirectoryPublisher(handle, ()), allow_pickled_ipc=True)
         app = build_app(routes.endpoints(), Guard(tokens()), FakeRouter())
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),

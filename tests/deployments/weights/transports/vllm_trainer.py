@@ -119,16 +119,16 @@ class GlooCommunicator:
         group.broadcast_obj(identity, src=0)
         self.group = group
         self._gloo = gloo_group(PrefixStore("slipstream", group.store), group.rank, group.world_size)
-        self.broadcasts = 0
+        self.broadcasts = 0  # that have ended
         self.before: dict[int, threading.Event] = {}  # broadcasts that wait for it
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
         held = self.before.get(self.broadcasts)
         if held is not None:
             held.wait(5 * TIMEOUT_S)
-        self.broadcasts += 1
         if tensor.numel():
             self._gloo.broadcast([tensor.detach().view(-1).view(torch.uint8)], from_rank_0()).wait()
+        self.broadcasts += 1
 
     def destroy(self) -> None:
         pass
