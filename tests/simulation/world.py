@@ -50,6 +50,7 @@ class World:
             stage_timeout_s=6.0,
             commit_timeout_s=5.0,
             call_timeout_s=5.0,
+            catch_up_timeout_s=8.0,
             store_timeout_s=15.0,
             grace_s=1.0,
             lease_s=8.0,
