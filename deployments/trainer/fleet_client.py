@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import FleetUnavailable, SlipstreamError, TransferAborted
+from deployments.errors import FleetUnavailable, SlipstreamError, StalePublisher, TransferAborted
 from deployments.logs import serve_logger
 from deployments.lost_calls import REPEAT_S, RESTART_WAIT_S, is_lost, repeated
 from deployments.protocol.publishing import LACKING, Lease, RoundOptions, RoundReport
@@ -167,7 +167,13 @@ class FleetWeightSyncClient:
             try:
                 return response.result(timeout_s=lease.duration_s / 3)
             except TimeoutError:
-                self._renew(lease)
+                try:
+                    self._renew(lease)
+                except StalePublisher:
+                    if method != "close_round":
+                        raise
+                    self._lease = None  # the round may be decided all the same: its record says so
+                    return self._call(method, *args)
         try:
             return response.result(timeout_s=max(0.0, deadline - self._clock()))
         except TimeoutError as error:

@@ -133,7 +133,12 @@ class Trainer:
             while self._lease is not None and not response.done():
                 await asyncio.wait({response}, timeout=self._lease.duration_s / 3)
                 if not response.done():
-                    await self._controller.renew.remote(self._lease.token)
+                    try:
+                        await self._controller.renew.remote(self._lease.token)
+                    except StalePublisher:
+                        if method != "close_round":
+                            raise
+                        self._lease, response = None, self._controller.close_round.remote(*args)
             answer = await response
             if token is not None:
                 self._oracle.accepted(method, token, newest)

@@ -96,6 +96,20 @@ def test_a_lease_that_is_lost_while_a_call_runs_raises_stale_publisher() -> None
     assert client.report is None
 
 
+def test_a_renewal_that_is_refused_does_not_decide_how_a_close_ended() -> None:
+    """A controller dies while it closes a round, and its successor knows no lease but the round's end."""
+    controller = FakeController()
+    controller.takes_s["close_round"] = LEASE_S
+    client = client_of(controller)
+    client.init_weight_transfer_engine({})
+    client.start_weight_update()
+    client.update_weights({})
+    controller.at(LEASE_S / 2, lambda: controller.answer("acquire", "trainer"))
+    client.finish_weight_update()
+    assert controller.calls.count("close_round") == 2 and controller.version == 1
+    assert client.report is not None and client.report.version == 1
+
+
 def test_an_old_publisher_cannot_close_its_round_under_its_successors_lease() -> None:
     controller = FakeController()
     old, new = client_of(controller), client_of(controller)
