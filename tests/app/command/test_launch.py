@@ -181,10 +181,11 @@ def test_a_stopped_fleet_leaves_no_process_behind(
 
 
 @pytest.mark.serve
+@pytest.mark.timeout(300)
 def test_a_fleet_that_cannot_start_says_why_and_ends(tmp_path: Path, end_later: list[Launched]) -> None:
     fleet = launch(tmp_path, "fail")
     end_later.append(fleet)
-    assert fleet.process.wait(110) == 1
+    assert fleet.process.wait(240) == 1
     text = fleet.output.read_text()
     assert "the fleet could not be started" in text
     assert "RuntimeError: no weights here" in text

@@ -1,16 +1,23 @@
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from pydantic import JsonValue
 
 from app.client import calls
+from deployments.protocol.publishing import RoundReport
 from deployments.trainer_reports import TrainerStatus
 from tests.app.http.fake_controller import FakeController, report
 from tests.app.http.fake_trainer import STATUS, FakeTrainer
 from tests.app.http.serving import client
 
 TRAJECTORY = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-1.0], "advantage": 1.0}
+
+
+def to_json(told: RoundReport | TrainerStatus) -> Any:
+    return json.loads(json.dumps(asdict(told)))
 
 
 async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
@@ -28,11 +35,11 @@ async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
     assert [answer.status_code for answer in answers] == [200] * 6
     assert [answer.json() for answer in answers] == [
         {"loss": 0.5},
-        asdict(report(2, 4, "step 1")),
-        asdict(report(2, 4, None)),
+        to_json(report(2, 4, "step 1")),
+        to_json(report(2, 4, None)),
         {"path": "/data/x", "step": 3, "save_s": 0.25},
         {"path": "/tmp/checkpoint", "step": 3, "save_s": 0.25},
-        {**asdict(STATUS), "untrained": []},
+        {**to_json(STATUS), "untrained": []},
     ]
     assert trainer.received == [[TRAJECTORY], "step 1", None, "/data/x", None]
 

@@ -20,7 +20,8 @@ from tests.app.settings.complaints import complaint
         ),
         (
             {"security": {"zzz": 2}},
-            "unknown setting 'security.zzz' (expected one of host, token_file, user_token_file)",
+            "unknown setting 'security.zzz' "
+            "(expected one of host, token_file, user_token_file, checkpoint_roots)",
         ),
         (
             {"engine": {"num_replicas": 0}},

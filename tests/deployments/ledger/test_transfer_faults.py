@@ -58,7 +58,7 @@ def test_after_a_failed_transfer_the_round_can_be_sent_again() -> None:
     scene = scene_with(Receive, (TRANSFER_FAILED, TRANSFER_FAILED))
     scene.connect(GROUP)
     error = sent(scene).error
-    assert isinstance(error, RoundAborted) and error.status == 503
+    assert isinstance(error, RoundAborted) and error.status == 409
     assert error.detail["send_again"] is True and "send the round again" in error.message
     for replica in scene.replicas:
         replica.outcomes.clear()
