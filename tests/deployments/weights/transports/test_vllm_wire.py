@@ -129,8 +129,10 @@ def test_where_staging_pauses_between_pieces_no_broadcast_runs_ahead(
     wire: str, checkpoint: Path, memory: SharedMemory
 ) -> None:
     fleet = HttpFleet([VllmReceiver("nccl", str(checkpoint), share=0.25)])
-    connect(wire, fleet, ListSource(version(1))).send_weights()
-    assert [state.digest for state in fleet.verify()] == [digest_of(version(1))]
+    tensors = version(1)
+    connect(wire, fleet, ListSource(tensors)).send_weights()
+    assert [state.digest for state in fleet.verify()] == [digest_of(tensors)]
+    fleet.receivers[0].stop()
 
 
 @every_wire
