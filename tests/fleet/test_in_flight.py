@@ -27,7 +27,9 @@ register()
 
 def publish(seed: int, in_flight: InFlight, **options: Any) -> RoundReport:
     controller = serve.get_deployment_handle("controller", app_name="slipstream")
-    client = FleetWeightSyncClient(controller, "test", RoundOptions(in_flight=in_flight, **options))
+    # It writes no versions itself; a replica that starts later would wait for them.
+    rounds = RoundOptions(in_flight=in_flight, persist=True, **options)
+    client = FleetWeightSyncClient(controller, "test", rounds)
     source = ModuleSource(tiny_llama(seed))
     WeightTransferTrainerFactory.trainer_init(
         ShmTrainerInitInfo(rank=0), client=client, source=source
