@@ -78,17 +78,20 @@ class Publisher:
             text=True,
             env=users_environment(),
         )
-        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        # A queue for each: the end of the former process may be noticed after this one has begun.
+        self._said = queue.Queue()
+        threading.Thread(target=_listen, args=(process, self._said), daemon=True).start()
         said = self._said.get(timeout=120)
         assert "ready" in said, said
         return process
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            with suppress(ValueError):
-                self._said.put(json.loads(line))
-        self._said.put({"gone": True})
+
+def _listen(process: subprocess.Popen[str], said: queue.Queue[dict[str, Any]]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        with suppress(ValueError):
+            said.put(json.loads(line))
+    said.put({"gone": True})
 
 
 class Arena:
