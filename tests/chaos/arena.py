@@ -54,6 +54,9 @@ class Publisher:
                     return said
                 if "ended" in said or "gone" in said:
                     return {}
+                continue
+            if self.process.poll() is not None and self._said.empty():
+                return {}  # it ended before the round began, and that was read then
         raise TimeoutError(f"the publisher did not say {key!r} within {timeout_s:.0f} s")
 
     def go_on(self) -> None:

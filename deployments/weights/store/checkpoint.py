@@ -83,7 +83,7 @@ class Checkpoint:
             parts = list(parts_of(directory, files, part_bytes))
             if not parts:
                 raise ValueError(f"{directory} has no tensors")
-        except BaseException:
+        except BaseException:  # whatever it was: nobody else would release the lock
             lock.close()
             raise
         return cls(directory=directory, parts=parts, identities=identities, lock=lock)
