@@ -31,6 +31,7 @@ from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.replica.engine_core import COMMIT, END_DRAIN, RESET_CACHES
 from deployments.replica.engine_drain import EngineDrain
 from deployments.replica.recording_llm import RecordingLLM, new_llm
+from deployments.replica.server.info import fleet_fingerprint
 
 WORKER_EXTENSION = "deployments.replica.adapters.worker.WorkerExtension"
 FIRST_CALL_S = 60.0  # of an engine that is up, to the calls that only read or set a value
@@ -95,6 +96,7 @@ class Engine:
         with kept_log_file():
             config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
             llm = new_llm(config, engine_args)
+        args.fingerprint_mode, args.fingerprint_value = "custom", fleet_fingerprint(config, args)
         tasks = await asyncio.wait_for(llm.get_supported_tasks(), FIRST_CALL_S)
         app = build_app(args, tasks, llm.model_config)
         await init_app_state(llm, app.state, args, tasks)

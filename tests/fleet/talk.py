@@ -1,8 +1,10 @@
 """How the fleet's tests ask, train and check: over HTTP, as a user does."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import torch
@@ -14,6 +16,7 @@ from app.client.connection import AsyncFleetClient, FleetClient
 from app.scenarios.fresh_engine import fresh_answers
 from tests.fleet.conftest import MODEL, Fleet
 
+T = TypeVar("T")
 PROMPT = [5, 6, 7, 8, 9]
 # Of an engine on the CPU beside the fleet, with what matters of the fleet's own arguments.
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
@@ -71,14 +74,31 @@ def train_and_publish(client: httpx.Client, sign: float = 1.0) -> int:
 
 
 def on_every_replica(client: httpx.Client, count: int = 2, **options: Any) -> dict[str, Answer]:
-    """One answer of each replica; sessions spread over the fleet."""
-    answers: dict[str, Answer] = {}
-    for session in range(64):
-        answer = complete(client, headers={"x-session-id": f"spread-{session}"}, **options)
-        answers[answer.replica] = answer
-        if len(answers) == count:
-            return answers
-    raise AssertionError(f"64 sessions reached only {sorted(answers)}")
+    """One answer of each replica."""
+
+    def ask(session: str) -> tuple[str, Answer]:
+        answer = complete(client, headers={"x-session-id": session}, **options)
+        return answer.replica, answer
+
+    return from_every_replica(ask, count)
+
+
+def from_every_replica(
+    ask: Callable[[str], tuple[str, T]], count: int = 2, patience_s: float = 60.0
+) -> dict[str, T]:
+    """What `ask` got of each replica; it takes a session, and says which replica it was.
+
+    Sessions spread over the replicas. One that has just joined is a member of the fleet before Serve has told
+    the routers of it.
+    """
+    found: dict[str, T] = {}
+    deadline, sessions = time.monotonic() + patience_s, itertools.count()
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"{next(sessions)} sessions reached only {sorted(found)}"
+        replica, answer = ask(f"spread-{next(sessions)}")
+        found[replica] = answer
+        time.sleep(0.02)
+    return found
 
 
 class Reference:

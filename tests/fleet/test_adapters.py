@@ -15,7 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.fleet.conftest import MODEL, PORT, Fleet
 from tests.fleet.losing import a_replica, kill_a_replica, members, process_of
-from tests.fleet.talk import PROMPT, Reference, on_every_replica, succeeded, train_and_publish
+from tests.fleet.talk import (
+    PROMPT,
+    Reference,
+    body,
+    from_every_replica,
+    on_every_replica,
+    succeeded,
+    train_and_publish,
+)
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
@@ -79,26 +87,13 @@ def unload(client: httpx.Client, name: str) -> httpx.Response:
 
 def everywhere(client: httpx.Client, model: str, count: int = COUNT) -> list[dict[str, Any]]:
     """One answer of each of the two replicas."""
-    found: dict[str, dict[str, Any]] = {}
-    for session in range(64):
-        answer = succeeded(
-            client.post(
-                "/v1/completions",
-                json={
-                    "model": model,
-                    "prompt": PROMPT,
-                    "max_tokens": count,
-                    "ignore_eos": True,
-                    "temperature": 0,
-                    "return_token_ids": True,
-                },
-                headers={"x-session-id": f"spread-{session}"},
-            )
-        )
-        found[answer.headers["x-slipstream-replica"]] = answer.json()
-        if len(found) == 2:
-            return list(found.values())
-    raise AssertionError(f"64 sessions reached only {sorted(found)}")
+    asked = {**body(PROMPT, count), "model": model}
+
+    def ask(session: str) -> tuple[str, dict[str, Any]]:
+        answer = succeeded(client.post("/v1/completions", json=asked, headers={"x-session-id": session}))
+        return answer.headers["x-slipstream-replica"], answer.json()
+
+    return list(from_every_replica(ask).values())
 
 
 def tokens(answer: dict[str, Any]) -> list[int]:
@@ -106,15 +101,14 @@ def tokens(answer: dict[str, Any]) -> list[int]:
 
 
 def models(client: httpx.Client) -> list[set[str]]:
-    """What each replica lists, without the base model."""
-    found: dict[str, set[str]] = {}
-    for session in range(64):
-        answer = succeeded(client.get("/v1/models", headers={"x-session-id": f"list-{session}"}))
+    """What each of the two replicas lists, without the base model."""
+
+    def ask(session: str) -> tuple[str, set[str]]:
+        answer = succeeded(client.get("/v1/models", headers={"x-session-id": session}))
         names = {each["id"] for each in answer.json()["data"]} - {MODEL}
-        found[answer.headers["x-slipstream-replica"]] = names
-        if len(found) == 2:
-            break
-    return list(found.values())
+        return answer.headers["x-slipstream-replica"], names
+
+    return list(from_every_replica(ask).values())
 
 
 def newest(client: httpx.Client, name: str) -> int:

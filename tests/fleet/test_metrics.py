@@ -37,8 +37,9 @@ def by_replica(family: Any, suffix: str = "", **labels: str) -> dict[str, float]
 
 def test_vllms_metrics_of_every_replica(fleet: Fleet) -> None:
     with fleet.client() as client:
-        before = by_replica(scraped(client)["vllm:prompt_tokens"], "_total")
         replicas = set(on_every_replica(client, max_tokens=4))
+        before = by_replica(scraped(client)["vllm:prompt_tokens"], "_total")
+        assert set(on_every_replica(client, max_tokens=4)) == replicas
         found = scraped(client)
     tokens = found["vllm:prompt_tokens"]
     assert tokens.type == "counter"

@@ -2,7 +2,9 @@
 
 Trainers read it before they begin: `weight_transfer_config`, `lora_config`, `model_config.dtype`. A
 replica's own data parallelism is the fleet's affair, as are the replicas: one server with
-`data_parallel_size` 1 is shown.
+`data_parallel_size` 1 is shown. So is the directory that a replica loaded: one that joined later took a
+stored version, and shows the checkpoint that the fleet began with. `system_fingerprint`, which vLLM makes
+of the same configuration, is therefore the same of every replica.
 
 vLLM's answer also has the environment of its process. Ours has none of it, and no secret: no text under a
 name that sounds like one, none in the free-form settings of connectors and loaders, no password in an
@@ -13,12 +15,14 @@ import asyncio
 import copy
 import os
 import re
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query
 from vllm.config import VllmConfig
 from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
+from vllm.entrypoints.serve.utils.fingerprint import build_system_fingerprint
 
 WITHHELD = "***"
 STAGED = "staged_"  # before the name of the engine of vLLM whose wire is staged: trainers look for that name
@@ -53,9 +57,20 @@ def describe(config: VllmConfig, config_format: Format, environment: Mapping[str
     return {"vllm_config": value, "vllm_env": {}, "system_env": {}}
 
 
+def fleet_fingerprint(config: VllmConfig, args: Namespace) -> str | None:
+    """`system_fingerprint` of every replica, in the mode that the server's arguments choose."""
+    return build_system_fingerprint(as_one_server(config), args.fingerprint_mode, args.fingerprint_value)
+
+
 def as_one_server(config: VllmConfig) -> VllmConfig:
-    """A copy with one data-parallel rank; nothing is derived anew from it."""
-    shown, parallel = copy.copy(config), copy.copy(config.parallel_config)
+    """A copy with one data-parallel rank and the fleet's checkpoint; nothing is derived anew from it."""
+    shown, parallel, model = copy.copy(config), copy.copy(config.parallel_config), config.model_config
+    checkpoint = config.additional_config["checkpoint"]
+    if model.model != checkpoint:
+        shown.model_config = copy.copy(model)
+        shown.model_config.model = checkpoint
+        if model.tokenizer == model.model:
+            shown.model_config.tokenizer = checkpoint
     parallel.data_parallel_size = parallel.data_parallel_size_local = 1
     parallel.data_parallel_rank = parallel.data_parallel_index = 0
     parallel.ray_runtime_env = parallel.placement_group = None  # where this replica runs, and its environment

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.dev.server_info import api_router
 
 from deployments.replica.engine import EngineSpec, server_arguments
-from deployments.replica.server.info import WITHHELD, add_server_info, describe
+from deployments.replica.server.info import WITHHELD, add_server_info, describe, fleet_fingerprint
 from tests.tiny_models import save_tiny_llama
 
 
@@ -24,15 +25,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(checkpoint: Path) -> VllmConfig:
-    spec = EngineSpec(
+def spec(checkpoint: Path) -> EngineSpec:
+    return EngineSpec(
         model=str(checkpoint),
         served_model_name="tiny",
         backend="shm",
         staging="host",
         arguments={"dtype": "float32", "hf_token": "hf_operators_own"},
     )
-    made: VllmConfig = AsyncEngineArgs.from_cli_args(server_arguments(spec)).create_engine_config()
+
+
+@pytest.fixture
+def config(spec: EngineSpec) -> VllmConfig:
+    return configured(server_arguments(spec))
+
+
+def configured(args: Namespace) -> VllmConfig:
+    made: VllmConfig = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     return made
 
 
@@ -88,6 +97,21 @@ def test_ranks_of_one_replica_are_not_the_fleets(config: VllmConfig) -> None:
     assert config.parallel_config.data_parallel_size == 4, "the engine's own stays"
 
 
+def test_a_replica_that_took_a_stored_version_says_the_same(
+    config: VllmConfig, spec: EngineSpec, tmp_path: Path
+) -> None:
+    args = server_arguments(spec.at(str(save_tiny_llama(tmp_path / "v00000007", seed=2))))
+    joined = configured(args)
+    assert joined.compute_hash() != config.compute_hash(), "vLLM hashes the directory"
+    for mode, begin in (("full", "vllm-"), ("hash", "vllm-"), ("custom", "mine"), ("none", "None")):
+        args.fingerprint_mode, args.fingerprint_value = mode, "mine"
+        assert fleet_fingerprint(joined, args) == fleet_fingerprint(config, args)
+        assert str(fleet_fingerprint(joined, args)).startswith(begin)
+    shown, first = (ours(each, "?config_format=json")["vllm_config"] for each in (joined, config))
+    assert shown["model_config"] == first["model_config"]
+    assert joined.model_config.model.endswith("v00000007"), "the engine's own stays"
+
+
 def test_an_unknown_format_is_refused(config: VllmConfig) -> None:
     app = FastAPI()
     add_server_info(app, config)
@@ -102,7 +126,7 @@ def test_nothing_secret_leaves(config: VllmConfig, config_format: Any) -> None:
         kv_connector_extra_config={"remote": {"url": "redis://kv:sesame-1@host"}, "list": ["sesame-2"]},
     )
     config.load_config.model_loader_extra_config = {"aws_access_key_id": "sesame-3"}
-    config.additional_config = {"of_a_plugin": "sesame-4"}
+    config.additional_config = {**config.additional_config, "of_a_plugin": "sesame-4"}
     config.observability_config.otlp_traces_endpoint = "https://me:sesame-5@traces.example:4317/x"
     config.model_config.served_model_name = "tiny-sesame-6-operators"
     config.parallel_config.ray_runtime_env = {"env_vars": {"PLAIN": "sesame-7"}}  # type: ignore[assignment]

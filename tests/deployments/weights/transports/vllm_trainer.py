@@ -195,7 +195,8 @@ class GlooWireGroup:
 
     def abort(self) -> None:
         group, self._gloo = self._gloo, None
-        for work in (work for works in self._works.values() for work in works):
+        running = list(self._works.values())  # at once: the receiving thread adds and removes
+        for work in (work for works in running for work in works):
             # Gloo's destructor would wait for its thread; NCCL's abort ends the broadcast.
             threading.Thread(target=_wait_abandoned, args=(group, work), daemon=True).start()
 
