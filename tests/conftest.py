@@ -9,7 +9,11 @@ import pytest
 # two cores took 527 s instead of 35.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-WITH_ENGINES = ("tests/fleet/", "tests/chaos/")
+# Fixtures of several folders; they load Ray, which reads its environment.
+from tests.fleet.adapter_fleet import adapted as adapted
+from tests.fleet.session_fleet import fleet as fleet
+
+WITH_ENGINES = ("tests/fleet/", "tests/clients/", "tests/chaos/")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -17,7 +17,7 @@ from ray import serve
 from app.command.cluster import MARK
 from app.scenarios import fresh_engine
 from app.settings.config import AppConfig, parse_config
-from tests.fleet.conftest import MODEL, Fleet, left_behind
+from tests.fleet.session_fleet import MODEL, Fleet, left_behind
 
 LAYOUTS = Path(__file__).parents[2] / "app" / "layouts"
 # An engine whose answers do not depend on the batch, so that a fresh one gives the same tokens.

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tests.fleet.conftest import Fleet
+from tests.fleet.session_fleet import Fleet
 
 
 def members(client: httpx.Client) -> set[str]:

@@ -14,7 +14,7 @@ from app.client import calls, completions
 from app.client.completions import Answer, join
 from app.client.connection import AsyncFleetClient, FleetClient
 from app.scenarios.fresh_engine import fresh_answers
-from tests.fleet.conftest import MODEL, Fleet
+from tests.fleet.session_fleet import MODEL, Fleet
 
 T = TypeVar("T")
 PROMPT = [5, 6, 7, 8, 9]

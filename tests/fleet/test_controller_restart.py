@@ -16,8 +16,8 @@ from vllm.distributed.weight_transfer import ModuleSource
 from app.client.options import parse
 from app.jobs import grpo, metrics
 from app.jobs.options import Options
-from tests.fleet.conftest import Fleet
 from tests.fleet.losing import kill_controller_when, process_of
+from tests.fleet.session_fleet import Fleet
 from tests.fleet.talk import Reference, on_every_replica, stored, succeeded, train_and_publish
 from tests.fleet.test_http_publisher import publish, reference
 from tests.fleet.test_rounds import wait_for

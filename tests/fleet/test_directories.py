@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from app.command.cli import cli
 from deployments.weights.store.checkpoint_files import INDEX
-from tests.fleet.conftest import Fleet
+from tests.fleet.session_fleet import Fleet
 from tests.fleet.talk import (
     PROMPT,
     Reference,

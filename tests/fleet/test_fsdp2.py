@@ -13,8 +13,8 @@ import httpx
 import pytest
 from ray import serve
 
-from tests.fleet.conftest import MODEL, PORT, Fleet
 from tests.fleet.losing import a_round_that_is_open, kill_a_replica, members, wait_for_another
+from tests.fleet.session_fleet import MODEL, PORT, Fleet
 from tests.fleet.talk import PROMPT, Reference, complete, train_and_publish
 from tests.tiny_models import save_tiny_llama
 

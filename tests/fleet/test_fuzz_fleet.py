@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.app.http.fuzzing import EXAMPLES, fuzz, judge
-from tests.fleet.conftest import MODEL, Fleet
+from tests.fleet.session_fleet import MODEL, Fleet
 from tests.fleet.talk import PROMPT, complete
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]

@@ -18,8 +18,8 @@ from vllm.distributed.weight_transfer import (
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo, create_segment, remove_segment
 from deployments.weights.wire.chunk_layout import describe, pack, plan_chunks
-from tests.fleet.conftest import Fleet
 from tests.fleet.losing import kill_a_replica, members, wait_for_another
+from tests.fleet.session_fleet import Fleet
 from tests.fleet.talk import Reference, complete, on_every_replica, stored, succeeded, train_and_publish
 from tests.fleet.test_rounds import wait_for
 from tests.tiny_models import tiny_llama

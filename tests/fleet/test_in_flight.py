@@ -17,7 +17,7 @@ from deployments.protocol.publishing import DrainFallback, RoundOptions, RoundRe
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo
-from tests.fleet.conftest import Fleet
+from tests.fleet.session_fleet import Fleet
 from tests.fleet.talk import body, complete
 from tests.tiny_models import tiny_llama
 

@@ -13,8 +13,8 @@ import yaml
 
 from app.command.cluster import free_ports
 from tests.environment import users_environment
-from tests.fleet.conftest import MODEL, Fleet
 from tests.fleet.losing import kill_a_replica, members, wait_for_another
+from tests.fleet.session_fleet import MODEL, Fleet
 from tests.fleet.talk import PROMPT, body, complete, train_and_publish
 from tests.tiny_models import save_tiny_llama
 

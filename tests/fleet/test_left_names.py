@@ -7,7 +7,6 @@ import pytest
 
 from deployments.replica.parent_death import OWNER
 from deployments.weights.wire.ownership import DIRECTORY
-from tests.fleet.conftest import Fleet
 from tests.fleet.losing import (
     a_replica,
     engine_of,
@@ -16,6 +15,7 @@ from tests.fleet.losing import (
     members,
     wait_for_another,
 )
+from tests.fleet.session_fleet import Fleet
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(700)]
 _PATIENCE_S = 30.0

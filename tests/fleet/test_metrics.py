@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fleet.conftest import Fleet
+from tests.fleet.session_fleet import Fleet
 from tests.fleet.talk import on_every_replica, train_and_publish
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fleet.conftest import MODEL, Fleet
+from tests.fleet.session_fleet import MODEL, Fleet
 from tests.fleet.talk import succeeded
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]

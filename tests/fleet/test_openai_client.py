@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.fleet.conftest import MODEL, Fleet
+from tests.fleet.session_fleet import MODEL, Fleet
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 

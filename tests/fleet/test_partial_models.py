@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ray import serve
 
-from tests.fleet.conftest import MODEL, PORT, Fleet
+from tests.fleet.session_fleet import MODEL, PORT, Fleet
 from tests.fleet.talk import PROMPT, complete, fresh_engine, stored, train_and_publish
 from tests.fleet.test_rounds import wait_for
 from tests.tiny_models import save_tiny_tied_twice

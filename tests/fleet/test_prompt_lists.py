@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fleet.conftest import MODEL, Fleet
+from tests.fleet.session_fleet import MODEL, Fleet
 from tests.fleet.talk import succeeded, train_and_publish
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]

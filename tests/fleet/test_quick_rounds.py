@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.fleet.conftest import KEPT, Fleet
 from tests.fleet.losing import kill_a_replica, members, wait_for_another
+from tests.fleet.session_fleet import KEPT, Fleet
 from tests.fleet.talk import on_every_replica
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(400)]

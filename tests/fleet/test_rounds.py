@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from app.client.completions import Answer
-from tests.fleet.conftest import Fleet
+from tests.fleet.session_fleet import Fleet
 from tests.fleet.talk import (
     PROMPT,
     Reference,

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from app.scenarios.async_inflight import parse, scenario
-from tests.fleet.conftest import Fleet
+from tests.fleet.session_fleet import Fleet
 from tests.fleet.talk import ENGINE, ENVIRONMENT, PROMPT, Reference, on_every_replica
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]

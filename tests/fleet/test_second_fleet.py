@@ -24,7 +24,6 @@ from app.client.completions import Answer
 from deployments.trainer.addresses import free_port
 from deployments.vllm_plugin import register
 from deployments.weights.transports.gloo import GlooTrainerInitInfo
-from tests.fleet.conftest import MODEL, PORT, Fleet
 from tests.fleet.losing import (
     a_replica,
     a_round_that_hangs,
@@ -33,6 +32,7 @@ from tests.fleet.losing import (
     members,
     wait_for_another,
 )
+from tests.fleet.session_fleet import MODEL, PORT, Fleet
 from tests.fleet.talk import PROMPT, Reference, ask, complete, on_every_replica, train_and_publish
 from tests.tiny_models import tiny_llama
 from trainers.trajectory import VersionSpan

@@ -8,8 +8,8 @@ import httpx
 import pytest
 import ray
 
-from tests.fleet.conftest import MAX_IN_FLIGHT, Fleet
 from tests.fleet.losing import kill_a_replica, members
+from tests.fleet.session_fleet import MAX_IN_FLIGHT, Fleet
 from tests.fleet.talk import ask, body, complete, on_every_replica, train_and_publish
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]

@@ -1,0 +1,60 @@
+"""A fleet that serves LoRA adapters, beside the session's fleet and in its cluster."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+
+from tests.fleet.session_fleet import MODEL, PORT, Fleet
+from tests.tiny_adapters import save_tiny_adapter
+
+SLOTS = 2  # adapters that an engine has room for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapted:
+    """A fleet that serves adapters; users keep theirs below `root`."""
+
+    fleet: Fleet
+    root: Path
+
+    def save(self, name: str, seed: int, **options: Any) -> Path:
+        return save_tiny_adapter(self.root / name, seed, **options)
+
+
+@pytest.fixture(scope="module")
+def adapted(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    root = tmp_path_factory.mktemp("adapters")
+    from app.main import build
+    from app.settings.config import parse_config
+
+    config = parse_config(
+        {
+            "model": str(fleet.checkpoint),
+            "served_model_name": MODEL,
+            "state_dir": str(root / "state"),
+            "engine": {
+                "dtype": "float32",
+                "max_model_len": 1024,
+                "enforce_eager": True,
+                "num_replicas": 2,
+                "extra": {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8},
+            },
+            "weights": {"lease_s": 30, "heartbeat_timeout_s": 20},
+            "security": {"checkpoint_roots": [str(root / "user")]},
+            "trainer": {"optimizer": {"learning_rate": 0.02}},
+        }
+    )
+    serve.run(build(config), name="adapters", route_prefix="/adapters")
+    try:
+        served = Fleet(
+            url=f"http://127.0.0.1:{PORT}/adapters",
+            checkpoint=fleet.checkpoint,
+            store=root / "state" / "store",
+        )
+        yield Adapted(fleet=served, root=root / "user")
+    finally:
+        serve.delete("adapters")
