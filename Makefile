@@ -4,6 +4,7 @@
 #                CONFIG=app/layouts/ipc.yaml and the like: on GPUs, with the packages for them
 #   make rl      submits the RL job to the running fleet (in a second terminal)
 #   make test    the test suite         make test-fast  the tests without engines, for the daily loop
+#   make test-clients  other people's clients from PyPI, each in an environment of its own (.venv-clients)
 #   make chaos   every real fault       make check      format, lint, types, import rules
 #   make bench   the benchmarks         make clean      removes caches and state, keeps the environment
 #
@@ -13,7 +14,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup machine serve test test-fast chaos rl check bench clean format
+.PHONY: help setup machine serve test test-fast test-clients chaos rl check bench clean format
 
 VENV ?= .venv
 CONFIG ?= serve_config.yaml
@@ -29,7 +30,7 @@ BUILD := $(or $(shell $(PYTHON) app/command/machine.py choose $(VENV) $(CONFIG))
 PIP := $(PY) -m pip --disable-pip-version-check install -q --no-deps --no-input
 
 help:
-	@sed -n '3,11s/^# \{0,1\}//p' Makefile
+	@sed -n '3,12s/^# \{0,1\}//p' Makefile
 
 setup: $(STAMP)
 
@@ -63,6 +64,9 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	@exec $(PY) -m pytest -m "not serve and not chaos and not gpu and not long" $(ARGS)
+
+test-clients: $(STAMP)
+	@exec $(PY) -m pytest -m clients $(ARGS)
 
 chaos: $(STAMP)
 	@exec $(PY) -m pytest -m chaos $(ARGS)
