@@ -39,9 +39,7 @@ def _install(directory: Path, requirements: Path) -> None:
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
 
 
-def run(
-    client: str, program: str, url: str, *, timeout_s: float = 300.0, **options: Any
-) -> Mapping[str, Any]:
+def run(client: str, program: str, url: str, *, timeout_s: float = 300.0, **options: Any) -> dict[str, Any]:
     """What a program of `programs` found: the JSON in its last line.
 
     It sees neither this process's environment variables nor its packages.

@@ -23,12 +23,10 @@ ANSWER = {
     },
 }
 
-chat = litellm.completion(
-    model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0, logprobs=True, **COMMON
-)
-pieces = list(
-    litellm.completion(model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0, stream=True, **COMMON)
-)
+GREEDY = {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "temperature": 0, **COMMON}
+
+chat = litellm.completion(logprobs=True, **GREEDY)
+pieces = list(litellm.completion(stream=True, **GREEDY))
 structured = litellm.completion(**{**GREEDY, "max_tokens": 60}, response_format=ANSWER)
 text = litellm.text_completion(model=MODEL, prompt=["one", "two"], max_tokens=4, temperature=0, **COMMON)
 unknown = None
