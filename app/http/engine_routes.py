@@ -16,7 +16,9 @@ from app.http.requests import (
     PauseQuery,
     ResetPrefixCacheBody,
     ResetPrefixCacheQuery,
+    SleepBody,
     SleepQuery,
+    WakeUpBody,
     WakeUpQuery,
 )
 from deployments.protocol.operations import (
@@ -78,7 +80,7 @@ class EngineRoutes:
         aborted = len(body.request_ids) if body.request_ids else sum(counts.values())
         return AbortedRequests(status="aborted", aborted=aborted)
 
-    async def sleep(self, query: SleepQuery) -> FellAsleep:
+    async def sleep(self, query: SleepQuery, body: SleepBody) -> FellAsleep:
         """Free GPU memory.
 
         At level 1 the weights wait in host memory; at level 2 they are discarded, and a round has to bring
@@ -87,10 +89,11 @@ class EngineRoutes:
         Raises:
             Conflict: a round is open; or, with mode `wait`, as for a pause.
         """
-        await self._call(Sleep(level=query.level, mode=query.mode))
-        return FellAsleep(status="sleeping", level=query.level)
+        chosen = SleepQuery(**body.model_dump(exclude_none=True) | query.model_dump(exclude_unset=True))
+        await self._call(Sleep(level=chosen.level, mode=chosen.mode))
+        return FellAsleep(status="sleeping", level=chosen.level)
 
-    async def wake_up(self, query: WakeUpQuery) -> WokeUp:
+    async def wake_up(self, query: WakeUpQuery, body: WakeUpBody) -> WokeUp:
         """Wake all parts, or those in `tags`.
 
         Refused if the fleet would compute with weights that a sleep at level 2 discarded.
@@ -99,9 +102,10 @@ class EngineRoutes:
             Conflict: the weights are discarded, and no round has brought new ones.
         """
         # Each once: a repeated tag is an error in the middle of vLLM's own bookkeeping.
-        tags = tuple(dict.fromkeys(query.tags))
-        awake = all((await self._call(WakeUp(tags=tags if tags else None))).values())
-        return WokeUp(status="awake" if awake else "sleeping", tags=query.tags or None)
+        named = query.tags or body.tags
+        tags = tuple(dict.fromkeys(named)) if named else None
+        awake = all((await self._call(WakeUp(tags=tags))).values())
+        return WokeUp(status="awake" if awake else "sleeping", tags=named or None)
 
     async def is_sleeping(self) -> SleepState:
         """Whether every replica is asleep."""

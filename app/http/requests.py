@@ -150,8 +150,21 @@ class SleepQuery(Query):
     mode: InFlight = Field(default=InFlight.ABORT, description="what happens to running requests")
 
 
+class SleepBody(VllmBody):
+    """vLLM 0.32 reads the query alone; SkyRL sends a body. What the query names counts."""
+
+    level: int | None = Field(default=None, ge=0, le=2)
+    mode: InFlight | None = None
+
+
 class WakeUpQuery(Query):
     tags: tuple[SleepTag, ...] = Field(default=(), description="the parts to wake; none of them: all")
+
+
+class WakeUpBody(VllmBody):
+    """As `SleepBody`."""
+
+    tags: tuple[SleepTag, ...] | None = None
 
 
 class ResetPrefixCacheQuery(Query):
@@ -160,7 +173,7 @@ class ResetPrefixCacheQuery(Query):
 
 
 class ResetPrefixCacheBody(VllmBody):
-    """vLLM 0.32 reads the query alone; SkyRL sends a body."""
+    """As `SleepBody`; a flag that is set in either counts."""
 
     reset_running_requests: bool = False
     reset_external: bool = False

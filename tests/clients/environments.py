@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 PLACE = Path(os.environ.get("SLIPSTREAM_CLIENTS", HERE.parents[1] / ".venv-clients"))
 INSTALL_S = 900.0
+OVER_OURS = {"trl"}  # sees our packages behind its own: it imports vLLM and torch
 PASSED_ON = ("HOME", "LANG", "PATH", "SSL_CERT_FILE", "TMPDIR")
 
 
@@ -37,6 +39,9 @@ def _install(directory: Path, requirements: Path) -> None:
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    if directory.name in OVER_OURS:
+        (packages,) = directory.glob("lib/python3*/site-packages")
+        (packages / "ours.pth").write_text(sysconfig.get_path("purelib"))
 
 
 def run(client: str, program: str, url: str, *, timeout_s: float = 300.0, **options: Any) -> dict[str, Any]:

@@ -1,12 +1,20 @@
 """The OpenAI client against the fleet, as any user's program would use it."""
 
+import json
+
 import openai
 import pytest
 
 from tests.fleet.session_fleet import MODEL, Fleet
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.timeout(300)]
 
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -55,6 +63,40 @@ def test_logprobs(client: openai.OpenAI) -> None:
     )
     content = answer.choices[0].logprobs.content
     assert content and all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in content)
+
+
+def test_structured_output(client: openai.OpenAI) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR}}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=60, temperature=0, response_format=schema
+    )
+    assert json.loads(answer.choices[0].message.content or "")["colour"] in ("red", "blue")
+
+
+def test_a_named_tool_is_called_and_answered(client: openai.OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "paint", "parameters": COLOUR}}
+    asked = {"model": MODEL, "tools": [tool], "max_tokens": 60, "temperature": 0}
+    choice = {"type": "function", "function": {"name": "paint"}}
+    message = (
+        client.chat.completions.create(messages=MESSAGES, tool_choice=choice, **asked).choices[0].message
+    )
+    (call,) = message.tool_calls or []
+    assert call.function.name == "paint"
+    assert json.loads(call.function.arguments)["colour"] in ("red", "blue")
+    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    turns = [*MESSAGES, message.model_dump(exclude_none=True), result]
+    second = client.chat.completions.create(messages=turns, tool_choice="none", **asked)
+    assert second.usage is not None and second.usage.completion_tokens > 0
+
+
+def test_responses_in_one_piece_and_streamed(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "input": "hello", "max_output_tokens": 8, "temperature": 0, "store": False}
+    whole = client.responses.create(**asked)
+    assert whole.usage is not None and whole.usage.output_tokens == 8
+    events = list(client.responses.create(**asked, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text
+    assert events[-1].type in ("response.completed", "response.incomplete")
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:

@@ -9,9 +9,8 @@ import pytest
 from ray import serve
 
 from tests.fleet.session_fleet import MODEL, PORT, Fleet
-from tests.tiny_adapters import save_tiny_adapter
 
-SLOTS = 2  # adapters that an engine has room for
+SLOTS = 4  # adapters that an engine has room for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +21,8 @@ class Adapted:
     root: Path
 
     def save(self, name: str, seed: int, **options: Any) -> Path:
+        from tests.tiny_adapters import save_tiny_adapter
+
         return save_tiny_adapter(self.root / name, seed, **options)
 
 

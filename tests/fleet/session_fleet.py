@@ -15,7 +15,6 @@ import ray
 from ray import serve
 
 from app.command.cluster import MARK, marked_processes
-from tests.tiny_models import save_tiny_llama
 
 PORT = 8327
 MODEL = "tiny"
@@ -44,6 +43,8 @@ class Fleet:
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    from tests.tiny_models import save_tiny_llama
+
     root = tmp_path_factory.mktemp("fleet")
     checkpoint = save_tiny_llama(root / "model", seed=1)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

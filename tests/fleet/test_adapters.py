@@ -8,17 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.fleet.adapter_fleet import SLOTS, Adapted
+from tests.fleet.adapter_talk import COUNT, Merged, everywhere, load, models, newest, tokens, unload
 from tests.fleet.losing import a_replica, kill_a_replica, members, process_of
 from tests.fleet.session_fleet import MODEL
 from tests.fleet.talk import (
     PROMPT,
     Reference,
-    body,
-    from_every_replica,
     on_every_replica,
     succeeded,
     train_and_publish,
@@ -26,59 +23,6 @@ from tests.fleet.talk import (
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
-COUNT = 24
-
-
-def load(client: httpx.Client, name: str, path: Path, **more: Any) -> httpx.Response:
-    return client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **more})
-
-
-def unload(client: httpx.Client, name: str) -> httpx.Response:
-    return client.post("/v1/unload_lora_adapter", json={"lora_name": name})
-
-
-def everywhere(client: httpx.Client, model: str, count: int = COUNT) -> list[dict[str, Any]]:
-    """One answer of each of the two replicas."""
-    asked = {**body(PROMPT, count), "model": model}
-
-    def ask(session: str) -> tuple[str, dict[str, Any]]:
-        answer = succeeded(client.post("/v1/completions", json=asked, headers={"x-session-id": session}))
-        return answer.headers["x-slipstream-replica"], answer.json()
-
-    return list(from_every_replica(ask).values())
-
-
-def tokens(answer: dict[str, Any]) -> list[int]:
-    return list(answer["choices"][0]["token_ids"])
-
-
-def models(client: httpx.Client) -> list[set[str]]:
-    """What each of the two replicas lists, without the base model."""
-
-    def ask(session: str) -> tuple[str, set[str]]:
-        answer = succeeded(client.get("/v1/models", headers={"x-session-id": session}))
-        names = {each["id"] for each in answer.json()["data"]} - {MODEL}
-        return answer.headers["x-slipstream-replica"], names
-
-    return list(from_every_replica(ask).values())
-
-
-def newest(client: httpx.Client, name: str) -> int:
-    found = client.get("/fleet/adapters").json()["adapters"]
-    return max(each["version"] for each in found if each["name"] == name)
-
-
-class Merged(Reference):
-    """transformers with the adapter added to the weights."""
-
-    def __init__(self, checkpoint: Path, seed: int) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        parameters = dict(self._model.named_parameters())
-        lora = tiny_adapter_tensors(seed)
-        for name in {each.rsplit(".lora_", 1)[0] for each in lora}:
-            weight = parameters[name.removeprefix("base_model.model.") + ".weight"]
-            with torch.no_grad():
-                weight += lora[f"{name}.lora_B.weight"] @ lora[f"{name}.lora_A.weight"]
 
 
 @pytest.fixture

@@ -170,6 +170,42 @@ async def test_the_flags_of_a_reset_come_in_the_query_or_in_a_body(
     ]
 
 
+@pytest.mark.parametrize(
+    ("path", "content", "operation"),
+    [
+        ("/sleep", b'{"level": 2}', Sleep(level=2)),  # SkyRL
+        ("/sleep", b'{"level": 2, "tags": ["weights"], "mode": "keep"}', Sleep(level=2, mode=InFlight.KEEP)),
+        ("/sleep?level=1", b'{"level": 2}', Sleep(level=1)),
+        ("/sleep?mode=wait", b'{"level": 0}', Sleep(level=0, mode=InFlight.WAIT)),
+        ("/wake_up", b'{"tags": ["weights"]}', WakeUp(tags=(SleepTag.WEIGHTS,))),  # SkyRL
+        ("/wake_up", b'{"tags": null}', WakeUp(tags=None)),
+        ("/wake_up?tags=kv_cache", b'{"tags": ["weights"]}', WakeUp(tags=(SleepTag.KV_CACHE,))),
+    ],
+)
+async def test_a_sleep_is_described_in_the_query_or_in_a_body(
+    fleet: httpx.AsyncClient, controller: FakeController, path: str, content: bytes, operation: Operation
+) -> None:
+    assert (await fleet.post(path, content=content)).status_code == 200
+    assert controller.operations == [operation]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        ("/sleep", b'{"level": 3}', "level: expected less than or equal to 2, got 3"),
+        ("/sleep", b'{"level": "2"}', "level: expected a valid integer, got '2'"),
+        ("/wake_up", b'{"tags": "weights"}', "tags: expected a valid array, got 'weights'"),
+        ("/wake_up", b'{"tags": ["all"]}', "tags: expected 'weights', 'kv_cache' or 'scheduling', got 'all'"),
+    ],
+)
+async def test_a_sleep_that_is_none_is_refused(
+    fleet: httpx.AsyncClient, controller: FakeController, path: str, content: bytes, message: str
+) -> None:
+    answer = await fleet.post(path, content=content)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+    assert controller.operations == []
+
+
 async def test_flags_of_a_reset_that_are_none_are_named(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:

@@ -271,6 +271,7 @@ DIFFERENT = {
     "text of ids": (post("/abort_requests", {"request_ids": "ab"}), 200, 400, Why.TYPED),
     "unknown tag": (post("/wake_up?tags=weigths"), 200, 400, Why.TAG),
     "repeated tag": (post("/wake_up?tags=weights&tags=weights"), 200, 200, Why.ONCE),
+    "a level in a body": (post("/sleep", {"level": 3}), 200, 400, Why.BODY),
     "flags in a body": (post("/reset_prefix_cache", {"reset_running_requests": True}), 200, 200, Why.BODY),
 }
 
