@@ -25,9 +25,9 @@ from deployments.controller.controller import Controller
 from deployments.controller.liveness import ServeReplicas
 from deployments.controller.room import GpuRoom
 from deployments.placement import FREE_TIMEOUT_S, Slots
-from deployments.replica.engine import EngineSpec
 from deployments.replica.farewell import LEAVE_S
 from deployments.replica.replica import Replica
+from deployments.replica.server.arguments import EngineSpec
 from deployments.router.limits import RouterLimits
 from deployments.router.request_router import FleetRequestRouter
 from deployments.scaling import FleetScaling

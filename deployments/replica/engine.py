@@ -6,9 +6,6 @@ the caches and the new version happen inside one pause.
 
 import asyncio
 import time
-from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,9 +13,7 @@ from fastapi import FastAPI
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import kill_process_tree
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -31,44 +26,14 @@ from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.replica.engine_core import COMMIT, END_DRAIN, RESET_CACHES
 from deployments.replica.engine_drain import EngineDrain
 from deployments.replica.recording_llm import RecordingLLM, new_llm
+from deployments.replica.server.arguments import EngineSpec, server_arguments
 from deployments.replica.server.info import fleet_fingerprint
 
-WORKER_EXTENSION = "deployments.replica.adapters.worker.WorkerExtension"
 FIRST_CALL_S = 60.0  # of an engine that is up, to the calls that only read or set a value
 END_S = 4.0  # an engine's processes may take this long to end by themselves; vLLM kills them then
 STOP_S = 8.0  # then we do
 
 logger = serve_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """What an engine is started with.
-
-    Attributes:
-        model: a directory that vLLM can load, or a hub id.
-        checkpoint: what the fleet started from, if `model` is another one: a version in the store.
-        served_model_name: the name that clients use, whatever directory the weights came from.
-        backend: the weight transfer backend, by its name in vLLM's registry.
-        staging: device | host | none.
-        staging_share: of the device's time that staging may take while requests run; 1: all of it.
-        arguments: further fields of vLLM's `AsyncEngineArgs` and of its OpenAI server.
-    """
-
-    model: str
-    served_model_name: str
-    backend: str
-    staging: str
-    checkpoint: str | None = None
-    staging_share: float = 1.0
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def at(self, checkpoint: str) -> "EngineSpec":
-        """The same with the weights of a stored version."""
-        # `load_format: dummy` is about the checkpoint that the fleet starts from: a replica that takes its
-        # place later would serve noise under the committed version's number.
-        arguments = {**self.arguments, "load_format": "auto"}
-        return replace(self, model=checkpoint, checkpoint=self.checkpoint or self.model, arguments=arguments)
 
 
 class Engine:
@@ -286,23 +251,3 @@ class Engine:
                 for process in processes:
                     if process.is_alive():
                         kill_process_tree(process.pid)
-
-
-def server_arguments(spec: EngineSpec) -> Namespace:
-    """vLLM's own server arguments, so that every option of `vllm serve` has its usual default."""
-    parser = make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args([])
-    chosen = {
-        "model": spec.model,
-        "served_model_name": [spec.served_model_name],
-        "weight_transfer_config": {"backend": spec.backend},
-        "additional_config": {"staging": spec.staging, "checkpoint": spec.checkpoint or spec.model},
-        "worker_extension_cls": WORKER_EXTENSION,
-        "enable_scale_out": True,  # /inference/v1/generate; what else it opens, `passed_routes` decides
-        "log_error_stack": False,
-        **spec.arguments,
-    }
-    for name, value in chosen.items():
-        setattr(args, name, value)
-    validate_parsed_serve_args(args)
-    return cast(Namespace, args)

@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus
 from deployments.placement import take_slot, use_gpus
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.reports import Report, Unloadable
-from deployments.replica.engine import Engine, EngineSpec
+from deployments.replica.engine import Engine
 from deployments.replica.farewell import Farewell
 from deployments.replica.first_weights import find_first_weights
 from deployments.replica.follower import Follower
@@ -29,6 +29,7 @@ from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.load import watch_load
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import disown_engine, own_engine
+from deployments.replica.server.arguments import EngineSpec
 from deployments.replica.server.info import add_server_info
 from deployments.replica_info import ReplicaEndpoint, RoutingStats
 from deployments.scaling import ScalingStats

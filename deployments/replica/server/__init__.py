@@ -1,7 +1,7 @@
-"""What a replica's vLLM server answers beside vLLM's own routes.
+"""What a replica's vLLM server is started with, and what it answers beside vLLM's own routes.
 
-Runs in each replica of the `rollout` Serve deployment: routes that are added to vLLM's FastAPI application,
-and say of the engine what a client of one vLLM server would read there.
+Runs in each replica of the `rollout` Serve deployment: vLLM's own server arguments, and routes that are added
+to vLLM's FastAPI application and say of the engine what a client of one vLLM server would read there.
 
 Not here: vLLM's own routes, and which routes pass to a replica at all (`deployments.passed_routes`).
 
