@@ -20,6 +20,7 @@ from tests.environment import users_environment
 
 TRAINERS_SHARE = 4  # each fourth round is the trainer's
 PAUSE_S = 0.3  # after a round that failed
+START_S = 120.0  # of a publisher, which loads torch and vLLM
 
 
 class Publisher:
@@ -84,8 +85,13 @@ class Publisher:
         # A queue for each: the end of the former process may be noticed after this one has begun.
         self._said = queue.Queue()
         threading.Thread(target=_listen, args=(process, self._said), daemon=True).start()
-        said = self._said.get(timeout=120)
-        assert "ready" in said, said
+        said: dict[str, Any] = {}
+        with suppress(queue.Empty):
+            said = self._said.get(timeout=START_S)
+        if "ready" not in said:
+            process.kill()
+            process.wait()
+            raise TimeoutError(f"the publisher did not start within {START_S:.0f} s; it said {said}")
         return process
 
 
