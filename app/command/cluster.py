@@ -118,12 +118,27 @@ class LocalCluster:
     def deploy(self, document: Mapping[str, Any]) -> None:
         """Have Serve start the applications of a config.
 
+        Asked again while Serve itself does not start: on a busy machine its proxy may miss its own deadline.
+
         Raises:
-            ClusterError: Serve refuses the config.
+            ClusterError: Serve refuses the config, or does not start.
         """
-        answer = self._client.put("/api/serve/applications/", json=document)
-        if answer.is_error:
-            raise ClusterError(f"Serve refused the configuration: {answer.text[-2000:].strip()}")
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            try:
+                answer = self._client.put("/api/serve/applications/", json=document)
+                if answer.is_success:
+                    return
+                why = without_frames(answer.text)
+                if answer.is_client_error:
+                    raise ClusterError(f"Serve refused the configuration: {why}")
+            except httpx.HTTPError as error:
+                why = f"{type(error).__name__}: {error}"
+            self.require_alive()
+            if time.monotonic() > deadline_s:
+                raise ClusterError(f"Serve did not start within {_START_TIMEOUT_S:.0f} s: {why}")
+            print(f"Serve did not start: {why.splitlines()[0].rstrip('.')}. Asking it again", flush=True)
+            time.sleep(1)
 
     def details(self) -> dict[str, Any]:
         """The applications as Serve's REST API reports them.
@@ -277,3 +292,12 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         return  # `stop` ends its processes one by one
+
+
+def without_frames(text: str) -> str:
+    """The end of an error's text; of a Python traceback only the error itself."""
+    lines = text.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    if "Traceback (most recent call last):" in text and frames and frames[-1] + 1 < len(lines):
+        lines = lines[frames[-1] + 1 :]
+    return "\n".join(lines)[-2000:]

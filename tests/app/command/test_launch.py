@@ -18,7 +18,14 @@ import httpx
 import pytest
 import yaml
 
-from app.command.cluster import MARK, ClusterError, free_ports, marked_processes, require_free_port
+from app.command.cluster import (
+    MARK,
+    ClusterError,
+    LocalCluster,
+    free_ports,
+    marked_processes,
+    require_free_port,
+)
 from app.command.launch import environment
 from app.command.submit import command, submit, why_not
 from app.settings.config import parse_config
@@ -44,6 +51,51 @@ def test_a_taken_port_is_named() -> None:
         with pytest.raises(ClusterError, match=f"port {port} .the test. is taken"):
             require_free_port(port, "the test")
     require_free_port(port, "the test")
+
+
+REFUSED = (400, "1 validation error for ServeDeploySchema")
+NOT_UP = (
+    500,
+    'Traceback (most recent call last):\n  File "api.py", line 218\n    return fut.result()\n'
+    "ray.exceptions.ActorDiedError: The actor died.\n\tclass_name: HAProxyManager",
+)
+
+
+def cluster_that_answers(*answers: tuple[int, str]) -> tuple[LocalCluster, list[httpx.Request]]:
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        status, text = answers[min(len(asked), len(answers)) - 1]
+        return httpx.Response(status, text=text)
+
+    cluster = LocalCluster(dashboard_port=1, environment={})
+    cluster.directory.rmdir()
+    cluster._client = httpx.Client(base_url="http://serve", transport=httpx.MockTransport(answer))
+    cluster.require_alive = lambda: None  # type: ignore[method-assign]
+    return cluster, asked
+
+
+def test_serve_is_asked_again_while_its_proxy_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, asked = cluster_that_answers(NOT_UP, (200, ""))
+    cluster.deploy({})
+    assert len(asked) == 2
+    assert capsys.readouterr().out == (
+        "Serve did not start: ray.exceptions.ActorDiedError: The actor died. Asking it again\n"
+    )
+
+
+def test_a_serve_that_never_starts_is_named_without_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.command.cluster._START_TIMEOUT_S", 0.0)
+    with pytest.raises(ClusterError, match=r"^Serve did not start within 0 s: ray.exceptions.ActorDiedError"):
+        cluster_that_answers(NOT_UP)[0].deploy({})
+
+
+def test_what_serve_refuses_is_asked_once() -> None:
+    cluster, asked = cluster_that_answers(REFUSED)
+    with pytest.raises(ClusterError, match=r"^Serve refused the configuration: 1 validation error"):
+        cluster.deploy({})
+    assert len(asked) == 1
 
 
 def test_marked_processes_are_found_and_only_they() -> None:
