@@ -95,7 +95,7 @@ def _controller(args: AppConfig) -> Application:
         state_dir=str(args.state_dir),
         store_dir=str(args.store_path),
         adapters=args.adapter_limits,
-        adapter_roots=args.security.checkpoint_roots,
+        adapter_roots=args.adapter_roots,
         max_versions=args.store.keep,
         outside_versions=args.store.outside_versions,
         is_alive=ServeReplicas(ROLLOUT),

@@ -2,7 +2,8 @@
 
 Each decoder layer is one unit (`fully_shard`), everything else belongs to the root unit: a forward or
 backward pass has one gathered layer in memory at a time. Every rank must run the same sequence of
-forwards, backwards and parameter reads, because each of them gathers.
+forwards, backwards and parameter reads, because each of them gathers. An adapter is small, and whole on every
+rank: the learner averages its gradients.
 """
 
 import torch
@@ -39,9 +40,13 @@ def shard_policy(
         mesh = init_device_mesh(target.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
+    whole = None
+    if policy.adapter is not None:
+        policy.adapter.to(target)
+        whole = set(policy.adapter.parameters())
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, ignored_params=whole)
+    fully_shard(model, mesh=mesh, mp_policy=precision, ignored_params=whole)
     policy.device = target
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,18 @@ from trainers.learner_state import (
 )
 from trainers.losses import LossTerms, policy_loss, token_weights
 from trainers.optimizer import build_optimizer, learning_rate_factor
-from trainers.policy import DTYPES, Policy
+from trainers.policy import DTYPES, Policy, TokenScores
 from trainers.settings import Dtype, LearnerConfig
 from trainers.trajectory import Trajectory
 
 Metrics = dict[str, float | int | bool]
+
+
+class Reference(Protocol):
+    """What the KL penalty pulls the policy to."""
+
+    def scores(self, batch: TokenBatch) -> TokenScores:
+        """As `Policy.scores`, called without gradients."""
 
 
 class Learner:
@@ -36,7 +43,7 @@ class Learner:
         ValueError: a reference policy without a KL coefficient, or a coefficient without a reference.
     """
 
-    def __init__(self, policy: Policy, config: LearnerConfig, *, reference: Policy | None = None) -> None:
+    def __init__(self, policy: Policy, config: LearnerConfig, *, reference: Reference | None = None) -> None:
         if (reference is not None) != (config.loss.kl_coefficient != 0.0):
             raise ValueError(
                 "a reference policy is needed if and only if loss.kl_coefficient is not 0, "
@@ -47,7 +54,7 @@ class Learner:
         self.config = config
         self.steps_done = 0
         self._reference = reference
-        self._optimizer, self._schedule = build_optimizer(policy.model.parameters(), config.optimizer)
+        self._optimizer, self._schedule = build_optimizer(policy.parameters(), config.optimizer)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
 
@@ -63,6 +70,8 @@ class Learner:
         if not trajectories:
             raise ValueError("a step needs at least one trajectory, got none")
         started = time.perf_counter()
+        if self.policy.adapter is not None:
+            self.policy.adapter.seed_dropout(self.steps_done, self._rank)
         micro_batches = self._micro_batches(trajectories)
         old = self._old_logprobs(micro_batches) if self.config.updates_per_step > 1 else None
         for _ in range(self.config.updates_per_step):
@@ -83,7 +92,7 @@ class Learner:
         dtype = None if wire_dtype is None else DTYPES[wire_dtype]
         return {
             "optimizer": {"state": moments_of(self._optimizer)},
-            "weights": master_weights(self.policy.model, dtype),
+            "weights": master_weights(self.policy, dtype),
             "wire_dtype": wire_dtype,
             "steps_done": self.steps_done,
         }
@@ -101,7 +110,7 @@ class Learner:
         if "weights" not in state:  # written before master weights were saved
             return False
         weights, wire_dtype = state["weights"], state["wire_dtype"]
-        return not weights or round_to_model(self.policy.model, weights, DTYPES[wire_dtype])
+        return not weights or round_to_model(self.policy, weights, DTYPES[wire_dtype])
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights: bool = True) -> None:
         """Restore what `state_dict` returned on the same rank. Rates and other settings stay as configured.
@@ -114,7 +123,7 @@ class Learner:
         """
         restore_moments(self._optimizer, state["optimizer"]["state"])
         if weights:
-            restore_weights(self.policy.model, state["weights"])
+            restore_weights(self.policy, state["weights"])
         self.restart(state["steps_done"], keep_moments=True)
 
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
@@ -161,9 +170,10 @@ class Learner:
         terms: list[LossTerms] = []
         entropy = 0.0
         for number, (batch, counts) in enumerate(micro_batches):
+            reference = self._reference_logprobs(batch)
             scores = self.policy.scores(batch, with_entropies=True)
             before = old[number] if old is not None else None
-            term = self._loss(batch, scores.logprobs, before, total_tokens, len(trajectories))
+            term = self._loss(batch, scores.logprobs, before, reference, total_tokens, len(trajectories))
             # FSDP2 averages gradients over ranks, but the loss is normalised over all ranks: scale it back.
             (term.loss * (self._world_size if counts else 0.0)).backward()
             if counts:
@@ -172,13 +182,19 @@ class Learner:
                 entropy += float(scores.entropies[batch.response_mask].sum())
         return self._apply(self._over_ranks(LossTerms.sums(terms) | {"entropy": entropy}))
 
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor | None:
+        return None if self._reference is None else self._reference.scores(batch).logprobs
+
     def _loss(
-        self, batch: TokenBatch, logprobs: torch.Tensor, old: torch.Tensor | None, tokens: int, sequences: int
+        self,
+        batch: TokenBatch,
+        logprobs: torch.Tensor,
+        old: torch.Tensor | None,
+        reference: torch.Tensor | None,
+        tokens: int,
+        sequences: int,
     ) -> LossTerms:
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference = self._reference.scores(batch).logprobs
         counts = batch.response_mask.sum(dim=1).clamp(min=1)
         return policy_loss(
             logprobs=logprobs,
@@ -199,9 +215,23 @@ class Learner:
         dist.all_reduce(values)
         return dict(zip(sums, values.tolist(), strict=True))
 
+    def _average_gradients(self) -> None:
+        """FSDP2 averages the gradients of what it shards. An adapter is whole on every rank."""
+        if self._world_size == 1 or self.policy.adapter is None:
+            return
+        parameters = self.policy.parameters()
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        averaged = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(averaged)
+        averaged /= self._world_size
+        parts = averaged.split([gradient.numel() for gradient in gradients])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+
     def _apply(self, sums: dict[str, float]) -> Metrics:
         """Clip the gradient and step the optimizer, unless the loss or the gradient is not finite."""
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
+        self._average_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         learning_rate = float(self._schedule.get_last_lr()[0])
         skipped = not (math.isfinite(sums["loss"]) and math.isfinite(grad_norm))

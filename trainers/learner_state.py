@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
-from trainers.sources import names_without_aliases
+from trainers.policy import Policy
 
 Moments = Mapping[int, Mapping[str, torch.Tensor]]  # by index of the parameter, then AdamW's names
 _STEPS = "step"  # AdamW's count of a parameter's updates; all other tensors have the parameter's shape
@@ -63,22 +62,24 @@ def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:
         }
 
 
-def master_weights(model: PreTrainedModel, wire_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The tensors that a cast to `wire_dtype` (None: no cast) may change; nothing is copied."""
+def master_weights(policy: Policy, wire_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """The tensors that a cast to `wire_dtype` (None: no cast) may change; of an adapter all, because the
+    store has no version of it to resume from. Nothing is copied."""
+    own = shards(policy)
+    if policy.adapter is not None:
+        return own
     if wire_dtype is None:
         return {}
     return {
         name: tensor
-        for name, tensor in _shards(model).items()
+        for name, tensor in own.items()
         if tensor.is_floating_point() and torch.promote_types(tensor.dtype, wire_dtype) != wire_dtype
     }
 
 
-def round_to_model(
-    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], wire_dtype: torch.dtype
-) -> bool:
+def round_to_model(policy: Policy, weights: Mapping[str, torch.Tensor], wire_dtype: torch.dtype) -> bool:
     """Whether the model has exactly these weights, rounded to `wire_dtype`."""
-    own = _shards(model)
+    own = shards(policy)
     return all(
         name in own
         and own[name].shape == weight.shape
@@ -88,9 +89,9 @@ def round_to_model(
 
 
 @torch.no_grad()
-def restore_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+def restore_weights(policy: Policy, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy what `master_weights` returned on the same rank into the model, in place."""
-    own = _shards(model)
+    own = shards(policy)
     for name, weight in weights.items():
         own[name].copy_(weight)
 
@@ -99,9 +100,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _shards(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    state = model.state_dict()
-    return {name: _shard(state[name]) for name in names_without_aliases(model)}
+def shards(policy: Policy) -> dict[str, torch.Tensor]:
+    """This rank's part of what is trained, by name; the model's own memory."""
+    return {name: _shard(tensor) for name, tensor in policy.trained().items()}
 
 
 def _shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainers.batching import TokenBatch
-from trainers.settings import Dtype
-from trainers.sources import load_parameters, tied_names
+from trainers.lora import Adapter
+from trainers.settings import Dtype, LoraConfig
+from trainers.sources import load_parameters, names_without_aliases, tied_names
 
 # Copied unchanged: loading and saving a tokenizer may change it, and needs its libraries. A list of what is
 # copied, and not of weights to leave out: a checkpoint directory may hold weights in formats unknown here.
@@ -43,6 +44,9 @@ class TokenScores:
 class Policy:
     """A Hugging Face causal language model and the directory it was loaded from.
 
+    Attributes:
+        adapter: what is trained of it; None: all.
+
     Log-probabilities are those at temperature 1. vLLM reports the same by default, at any sampling
     temperature (`logprobs_mode: raw_logprobs`): rollouts must sample at temperature 1, or their
     log-probabilities are not those of the sampling policy.
@@ -53,6 +57,7 @@ class Policy:
         self.directory = directory
         self._trust_remote_code = trust_remote_code
         self.device = next(model.parameters()).device
+        self.adapter: Adapter | None = None
 
     @classmethod
     def load(
@@ -117,8 +122,30 @@ class Policy:
         """Names that are aliases of another parameter; checkpoints and updates leave them out."""
         return tied_names(self.model)
 
+    def adapt(self, config: LoraConfig, *, seed: int) -> Adapter:
+        """Train an adapter from now on, and nothing else; before the model is sharded.
+
+        Raises:
+            ValueError: see `Adapter`.
+        """
+        self.adapter = Adapter(self.model, config, seed=seed)
+        return self.adapter
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        """What training changes: tensors by name, those of an adapter as in its files."""
+        if self.adapter is not None:
+            return dict(self.adapter.tensors())
+        state = self.model.state_dict()
+        return {name: state[name] for name in names_without_aliases(self.model)}
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """What an optimizer is to change."""
+        return list(self.model.parameters()) if self.adapter is None else self.adapter.parameters()
+
     def scores(self, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
         """Log-probabilities of every answer token, with gradient unless gradients are disabled."""
+        if self.adapter is not None:
+            self.adapter.drop(torch.is_grad_enabled())
         rows = batch.input_ids.shape[0]
         logits = self.model(
             input_ids=batch.input_ids,
@@ -148,6 +175,24 @@ class Policy:
             directory, dtype=self.model.dtype, trust_remote_code=self._trust_remote_code
         )
         load_parameters(self.model, other.state_dict())
+
+
+class BaseOf:
+    """The model under a policy's adapter, as a reference that takes no memory of its own."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def scores(self, batch: TokenBatch) -> TokenScores:
+        """As `Policy.scores`.
+
+        Raises:
+            ValueError: the policy has no adapter.
+        """
+        if self._policy.adapter is None:
+            raise ValueError("the base of a policy without an adapter is the policy itself")
+        with self._policy.adapter.disabled():
+            return self._policy.scores(batch)
 
 
 def _check_ties(model: PreTrainedModel, directory: Path) -> None:

@@ -129,6 +129,33 @@ class LearnerConfig(_Settings):
     share_prompts: bool = True  # where the model's attention allows it, see trainers.batching
 
 
+class LoraConfig(_Settings):
+    """An adapter that is trained in place of the model's own weights, and published alone.
+
+    Raises:
+        ValidationError: a value out of range, or no name of a module, or one that comes twice.
+    """
+
+    name: str = Field(min_length=1)  # of the adapter in the fleet: requests name it as their `model`
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0  # the adapter is scaled by alpha / rank
+    # Names of linear layers, such as q_proj. None: all linear layers but the output.
+    target_modules: tuple[str, ...] | None = None
+    dropout: float = Field(default=0.0, ge=0, lt=1)  # of what an adapted layer receives, in updates alone
+
+    @model_validator(mode="after")
+    def _each_module_once(self) -> Self:
+        names = self.target_modules
+        if names is None:
+            return self
+        if not names:
+            raise ValueError("'target_modules': expected names, or null (the default) for all, got none")
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"'target_modules': expected each name once, got {twice[0]!r} twice")
+        return self
+
+
 class TrainerConfig(LearnerConfig):
     """The trainer: what it learns with, and the processes it runs in.
 
@@ -136,9 +163,11 @@ class TrainerConfig(LearnerConfig):
         ValidationError: a value out of range, or more than one rank with the strategy of one process.
     """
 
+    lora: LoraConfig | None = None  # None: all weights are trained
+
     strategy: Strategy = Strategy.SINGLE
     world_size: PositiveInt = 1  # ranks
-    dtype: Dtype = "float32"  # of parameters, gradients and moments
+    dtype: Dtype = "float32"  # of parameters, gradients and moments; with `lora` of the base alone
     # Published and stored weights are cast to it on the device. None: they keep their dtypes.
     wire_dtype: Dtype | None = None
     seed: int = 0

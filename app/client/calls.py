@@ -11,7 +11,7 @@ from app.client.connection import Call, Reader
 from app.http.answers import Health, History, Status, WorldSize
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.status import FleetStatus, SizeStatus
-from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
+from deployments.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
 from trainers.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -80,10 +80,10 @@ def step(trajectories: Sequence[Trajectory]) -> Call[Object]:
     return Call(method="POST", path="/train/step", body=body, read=_object(), repeatable=False)
 
 
-def publish(label: str | None = None) -> Call[RoundReport]:
-    """Move the fleet to the trainer's weights."""
+def publish(label: str | None = None) -> Call[RoundReport | AdapterReport]:
+    """Move the fleet to the trainer's weights, or to the next version of the adapter that it trains."""
     body = {} if label is None else {"label": label}
-    return Call(method="POST", path="/train/publish", body=body, read=typed(RoundReport), repeatable=False)
+    return Call(method="POST", path="/train/publish", body=body, read=_published(), repeatable=False)
 
 
 def save(path: str | None = None) -> Call[SavedCheckpoint]:
@@ -119,6 +119,12 @@ def tokenize(model: str, prompt: str) -> Call[list[int]]:
 def typed(kind: type[T]) -> Reader[T]:
     """Reads JSON as a type; unknown fields are ignored, as a newer fleet may send them."""
     adapter: TypeAdapter[T] = TypeAdapter(kind)
+    return lambda content, headers: adapter.validate_json(content)
+
+
+@cache
+def _published() -> Reader[RoundReport | AdapterReport]:
+    adapter: TypeAdapter[RoundReport | AdapterReport] = TypeAdapter(RoundReport | AdapterReport)
     return lambda content, headers: adapter.validate_json(content)
 
 

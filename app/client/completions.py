@@ -20,8 +20,16 @@ class Answer:
         VersionSpan
     ]  # over `token_ids`; in a stream, the last piece has those of all pieces
     version: int | None = None  # the newest weights behind the whole completion
+    adapter: str | None = None  # NAME@VERSION; None: the model itself answered
     replica: str = ""  # id
     finish_reason: str | None = None  # vLLM's; "abort": it was cut off; None in a stream until its last piece
+
+    @property
+    def oldest_version(self) -> int:
+        """Of what is trained, behind any of its tokens: of the adapter where one answered."""
+        if self.adapter is not None:
+            return int(self.adapter.rpartition("@")[2])
+        return min(span.version for span in self.weight_versions)
 
     @property
     def aborted(self) -> bool:
@@ -99,6 +107,7 @@ def join(pieces: Iterable[Completion]) -> Answer:
         logprobs=[logprob for answer in answers for logprob in answer.logprobs],
         weight_versions=answers[-1].weight_versions,
         version=answers[-1].version,
+        adapter=answers[-1].adapter,
         replica=answers[-1].replica,
         finish_reason=answers[-1].finish_reason,
     )
@@ -130,6 +139,7 @@ def _answer(choice: Mapping[str, Any], version: int | None, replica: str) -> Ans
         logprobs=_logprobs(choice.get("logprobs") or {}),
         weight_versions=[VersionSpan(**span) for span in choice.get("weight_versions") or ()],
         version=version,
+        adapter=choice.get("adapter"),
         replica=replica,
         finish_reason=choice.get("finish_reason"),
     )

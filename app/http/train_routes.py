@@ -8,7 +8,7 @@ from app.http.endpoint import Endpoint
 from app.http.requests import PublishBody, SaveBody, StepBody
 from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
-from deployments.trainer_reports import SavedCheckpoint, StepMetrics, TrainerStatus
+from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
 
 
 class TrainRoutes:
@@ -40,14 +40,17 @@ class TrainRoutes:
         metrics: StepMetrics = await self._handle().step.remote(body.trajectories)
         return metrics
 
-    async def publish(self, body: PublishBody) -> RoundReport:
+    async def publish(self, body: PublishBody) -> RoundReport | AdapterReport:
         """Move the fleet to the trainer's weights; answers the round's report.
 
+        A trainer of an adapter makes it the next version of its name; the answer has name and version.
+
         Raises:
-            InvalidRequest: no trainer.
+            InvalidRequest: no trainer, or the replicas rejected the adapter.
+            Conflict: the adapter's name is somebody else's, or the fleet has another base than the trainer.
             RoundAborted: the fleet still serves the old version; try again.
         """
-        report: RoundReport = await self._handle().publish.remote(body.label)
+        report: RoundReport | AdapterReport = await self._handle().publish.remote(body.label)
         return report
 
     async def save(self, body: SaveBody) -> SavedCheckpoint:

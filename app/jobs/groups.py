@@ -28,7 +28,7 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Of the weights behind any of its tokens."""
-        return min(span.version for answer in self.answers for span in answer.weight_versions)
+        return min(answer.oldest_version for answer in self.answers)
 
     @property
     def tokens(self) -> int:

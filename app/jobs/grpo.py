@@ -55,7 +55,9 @@ class Run:
 
 
 async def require_fleet(client: AsyncFleetClient) -> tuple[str, int]:
-    """The model that the fleet serves, and its version.
+    """The model whose answers are learned from, and its version: an adapter if the trainer trains one.
+
+    An adapter that the fleet has no version of yet is published first, so that there is one to sample from.
 
     Raises:
         FleetError: no fleet answers, or it has no trainer.
@@ -67,8 +69,14 @@ async def require_fleet(client: AsyncFleetClient) -> tuple[str, int]:
         raise FleetError(
             f"{error}; start a fleet with `make serve`, wait until it is up, or give its address with --url"
         ) from error
-    await client.send(calls.train_status())
-    return model, health.weight_version
+    trainer = await client.send(calls.train_status())
+    if trainer.adapter is None:
+        return model, health.weight_version
+    version = trainer.adapter_version
+    if version == 0:
+        training = Training(client, patience_s=PATIENCE_S, say=tqdm.write)
+        version = await training.publish("start", newer_than=0)
+    return trainer.adapter, version
 
 
 async def produce(run: Run) -> None:

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from app.client import calls
 from app.client.connection import AsyncFleetClient, Call, FleetError
 from deployments.protocol.publishing import RoundReport
-from deployments.trainer_reports import TrainerStatus
+from deployments.trainer_reports import AdapterReport, TrainerStatus
 from trainers.trajectory import Trajectory
 
 PUBLISH_ATTEMPTS = 3
@@ -53,7 +53,8 @@ class Training:
         return await self._once(calls.step(trajectories), metrics)
 
     async def publish(self, label: str, newer_than: int) -> int:
-        """One round; the version that the fleet serves after it.
+        """One round, or the next version of the adapter that is trained; the version that the fleet serves
+        after it.
 
         Args:
             newer_than: the version before.
@@ -62,8 +63,9 @@ class Training:
             FleetError: the fleet refuses, every attempt was aborted, or nobody answers for too long.
         """
 
-        async def report() -> RoundReport | None:
-            last = (await self._settled()).last_round
+        async def report() -> RoundReport | AdapterReport | None:
+            status = await self._settled()
+            last = status.last_round if status.adapter is None else status.last_adapter
             own = last is not None and last.label == label and last.version > newer_than
             return last if own else None
 

@@ -29,6 +29,7 @@ from app.settings.security import AbsolutePath, SecurityConfig
 from app.settings.weights import WeightsConfig
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.limits import SizeLimits
+from deployments.trainer.spec import adapter_directory
 from trainers.settings import TrainerConfig
 
 
@@ -110,6 +111,13 @@ class AppConfig(Section):
     def checkpoint_roots(self) -> tuple[Path, ...]:
         """Below which a checkpoint directory may be published: the store's too, or nobody could go back."""
         return (self.store_path, *self.security.checkpoint_roots)
+
+    @property
+    def adapter_roots(self) -> tuple[Path, ...]:
+        """Below which an adapter may be loaded: the trainer's own too, if it trains one."""
+        trains = self.trainer is not None and self.trainer.lora is not None
+        own = (adapter_directory(self.store_path),) if trains else ()
+        return (*own, *self.security.checkpoint_roots)
 
     @model_validator(mode="wrap")
     @classmethod

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from app.settings.devices import Device, Placement
 from app.settings.errors import expected
 from app.settings.weights import StagingMode, Wire, quoted
+from deployments.ledger.adapters.catalog import MAX_NAME, SEPARATOR, is_name
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu, Transport
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ RESERVED_ENGINE_ARGS = {
     "weight_transfer_config": "weights.transport",
     "data_parallel_rank": "engine.data_parallel_size",
 }
+
+# vLLM's own defaults, where `engine.extra` does not say otherwise.
+VLLM_MAX_LORA_RANK, VLLM_MAX_LORAS = 16, 1
 
 # Variables of the engine that have their own settings, or that placement decides.
 RESERVED_VARIABLES = {
@@ -41,6 +45,7 @@ def broken_rules(config: AppConfig) -> Iterator[str]:
     yield from _count_rules(config)
     yield from _gpu_share_rules(config)
     yield from _trainer_rules(config)
+    yield from _lora_rules(config)
     yield from _extra_rules(config)
 
 
@@ -199,6 +204,29 @@ def _trainer_rules(config: AppConfig) -> Iterator[str]:
         replicas = "1 replica" if engine.first_replicas == 1 else f"{engine.first_replicas} replicas"
         reason = f"one trainer rank on every GPU of the replicas: {replicas} of {engine.world_size}"
         yield expected("trainer.world_size", f"{gpus} with placement 'colocated'", trainer.world_size, reason)
+
+
+def _lora_rules(config: AppConfig) -> Iterator[str]:
+    lora = None if config.trainer is None else config.trainer.lora
+    if lora is None:
+        return
+    if not is_name(lora.name) or lora.name == config.public_model_name:
+        wanted = f"1 to {MAX_NAME} printable characters without {SEPARATOR!r}, not the model's own name"
+        yield expected("trainer.lora.name", wanted, repr(lora.name))
+    if not config.engine.serves_adapters:
+        reason = "replicas must be able to serve what the trainer publishes"
+        yield expected("engine.extra.enable_lora", "true with 'trainer.lora'", "false", reason)
+        return
+    most = config.engine.extra.get("max_lora_rank", VLLM_MAX_LORA_RANK)
+    if isinstance(most, int) and lora.rank > most:
+        reason = "a replica has room for no more"
+        yield expected(
+            "trainer.lora.rank", f"at most 'engine.extra.max_lora_rank', {most}", lora.rank, reason
+        )
+    slots = config.engine.extra.get("max_loras", VLLM_MAX_LORAS)
+    if isinstance(slots, int) and slots < 2:
+        reason = "answers of one version of the adapter end while those of the next begin"
+        yield expected("engine.extra.max_loras", "at least 2 with 'trainer.lora'", slots, reason)
 
 
 def _extra_rules(config: AppConfig) -> Iterator[str]:

@@ -285,19 +285,19 @@ class Controller:
     # -- adapters -----------------------------------------------------------------------------
 
     async def load_adapter(
-        self, name: str, path: str, in_place: bool = False, is_3d: bool = False
+        self, name: str, path: str, in_place: bool = False, is_3d: bool = False, after: int | None = None
     ) -> Adapter:
         """Make an adapter live on all replicas; see `Adapters.begin` and `stage`.
 
         Raises:
             InvalidRequest: the name or the files are wrong, or all replicas rejected them.
-            Conflict: the name is being loaded, or some replicas rejected the files.
+            Conflict: the name is being loaded or not at version `after`, or some replicas rejected the files.
             FleetUnavailable: too few replicas serve.
         """
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
             adapters, now = self._ledger.adapters, self._durable.now
-            adapter = adapters.begin(name, in_place=in_place, is_3d=is_3d, now=now())
+            adapter = adapters.begin(name, in_place=in_place, is_3d=is_3d, now=now(), after=after)
             try:
                 files = await self._adapters.copy(path, adapter.adapter_id)
             except BaseException as error:  # a caller that left, too: the name is free again

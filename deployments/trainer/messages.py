@@ -10,8 +10,9 @@ class LoadedTrainer:
 
     version: int  # of the weights; 0 for the model that the trainer was configured with
     step: int  # optimizer steps done
-    parameters: int  # numbers in the model, over all ranks
+    parameters: int  # numbers in the model, over all ranks; of an adapter alone
     untrained: Sequence[str] = ()  # what the checkpoint has and the model lacks, in words
+    adapter_version: int = 0  # the newest live one of the adapter that it trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

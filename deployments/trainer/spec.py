@@ -1,10 +1,16 @@
 """What a trainer is started with."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainers.settings import TrainerConfig
 
 PUBLISHER = "trainer"  # its name in the fleet
+
+
+def adapter_directory(store_dir: str | Path) -> Path:
+    """Where a trainer's adapter is until the fleet has copied it."""
+    return Path(store_dir).parent / "trainer" / "adapters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

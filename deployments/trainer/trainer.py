@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import FleetUnavailable, SlipstreamError, StalePublisher
+from deployments.errors import FleetUnavailable, InvalidRequest, SlipstreamError, StalePublisher
 from deployments.logs import serve_logger
 from deployments.lost_calls import RESTART_WAIT_S, answered, is_lost
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer.former_session import end_former_session
+from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.lost_version import watch
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.turns import Turns
 from deployments.trainer.worker import TrainerWorker
 from deployments.trainer.worker_group import WorkerGroup
-from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
+from deployments.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from trainers.learner import Metrics
 
@@ -56,21 +57,28 @@ class Trainer:
         self._turns = Turns()
         self._last_step: Metrics = {}
         self._last_round: RoundReport | None = None
+        self._lora = spec.config.lora
+        self._last_adapter: AdapterReport | None = None
         plan = None if slots is None else await answered(lambda: slots.plan.remote(), "slots")
-        if TRANSPORTS[spec.transport].same_gpu is SameGpu.REQUIRED:  # replicas open the trainer's memory
+        if self._lora is not None:
+            pass  # an adapter needs no lease and no connection, so no former trainer has left one
+        elif TRANSPORTS[spec.transport].same_gpu is SameGpu.REQUIRED:  # replicas open the trainer's memory
             await self._free_shared_memory()
         else:
             await end_former_session(controller)
         self._group, self._loaded = await WorkerGroup.start(spec, controller, plan)
         self._version = self._loaded.version
         self._step = self._loaded.step
-        self._watch = asyncio.create_task(
-            watch(
-                lambda: answered(lambda: controller.fleet.remote(), "fleet"),
-                self.publish,
-                lambda: self._version,
+        self._adapter_version = self._loaded.adapter_version
+        self._watch: asyncio.Task[None] | None = None
+        if self._lora is None:
+            self._watch = asyncio.create_task(
+                watch(
+                    lambda: answered(lambda: controller.fleet.remote(), "fleet"),
+                    self.publish,
+                    lambda: self._version,
+                )
             )
-        )
 
     async def step(self, trajectories: Sequence[JsonValue]) -> Metrics:
         """One optimizer step on trajectories in their JSON form; returns its metrics.
@@ -81,27 +89,38 @@ class Trainer:
         """
         return await self._turns.take("step", lambda: self._learn(trajectories))
 
-    async def publish(self, label: str | None = None) -> RoundReport:
-        """Move the fleet to the current weights.
+    async def publish(self, label: str | None = None) -> RoundReport | AdapterReport:
+        """Move the fleet to the current weights; an adapter becomes the next version of its name.
 
         Raises:
             RoundAborted: the fleet still serves the old version; try again.
+            InvalidRequest: the replicas rejected the adapter.
+            Conflict: the adapter's name is somebody else's, or the fleet has another base; nothing changed.
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
+        if self._lora is not None:
+            return await self._turns.take("publish", lambda: self._publish_adapter(label))
         return await self._turns.take("publish", lambda: self._publish(label))
 
     async def rollback(self, version: int) -> RoundReport:
         """Load the weights of a stored version, and publish them as an ordinary, newer one.
 
         Raises:
-            InvalidRequest: the version is not in the store.
+            InvalidRequest: the version is not in the store, or an adapter is trained.
             RoundAborted: the trainer has the stored weights and the fleet has not; publish again.
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
+        if self._lora is not None:
+            raise InvalidRequest(
+                f"this trainer trains the adapter {self._lora.name!r}, and no versions of all weights: "
+                "publish the stored version's directory with /fleet/publish, or name an older version of the "
+                "adapter"
+            )
         return await self._turns.take("rollback", lambda: self._go_back(version))
 
     async def save(self, path: str | None = None) -> SavedCheckpoint:
-        """Write the weights as an ordinary Hugging Face checkpoint directory on the trainer's host.
+        """Write the weights as an ordinary Hugging Face checkpoint directory on the trainer's host, or an
+        adapter alone as peft does.
 
         Raises:
             InvalidRequest: the directory cannot be written.
@@ -132,6 +151,9 @@ class Trainer:
             stored_version=store.stored_version,
             store_problem=store.store_problem,
             untrained=tuple(self._loaded.untrained),
+            adapter=None if self._lora is None else self._lora.name,
+            adapter_version=self._adapter_version,
+            last_adapter=self._last_adapter,
         )
 
     async def check_health(self) -> None:
@@ -150,7 +172,8 @@ class Trainer:
         group: WorkerGroup | None = getattr(self, "_group", None)
         if group is None:
             return
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         # A version that is not written now is never written. The workers must end whatever fails here.
         with contextlib.suppress(Exception):
             await group.call(TrainerWorker.flush, FLUSH_TIMEOUT_S, timeout_s=FLUSH_TIMEOUT_S + 1.0)
@@ -186,6 +209,12 @@ class Trainer:
         await answered(lambda: self._controller.rollback_source.remote(version), "rollback_source")
         await self._group.call(TrainerWorker.load_version, version, timeout_s=self._step_timeout_s)
         return await self._publish(f"rollback to {version}")
+
+    async def _publish_adapter(self, label: str | None) -> AdapterReport:
+        report = await self._group.call(LoraWorker.publish, label, timeout_s=self._spec.publish_timeout_s)
+        assert report is not None, "rank 0 reports every publish that it completes"
+        self._adapter_version, self._last_adapter = report.version, report
+        return report
 
     async def _publish(self, label: str | None) -> RoundReport:
         for attempt in range(1, SEND_ATTEMPTS + 1):

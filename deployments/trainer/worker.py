@@ -1,14 +1,11 @@
 """One rank of the trainer: the policy, its optimizer and its part of every publish."""
 
-import os
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import ray
 import torch
-from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import InvalidRequest
@@ -16,11 +13,10 @@ from deployments.logs import serve_logger
 from deployments.lost_calls import repeated
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.reports import StoreResult
-from deployments.protocol.status import FleetStatus
-from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.checkpoint import BaseCheckpoint, summary
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.publisher import Publisher
+from deployments.trainer.rank import TrainerRank
 from deployments.trainer.save_directory import directory_to_save
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.state_file import StateFile, resume
@@ -28,38 +24,24 @@ from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import SavedCheckpoint
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
-from trainers.learner import Learner, Metrics
-from trainers.policy import DTYPES, Policy
-from trainers.settings import Strategy
+from trainers.learner import Learner
+from trainers.policy import DTYPES
 from trainers.sources import ParameterSource
-from trainers.trajectory import parse_trajectories
 
 STORED_TIMEOUT_S = 60.0
-FLEET_TIMEOUT_S = 120.0  # for a controller that starts beside the trainer
 logger = serve_logger()
 
 
-class TrainerWorker:
-    """A Ray actor: one rank. Every method is called on all ranks alike, except `rendezvous_address` and
-    `store_status` (rank 0) and `process_id`."""
+class TrainerWorker(TrainerRank):
+    """A Ray actor: one rank. Every method is called on all ranks alike, except `store_status` (rank 0) and
+    those that `TrainerRank` names."""
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: DeploymentHandle) -> None:
-        self._spec = spec
-        self._rank = rank
-        self._controller = controller
+        super().__init__(spec, rank, controller)
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)
         self._base = BaseCheckpoint(Path(spec.model))
         self._state_file = StateFile(self._store.directory.parent / "trainer", rank)
-
-    def rendezvous_address(self) -> tuple[str, int]:
-        """Where the ranks can form a process group: this rank's host, and a port that is free there."""
-        return own_address(), free_port()
-
-    @ray.method(concurrency_group="control")
-    def process_id(self) -> int:
-        """Of this rank; answered also during a step."""
-        return os.getpid()
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
         """Join the group, load the newest stored version or the model, and be ready for steps.
@@ -69,11 +51,8 @@ class TrainerWorker:
             OSError: the checkpoint cannot be read.
         """
         spec = self._spec
-        torch.manual_seed(spec.config.seed)
-        # One process needs no group: all collectives are among the ranks of this trainer.
-        if spec.config.strategy == Strategy.FSDP2:
-            self._join(rendezvous_address)
-        version = self._stored.newest(self._fleet_id())
+        self._begin(rendezvous_address)
+        version = self._stored.newest(self._fleet().fleet_id)
         self._policy = self._read(self._store.path_of(version) if version else Path(spec.model))
         reference = self._read(Path(spec.model)) if spec.config.loss.kl_coefficient != 0.0 else None
         self._learner = Learner(self._policy, spec.config, reference=reference)
@@ -102,29 +81,6 @@ class TrainerWorker:
             parameters=self._parameters(),
             untrained=summary(self._lacking),
         )
-
-    def _fleet_id(self) -> str:
-        def ask() -> str:
-            fleet: FleetStatus = self._controller.fleet.remote().result(timeout_s=FLEET_TIMEOUT_S)
-            return fleet.fleet_id
-
-        return repeated(ask, "fleet")
-
-    def step(self, trajectories: Sequence[JsonValue]) -> Metrics:
-        """One optimizer step on trajectories in their JSON form, see `trainers.trajectory`.
-
-        Raises:
-            InvalidRequest: the batch is not valid: what was expected and what was received. Nothing changed.
-        """
-        try:
-            parsed = parse_trajectories(
-                trajectories,
-                vocabulary_size=self._policy.vocabulary_size,
-                max_length=self._policy.max_length,
-            )
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from error
-        return self._learner.step(parsed)
 
     def publish(self, label: str | None) -> RoundReport | None:
         """Move the fleet to this policy, and begin to write the version to the store.
@@ -222,32 +178,8 @@ class TrainerWorker:
         """Wait until all versions are written; False if that takes longer than `timeout_s`."""
         return self._writer.wait(timeout_s)
 
-    def _join(self, rendezvous_address: tuple[str, int]) -> None:
-        host, port = rendezvous_address
-        os.environ |= {
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-            "RANK": str(self._rank),
-            "WORLD_SIZE": str(self._spec.config.world_size),
-            "LOCAL_RANK": "0",  # Ray shows each actor only its own devices
-        }
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
-
-    def _read(self, directory: Path) -> Policy:
-        dtype, trusts = self._spec.config.dtype, self._spec.trust_remote_code
-        if self._spec.config.strategy == Strategy.SINGLE:
-            return Policy.load(directory, dtype=dtype, device=self._device(), trust_remote_code=trusts)
-        from trainers.fsdp2 import shard_policy
-
-        policy = Policy.load(directory, dtype=dtype, trust_remote_code=trusts)
-        shard_policy(policy, device=self._device())
-        return policy
-
     def _source(self, dtype: torch.dtype | None) -> ParameterSource:
         return ParameterSource(self._policy.model, dtype=dtype, stored=self._base.names)
-
-    def _device(self) -> str:
-        return "cuda:0" if self._spec.device == "cuda" else "cpu"
 
     def _parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._policy.model.parameters())

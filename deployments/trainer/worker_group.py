@@ -19,6 +19,7 @@ from ray.util.placement_group import get_placement_group
 from deployments.errors import FleetUnavailable, SlipstreamError
 from deployments.logs import serve_logger
 from deployments.placement import SlotPlan, in_bundle
+from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
@@ -27,7 +28,8 @@ PING_TIMEOUT_S = 20.0  # shorter than Serve's own limit: the reason must be know
 # After one rank has failed, the others may be blocked in a collective for good.
 STRAGGLER_S = 10.0
 # A second concurrency group, so that a ping is answered during a step; the default group has one thread.
-_ACTOR = ray.remote(concurrency_groups={"control": 1})(TrainerWorker)
+_actor = ray.remote(concurrency_groups={"control": 1})
+_WEIGHTS, _ADAPTER = _actor(TrainerWorker), _actor(LoraWorker)
 
 Result = TypeVar("Result")
 logger = serve_logger()
@@ -56,9 +58,10 @@ class WorkerGroup:
             TimeoutError: Ray did not start rank 0 in time.
         """
         incarnation = uuid.uuid4().hex[:8]
+        actor = _WEIGHTS if spec.config.lora is None else _ADAPTER
         group = cls(
             [
-                _ACTOR.options(
+                actor.options(
                     name=f"slipstream-trainer-{incarnation}-{rank}", **resources(spec, rank, slots)
                 ).remote(spec, rank, controller)
                 for rank in range(spec.config.world_size)
@@ -75,7 +78,7 @@ class WorkerGroup:
         return group, loaded
 
     async def call(self, method: Callable[..., Result], *args: Any, timeout_s: float) -> Result:
-        """Run a method of `TrainerWorker` on every rank, and return what rank 0 returns.
+        """Run a method of `TrainerWorker`, or `LoraWorker`, on every rank, and return what rank 0 returns.
 
         Raises:
             SlipstreamError: a worker raised it.

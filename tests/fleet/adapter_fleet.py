@@ -31,6 +31,7 @@ def adapted(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     root = tmp_path_factory.mktemp("adapters")
     from app.main import build
     from app.settings.config import parse_config
+    from deployments.trainer.spec import adapter_directory
 
     config = parse_config(
         {
@@ -45,7 +46,9 @@ def adapted(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 "extra": {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8},
             },
             "weights": {"lease_s": 30, "heartbeat_timeout_s": 20},
-            "security": {"checkpoint_roots": [str(root / "user")]},
+            "security": {
+                "checkpoint_roots": [str(root / "user"), str(adapter_directory(root / "state" / "store"))]
+            },
             "trainer": {"optimizer": {"learning_rate": 0.02}},
         }
     )

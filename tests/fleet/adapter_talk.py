@@ -1,10 +1,12 @@
 """How tests load adapters and ask for them, over HTTP as vLLM's clients do."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.fleet.session_fleet import MODEL
@@ -56,11 +58,20 @@ def newest(client: httpx.Client, name: str) -> int:
 class Merged(Reference):
     """transformers with the adapter added to the weights."""
 
-    def __init__(self, checkpoint: Path, seed: int) -> None:
+    def __init__(self, checkpoint: Path, adapter: int | Path) -> None:
+        """`adapter`: the seed of a tiny one, or the directory of any."""
         self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         parameters = dict(self._model.named_parameters())
-        lora = tiny_adapter_tensors(seed)
+        lora, scale = read_adapter(adapter)
         for name in {each.rsplit(".lora_", 1)[0] for each in lora}:
             weight = parameters[name.removeprefix("base_model.model.") + ".weight"]
             with torch.no_grad():
-                weight += lora[f"{name}.lora_B.weight"] @ lora[f"{name}.lora_A.weight"]
+                weight += scale * lora[f"{name}.lora_B.weight"] @ lora[f"{name}.lora_A.weight"]
+
+
+def read_adapter(adapter: int | Path) -> tuple[dict[str, torch.Tensor], float]:
+    """Its tensors, and what their product is multiplied by."""
+    if isinstance(adapter, int):
+        return tiny_adapter_tensors(adapter), 1.0
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    return load_file(adapter / "adapter_model.safetensors"), config["lora_alpha"] / config["r"]

@@ -1,5 +1,7 @@
 """LoRA adapters on real engines: a fleet of their own in the same cluster, driven as vLLM's clients do."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -8,9 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from ray import serve
+from safetensors.torch import load_file
 
+from deployments.errors import Conflict
 from tests.fleet.adapter_fleet import SLOTS, Adapted
 from tests.fleet.adapter_talk import COUNT, Merged, everywhere, load, models, newest, tokens, unload
+from tests.fleet.adapter_trainer import APPLICATION, LORA, adapter_trainer
 from tests.fleet.losing import a_replica, kill_a_replica, members, process_of
 from tests.fleet.session_fleet import MODEL
 from tests.fleet.talk import (
@@ -156,6 +163,70 @@ def test_many_adapters_leave_nothing_behind(adapted: Adapted, client: httpx.Clie
     while len(list(copies.iterdir())) > 2:
         assert time.monotonic() < deadline, sorted(copies.iterdir())
         time.sleep(0.2)
+
+
+def test_what_a_trainer_publishes_is_the_next_version_of_its_adapter_on_every_replica(
+    adapted: Adapted, client: httpx.Client, tmp_path: Path
+) -> None:
+    base = checkpoint_of_now(adapted, client, tmp_path / "base")
+    plain, version = Reference(base)(PROMPT, COUNT), adapted.fleet.version()
+    with adapter_trainer(adapted) as trainer:
+        expected: dict[str, list[int]] = {}
+        for number in (1, 2):
+            assert trainer.step(client) == number
+            began = time.monotonic()
+            report = trainer.publish(f"step {number}")
+            print(f"a publish: {time.monotonic() - began:.3f} s, of which files {report.write_s:.3f} s")
+            assert (report.name, report.version, report.label) == (LORA.name, number, f"step {number}")
+            saved = trainer.save(tmp_path / f"saved-{number}")
+            expected[f"{LORA.name}@{number}"] = Merged(base, saved)(PROMPT, COUNT)
+        one, two = expected.values()
+        assert one != two and plain not in (one, two)
+        for name, wanted in {**expected, LORA.name: two, MODEL: plain}.items():
+            assert [tokens(answer) for answer in everywhere(client, name)] == [wanted] * 2, name
+        assert {answer["adapter"] for answer in everywhere(client, LORA.name)} == {f"{LORA.name}@2"}
+        assert adapted.fleet.version() == version == trainer.status().version, "the base stays"
+
+        succeeded(load(client, LORA.name, adapted.save("foreign", 11), load_inplace=True))
+        with pytest.raises(Conflict, match=f"{LORA.name}@3 was not published by this fleet's trainer"):
+            trainer.publish()
+        succeeded(unload(client, f"{LORA.name}@3"))
+        assert trainer.publish().version == 4
+        assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [two] * 2
+
+
+@pytest.mark.chaos
+def test_a_trainer_of_an_adapter_that_dies_goes_on_and_a_lost_controller_loses_no_publish(
+    adapted: Adapted, client: httpx.Client, tmp_path: Path
+) -> None:
+    base = checkpoint_of_now(adapted, client, tmp_path / "base")
+    with adapter_trainer(adapted) as trainer:
+        before = trainer.status().step
+        assert trainer.step(client) == before + 1
+        trainer.publish()
+        saved = load_file(trainer.save(tmp_path / "before") / "adapter_model.safetensors")
+        os.kill(trainer.worker(), signal.SIGKILL)
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                status = trainer.status()
+                break
+            except Exception:  # Serve replaces it
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+        assert (status.step, status.adapter) == (before + 1, LORA.name)
+        again = load_file(trainer.save(tmp_path / "after") / "adapter_model.safetensors")
+        assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
+
+        trainer.step(client)
+        killing = threading.Timer(0.05, process_of("controller", "adapters").kill)
+        killing.start()
+        report = trainer.publish()
+        killing.join()
+        expected = Merged(base, trainer.save(tmp_path / "last"))(PROMPT, COUNT)
+        assert newest(client, LORA.name) == report.version
+        assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
+    assert process_of("controller", "adapters") and APPLICATION not in serve.status().applications
 
 
 @pytest.mark.chaos

@@ -7,10 +7,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainers.settings import LearnerConfig, LossConfig, OptimizerConfig, Schedule, Strategy, TrainerConfig
+from trainers.settings import (
+    LearnerConfig,
+    LoraConfig,
+    LossConfig,
+    OptimizerConfig,
+    Schedule,
+    Strategy,
+    TrainerConfig,
+)
 
 
-def problem(make: type[TrainerConfig] | type[OptimizerConfig], **settings: Any) -> str:
+def problem(make: type[TrainerConfig | OptimizerConfig | LoraConfig], **settings: Any) -> str:
     with pytest.raises(ValidationError) as caught:
         make(**settings)
     (error,) = caught.value.errors()
@@ -57,6 +65,22 @@ def test_no_threads_is_refused_because_all_cores_are_none() -> None:
 def test_a_trainers_settings_are_a_learners() -> None:
     learner: LearnerConfig = TrainerConfig(loss=LossConfig(kl_coefficient=0.1), max_grad_norm=2.0)
     assert (learner.loss.kl_coefficient, learner.max_grad_norm) == (0.1, 2.0)
+
+
+def test_the_settings_of_an_adapter_can_be_right() -> None:
+    made = TrainerConfig.model_validate({"lora": {"name": "math", "target_modules": ["q_proj", "v_proj"]}})
+    assert made.lora == LoraConfig(name="math", rank=16, alpha=32, target_modules=("q_proj", "v_proj"))
+    assert (made.lora.dropout, LoraConfig(name="math").target_modules) == (0.0, None)
+    assert problem(LoraConfig, name="math", target_modules=("q_proj", "q_proj")) == (
+        "Value error, 'target_modules': expected each name once, got 'q_proj' twice"
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rank": 0}, {"alpha": 0}, {"dropout": 1.0}, {"target_modules": ()}, {"name": ""}]
+)
+def test_the_settings_of_an_adapter_that_cannot_be_right_are_refused(wrong: dict[str, Any]) -> None:
+    assert problem(LoraConfig, **({"name": "math"} | wrong))
 
 
 def test_settings_cannot_change_and_have_no_unknown_names() -> None:

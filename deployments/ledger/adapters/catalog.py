@@ -28,9 +28,14 @@ class AdapterLimits(BaseModel):
     refusal: str | None = None  # why there are no adapters
 
 
+def is_name(name: str) -> bool:
+    """Whether an adapter can have this name, unless the base model has it."""
+    return 0 < len(name) <= MAX_NAME and name.isprintable() and SEPARATOR not in name
+
+
 def check_name(name: str, base_model: str) -> None:
     """Raises InvalidRequest for a name that no adapter can have."""
-    if not name or len(name) > MAX_NAME or not name.isprintable() or SEPARATOR in name:
+    if not is_name(name):
         raise InvalidRequest(
             f"lora_name: expected 1 to {MAX_NAME} printable characters without {SEPARATOR!r}, which "
             f"separates a name from its version, got {name[:60]!r}"
@@ -49,6 +54,16 @@ def named(catalog: AdapterCatalog, name: str) -> list[Adapter]:
     if not found:
         raise NotFound(f"The lora adapter '{name}' cannot be found.", {"lora_name": name})
     return found
+
+
+def check_newest(catalog: AdapterCatalog, name: str, after: int | None) -> None:
+    """Raises Conflict if the newest live version of a name is not `after` (0: there is none; None: any)."""
+    newest = max((each.version for each in catalog.live if each.name == name), default=0)
+    if after is not None and newest != after:
+        raise Conflict(
+            f"The lora adapter '{name}' is at version {newest}, expected {after}: somebody has changed it",
+            {"lora_name": name, "version": newest, "expected": after},
+        )
 
 
 def next_adapter(catalog: AdapterCatalog, name: str, *, is_3d: bool) -> Adapter:

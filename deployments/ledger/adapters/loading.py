@@ -20,6 +20,7 @@ from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, Slips
 from deployments.ledger.adapters.catalog import (
     AdapterLimits,
     check_name,
+    check_newest,
     check_room,
     named,
     next_adapter,
@@ -91,15 +92,18 @@ class Adapters:
 
     # -- calls --------------------------------------------------------------------------------
 
-    def begin(self, name: str, *, in_place: bool, is_3d: bool, now: float) -> Adapter:
+    def begin(
+        self, name: str, *, in_place: bool, is_3d: bool, now: float, after: int | None = None
+    ) -> Adapter:
         """Reserve the next version of a name; `stage` or `give_up` follows.
 
         Args:
             in_place: vLLM's `load_inplace`. Here the name gets another version, and nothing is overwritten.
+            after: the newest live version that the caller knows, 0 for none. None: whatever it is.
 
         Raises:
             InvalidRequest: no name of an adapter, or one that is live and `in_place` is false.
-            Conflict: it is being loaded, there is no room, or the weights sleep.
+            Conflict: it is being loaded, is not at version `after`, there is no room, or the weights sleep.
         """
         self._check_enabled()
         check_name(name, self._limits.base_model)
@@ -110,6 +114,7 @@ class Adapters:
                 "place, set 'load_inplace' to True.",
                 {"lora_name": name},
             )
+        check_newest(self.catalog, name, after)
         self._check_awake(0)
         check_room(self.catalog, self._loads, self._limits)
         adapter = next_adapter(self.catalog, name, is_3d=is_3d)

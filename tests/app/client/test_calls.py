@@ -12,7 +12,7 @@ from app.client.connection import AsyncFleetClient, Call, FleetError
 from deployments.protocol.operations import InFlight, Pause
 from deployments.protocol.status import FleetStatus
 from tests.app.http.fake_controller import FakeController, report
-from tests.app.http.fake_trainer import STATUS, FakeTrainer
+from tests.app.http.fake_trainer import STATUS, FakeTrainer, adapter_report
 from tests.app.http.serving import FakeRouter, client
 from trainers.trajectory import Trajectory, VersionSpan
 
@@ -66,6 +66,12 @@ async def test_the_trainers_calls_are_typed() -> None:
         assert await made.send(calls.train_status()) == STATUS
     (sent,) = trainer.received[0]
     assert Trajectory.from_json(sent) == TRAJECTORY
+
+
+async def test_a_publish_of_an_adapter_is_read_as_one() -> None:
+    async with fleet(FakeController(), FakeTrainer(adapts=True)) as made:
+        assert await made.send(calls.publish("step 1")) == adapter_report(5, "step 1")
+        assert (await made.send(calls.train_status())).adapter == "math"
 
 
 async def test_vllms_routes_are_read_too() -> None:

@@ -45,6 +45,14 @@ def test_an_answer_is_read_with_its_spans(choice: dict[str, Any]) -> None:
     assert read({"choices": [choice | {"finish_reason": "abort"}]}).answer.aborted
 
 
+def test_the_version_of_an_answer_is_that_of_what_is_trained() -> None:
+    spans = [{"version": 3, "start": 0, "end": 1}, {"version": 4, "start": 1, "end": 2}]
+    of_the_model = read({"choices": [COMPLETION | {"weight_versions": spans}]}).answer
+    of_an_adapter = read({"choices": [COMPLETION | {"adapter": "math@12"}]}).answer
+    assert (of_the_model.adapter, of_the_model.oldest_version) == (None, 3)
+    assert (of_an_adapter.adapter, of_an_adapter.oldest_version) == ("math@12", 12)
+
+
 @pytest.mark.parametrize(
     "choice",
     [

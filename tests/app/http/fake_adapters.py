@@ -4,6 +4,7 @@ from deployments.errors import Conflict, InvalidRequest, NotFound
 from deployments.ledger.adapters.catalog import (
     AdapterLimits,
     check_name,
+    check_newest,
     named,
     next_adapter,
     numbered,
@@ -30,7 +31,7 @@ class FakeAdapters:
         """A call is carried out; the process may die before it answers."""
 
     async def load_adapter(
-        self, name: str, path: str, in_place: bool = False, is_3d: bool = False
+        self, name: str, path: str, in_place: bool = False, is_3d: bool = False, after: int | None = None
     ) -> Adapter:
         await self._enter("load_adapter")
         check_name(name, "base")
@@ -38,6 +39,7 @@ class FakeAdapters:
             raise Conflict(f"The lora adapter '{name}' is being loaded as version 1: wait for its answer")
         if not in_place and any(each.name == name for each in self.catalog.live):
             raise InvalidRequest(f"The lora adapter '{name}' has already been loaded. ...")
+        check_newest(self.catalog, name, after)
         if path not in self.paths:
             raise NotFound(f"lora_path: {path} does not exist")
         adapter = next_adapter(self.catalog, name, is_3d=is_3d)

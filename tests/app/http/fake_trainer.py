@@ -1,13 +1,14 @@
 """The trainer deployment's port: does everything at once, and refuses what the real one refuses."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import JsonValue
 
 from deployments.errors import InvalidRequest, RoundAborted
 from deployments.protocol.publishing import RoundReport
-from deployments.trainer_reports import SavedCheckpoint, TrainerStatus
+from deployments.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
 from tests.app.http.fake_controller import report
 
 STATUS = TrainerStatus(
@@ -26,10 +27,29 @@ STATUS = TrainerStatus(
 )
 
 
-class FakeTrainer:
-    """Records what it received; a round with the label "aborts" is aborted, and version 2 is stored."""
+def adapter_report(version: int, label: str | None = None) -> AdapterReport:
+    return AdapterReport(
+        name="math",
+        version=version,
+        label=label,
+        step=3,
+        base_version=0,
+        digest="d",
+        size_bytes=1024,
+        write_s=0.25,
+        duration_s=0.5,
+    )
 
-    def __init__(self) -> None:
+
+class FakeTrainer:
+    """Records what it received; a round with the label "aborts" is aborted, and version 2 is stored.
+
+    Args:
+        adapts: it trains an adapter, whose version 4 is live.
+    """
+
+    def __init__(self, *, adapts: bool = False) -> None:
+        self._adapts = adapts
         self.received: list[Any] = []
 
     async def step(self, batch: Sequence[JsonValue]) -> dict[str, float]:
@@ -38,14 +58,18 @@ class FakeTrainer:
             raise InvalidRequest("trajectories must be a non-empty list, got an empty list")
         return {"loss": 0.5}
 
-    async def publish(self, label: str | None) -> RoundReport:
+    async def publish(self, label: str | None) -> RoundReport | AdapterReport:
         self.received.append(label)
+        if self._adapts:
+            return adapter_report(5, label)
         if label == "aborts":
             raise RoundAborted("too few replicas staged")
         return report(2, 4, label)
 
     async def rollback(self, version: int) -> RoundReport:
         self.received.append(version)
+        if self._adapts:
+            raise InvalidRequest("this trainer trains the adapter 'math', and no versions of all weights")
         if version != 2:
             raise InvalidRequest(f"version: expected one in the store [2], got {version}")
         return report(3, 5, f"rollback to {version}")
@@ -55,4 +79,6 @@ class FakeTrainer:
         return SavedCheckpoint(path="/tmp/checkpoint" if path is None else path, step=3, save_s=0.25)
 
     async def status(self) -> TrainerStatus:
+        if self._adapts:
+            return replace(STATUS, version=0, last_round=None, adapter="math", adapter_version=4)
         return STATUS

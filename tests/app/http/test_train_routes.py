@@ -10,7 +10,7 @@ from app.client import calls
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer_reports import TrainerStatus
 from tests.app.http.fake_controller import FakeController, report
-from tests.app.http.fake_trainer import STATUS, FakeTrainer
+from tests.app.http.fake_trainer import STATUS, FakeTrainer, adapter_report
 from tests.app.http.serving import client
 
 TRAJECTORY = {"prompt_token_ids": [1], "token_ids": [2], "logprobs": [-1.0], "advantage": 1.0}
@@ -42,6 +42,16 @@ async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
         {**to_json(STATUS), "untrained": []},
     ]
     assert trainer.received == [[TRAJECTORY], "step 1", None, "/data/x", None]
+
+
+async def test_a_publish_of_an_adapter_answers_with_its_name_and_version() -> None:
+    async with client(FakeController(), trainer=FakeTrainer(adapts=True)) as fleet:
+        answer = await fleet.post("/train/publish", json={"label": "step 1"})
+        assert answer.json() == asdict(adapter_report(5, "step 1"))
+        status = (await fleet.get("/train/status")).json()
+        assert (status["adapter"], status["adapter_version"], status["last_adapter"]) == ("math", 4, None)
+        back = await fleet.post("/fleet/rollback", json={"version": 2})
+        assert (back.status_code, "trains the adapter 'math'" in back.text) == (400, True)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from app.jobs.metrics import StepRecord
 from app.jobs.options import Options
 from app.jobs.tasks import Problem
 from tests.app.http.fake_controller import report
-from tests.app.http.fake_trainer import STATUS
+from tests.app.http.fake_trainer import STATUS, adapter_report
 
 
 class CountingTask:
@@ -135,6 +135,46 @@ async def test_every_step_is_trained_published_and_recorded(tmp_path: Path) -> N
     (batch, *_) = fleet.batches
     assert len(batch["trajectories"]) == 6
     assert batch["trajectories"][0]["weight_versions"] == [{"version": 4, "start": 0, "end": 1}]
+
+
+class AdaptingFleet(FakeFleet):
+    """Its trainer trains the adapter `math`, which has no version until one is published."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0
+        self.asked: set[str] = set()
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        match request.url.path:
+            case "/train/status":
+                last = asdict(adapter_report(self.version, self.labels[-1])) if self.labels else None
+                current = {"step": self.steps, "doing": None, "last_round": None, "last_adapter": last}
+                status = asdict(STATUS) | current | {"adapter": "math", "adapter_version": self.version}
+                return httpx.Response(200, json=status)
+            case "/train/publish":
+                self.version += 1
+                self.labels.append(json.loads(request.content)["label"])
+                self.lose("publish", request)
+                return httpx.Response(200, json=asdict(adapter_report(self.version, self.labels[-1])))
+        return await super().answer(request)
+
+    def completion(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.asked.add(request["model"])
+        answer = super().completion(request)
+        spans = [{"version": 0, "start": 0, "end": 1}]
+        changes = {"adapter": f"math@{self.version}", "weight_versions": spans}
+        return answer | {"choices": [choice | changes for choice in answer["choices"]]}
+
+
+async def test_a_trainer_of_an_adapter_learns_from_the_adapters_own_answers(tmp_path: Path) -> None:
+    fleet = AdaptingFleet()
+    fleet.loses["publish"] = 1
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3", "--max-staleness", "0")
+    assert fleet.asked == {"math"}
+    assert fleet.labels == ["start", "step 1", "step 2", "step 3"]
+    assert [record.version for record in records] == [2, 3, 4]
+    assert all(record.staleness_max == 0 for record in records)
 
 
 async def test_a_resumed_run_goes_on_after_its_last_step(tmp_path: Path) -> None:

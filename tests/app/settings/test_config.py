@@ -63,6 +63,17 @@ def test_a_colocated_configuration_is_accepted() -> None:
     assert parse_config({"model": "m", **COLOCATED}).weights.transport == "ipc"
 
 
+def test_adapters_are_loaded_from_the_users_roots_and_from_the_trainers_own_directory(tmp_path: Path) -> None:
+    users = {"security": {"checkpoint_roots": ["/data"]}, "state_dir": str(tmp_path)}
+    adapting = {
+        "trainer": {"lora": {"name": "math"}},
+        "engine": {"extra": {"enable_lora": True, "max_loras": 2}},
+    }
+    assert parse_config({"model": "m", **users}).adapter_roots == (Path("/data"),)
+    own = tmp_path / "trainer" / "adapters"
+    assert parse_config({"model": "m", **users, **adapting}).adapter_roots == (own, Path("/data"))
+
+
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         parse_config({"model": "m"}).engine.num_replicas = 3  # type: ignore[misc]

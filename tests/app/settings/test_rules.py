@@ -4,6 +4,8 @@ import pytest
 
 from tests.app.settings.complaints import COLOCATED, SEPARATE, complaint
 
+LORA = {"enable_lora": True, "max_loras": 2}
+
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
@@ -144,6 +146,43 @@ from tests.app.settings.complaints import COLOCATED, SEPARATE, complaint
             SEPARATE | {"trainer": {"strategy": "fsdp2", "world_size": 4, "gpus_per_rank": 0.25}},
             "'trainer.gpus_per_rank': expected 1 with placement 'separate', got 0.25 "
             "(4 ranks need a GPU each, and Ray could place fractions on the same one)",
+        ),
+        (
+            {"trainer": {"lora": {"name": "math"}}},
+            "'engine.extra.enable_lora': expected true with 'trainer.lora', got false "
+            "(replicas must be able to serve what the trainer publishes)",
+        ),
+        (
+            {"trainer": {"lora": {"name": "math", "rank": 32}}, "engine": {"extra": LORA}},
+            "'trainer.lora.rank': expected at most 'engine.extra.max_lora_rank', 16, got 32 "
+            "(a replica has room for no more)",
+        ),
+        (
+            {
+                "trainer": {"lora": {"name": "math", "rank": 16}},
+                "engine": {"extra": LORA | {"max_lora_rank": 8}},
+            },
+            "'trainer.lora.rank': expected at most 'engine.extra.max_lora_rank', 8, got 16 "
+            "(a replica has room for no more)",
+        ),
+        (
+            {"trainer": {"lora": {"name": "math"}}, "engine": {"extra": {"enable_lora": True}}},
+            "'engine.extra.max_loras': expected at least 2 with 'trainer.lora', got 1 "
+            "(answers of one version of the adapter end while those of the next begin)",
+        ),
+        (
+            {"trainer": {"lora": {"name": "math@2"}}, "engine": {"extra": LORA}},
+            "'trainer.lora.name': expected 1 to 200 printable characters without '@', not the model's own "
+            "name, got 'math@2'",
+        ),
+        (
+            {"trainer": {"lora": {"name": "m"}}, "engine": {"extra": LORA}},
+            "'trainer.lora.name': expected 1 to 200 printable characters without '@', not the model's own "
+            "name, got 'm'",
+        ),
+        (
+            {"trainer": {"lora": {"rank": 8}}, "engine": {"extra": LORA}},
+            "missing setting 'trainer.lora.name': expected a value, got none",
         ),
         (
             {"engine": {"num_replicas": "auto"}},

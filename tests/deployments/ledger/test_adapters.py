@@ -75,6 +75,18 @@ def test_no_request_may_name_it_before_all_replicas_hold_it() -> None:
     assert ended(call) and live(scene.replicas[0]) == ["math@1"]
 
 
+def test_a_load_that_expects_another_version_changes_nothing() -> None:
+    scene = AdapterScene(2)
+    begin = scene.ledger.adapters.begin
+    for after, live in ((1, 0), (0, 1), (2, 1)):
+        if live and not names(scene):
+            ended(scene.load("math"))
+        with pytest.raises(Conflict, match=f"is at version {live}, expected {after}"):
+            begin("math", in_place=True, is_3d=False, now=scene.now, after=after)
+    assert names(scene) == ["math@1"] and names(scene, "loading") == []
+    assert begin("math", in_place=True, is_3d=False, now=scene.now, after=1).version == 2
+
+
 def test_the_decision_is_durable_before_a_replica_learns_of_it() -> None:
     scene = AdapterScene(2)
     adapter = scene.ledger.adapters.begin("math", in_place=False, is_3d=False, now=scene.now)

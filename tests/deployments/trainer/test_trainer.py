@@ -10,14 +10,19 @@ from typing import Any
 
 import pytest
 import ray
+import torch
+from safetensors.torch import load_file
 
 from deployments.errors import FleetUnavailable, InvalidRequest, RoundAborted, TransferAborted
-from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.spec import TrainerSpec, adapter_directory
 from deployments.trainer.trainer import Trainer
 from deployments.trainer.worker_group import WorkerGroup
+from deployments.trainer_reports import AdapterReport
 from tests.deployments.fake_controller import FakeController
+from tests.deployments.trainer.fake_adapter_controller import FakeAdapterController
 from tests.deployments.trainer.trainer_specs import trainer_spec, with_config
 from tests.tiny_models import save_tiny_llama
+from trainers.lora import TENSORS
 from trainers.settings import Strategy
 
 pytestmark = [pytest.mark.serve, pytest.mark.asyncio]
@@ -159,6 +164,35 @@ async def test_a_publish_survives_a_controller_that_dies_in_any_of_its_calls(
         report = await trainer.publish("mine")
         assert (report.version, report.label) == (1, "mine")
         await until_stored(trainer, 1)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(Strategy.SINGLE, 1), (Strategy.FSDP2, 2)])
+async def test_an_adapter_is_trained_published_and_resumed(
+    spec: TrainerSpec, strategy: Strategy, ranks: int, tmp_path: Path
+) -> None:
+    lora = {"name": "math", "rank": 4}
+    spec = with_config(spec, lora=lora, strategy=strategy, world_size=ranks)
+    # Rank 0 publishes to its own copy of the fake, which no successor knows.
+    controller = FakeAdapterController(Path(spec.store_dir), adapter_directory(spec.store_dir))
+    async with running(spec, controller) as trainer:
+        assert (await trainer.step(BATCH))["step"] == 1
+        report = await trainer.publish("first")
+        assert isinstance(report, AdapterReport)
+        assert (report.name, report.version, report.label, report.step) == ("math", 1, "first", 1)
+        status = await trainer.status()
+        assert (status.adapter, status.adapter_version, status.last_adapter) == ("math", 1, report)
+        assert (status.version, status.last_round) == (0, None)
+        with pytest.raises(InvalidRequest, match="trains the adapter 'math'"):
+            await trainer.rollback(1)
+        await trainer.save(str(tmp_path / "a"))
+        saved = load_file(tmp_path / "a" / TENSORS)
+    async with running(spec, controller) as trainer:
+        status = await trainer.status()
+        assert (status.step, status.adapter_version, status.last_adapter) == (1, 0, None)
+        await trainer.save(str(tmp_path / "b"))
+        again = load_file(tmp_path / "b" / TENSORS)
+        assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
+        assert (await trainer.publish(None)).version == 1
 
 
 async def test_a_round_that_was_aborted_for_another_reason_is_not_sent_again(spec: TrainerSpec) -> None:

@@ -1,0 +1,199 @@
+"""An adapter on its way into the fleet: its files, and the controller's load of the next version of its name.
+
+    write the files aside, then rename  ──► load_adapter, if the name is at the version that was found
+    the controller dies meanwhile       ──► its successor's catalog says what became of the load
+
+A version is this trainer's if its files say so: they name the fleet and the trainer's step. What somebody
+else has loaded under the name is never replaced.
+"""
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray.serve.handle import DeploymentHandle
+from safetensors import SafetensorError, safe_open
+
+from deployments.errors import Conflict, FleetUnavailable
+from deployments.logs import serve_logger
+from deployments.lost_calls import is_lost, repeated
+from deployments.protocol.adapters import Adapter as LoadedAdapter
+from deployments.protocol.adapters import AdapterStatus
+from deployments.trainer_reports import AdapterReport
+from deployments.weights.store.adapter_store import TENSORS, adapter_digest
+from trainers.lora import Adapter
+
+CALL_TIMEOUT_S = 60.0  # of a question
+LOAD_TIMEOUT_S = 300.0  # the fleet has deadlines of its own; this one ends a call to a controller that hangs
+ATTEMPTS = 3
+FLEET, STEP = "fleet_id", "trainer_step"  # in the metadata of the safetensors file
+logger = serve_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveVersion:
+    """The newest version of a name that requests can name."""
+
+    version: int
+    path: Path
+    digest: str
+    step: int | None  # of this fleet's trainer; None: it is somebody else's
+
+
+class AdapterPublisher:
+    """Publishes the adapter of one name.
+
+    Args:
+        directory: where the files are until the fleet has its copy; emptied first, nobody else uses it.
+        clock, sleep: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        controller: DeploymentHandle,
+        directory: Path,
+        *,
+        fleet_id: str,
+        dtype: torch.dtype | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._name = name
+        self._controller = controller
+        self._directory = directory
+        self._fleet_id = fleet_id
+        self._dtype = dtype
+        self._clock = clock
+        self._sleep = sleep
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def newest(self) -> LiveVersion | None:
+        """The newest live version of the name; None: there is none.
+
+        Raises:
+            FleetUnavailable: the controller does not answer.
+        """
+        found = [each for each in self._adapters() if each.name == self._name and each.state == "live"]
+        if not found:
+            return None
+        newest = max(found, key=lambda each: each.version)
+        return LiveVersion(
+            version=newest.version,
+            path=Path(newest.path),
+            digest=newest.digest,
+            step=_trainer_step(Path(newest.path) / TENSORS, self._fleet_id),
+        )
+
+    def publish(self, adapter: Adapter, *, step: int, base_version: int, label: str | None) -> AdapterReport:
+        """Make the adapter the next version of its name, on all replicas or on none.
+
+        Args:
+            step: optimizer steps that it has had.
+            base_version: of the weights that it was trained on.
+
+        Raises:
+            InvalidRequest: the replicas rejected it.
+            Conflict: the newest version is somebody else's, the name is being loaded, some replicas rejected
+                it, or the files cannot be written. The fleet is as it was.
+            FleetUnavailable: too few replicas serve, or the controller does not answer.
+        """
+        began = self._clock()
+        directory = self._written(adapter, step)
+        try:
+            written = self._clock()
+            version, digest = self._loaded(directory)
+            size_bytes = (directory / TENSORS).stat().st_size
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        return AdapterReport(
+            name=self._name,
+            version=version,
+            label=label,
+            step=step,
+            base_version=base_version,
+            digest=digest,
+            size_bytes=size_bytes,
+            write_s=written - began,
+            duration_s=self._clock() - began,
+        )
+
+    def _written(self, adapter: Adapter, step: int) -> Path:
+        """A directory that is complete when it has its name."""
+        final = self._directory / f"step-{step:06d}-{uuid.uuid4().hex[:8]}"
+        partial = final.with_name(f".{final.name}.partial")
+        try:
+            partial.mkdir(parents=True)
+            whose = {FLEET: self._fleet_id, STEP: str(step)}
+            # Not durable: the fleet's own copy is, and the trainer's state.
+            adapter.write(partial, dtype=self._dtype, metadata=whose, durable=False)
+            partial.rename(final)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+            raise Conflict(f"the adapter {self._name!r} is not published: {error}") from error
+        return final
+
+    def _loaded(self, directory: Path) -> tuple[int, str]:
+        """The version that the directory has become, and its digest."""
+        digest = adapter_digest(directory)
+        for _ in range(ATTEMPTS):
+            before = self._own_version()
+            try:
+                load = self._controller.load_adapter.remote(self._name, str(directory), True, False, before)
+                loaded: LoadedAdapter = load.result(timeout_s=LOAD_TIMEOUT_S)
+                return loaded.version, digest
+            except TimeoutError as error:
+                raise FleetUnavailable(
+                    f"the controller has not answered 'load_adapter' within {LOAD_TIMEOUT_S:g} s"
+                ) from error
+            except Exception as error:
+                if not is_lost(error):
+                    raise
+            found = self.newest()
+            if found is not None and found.version > before and found.digest == digest:
+                return found.version, digest
+            logger.warning("the controller was lost, and the load of %r with it: again", self._name)
+        raise FleetUnavailable(
+            f"the adapter {self._name!r} is not published: the controller was lost {ATTEMPTS} times"
+        )
+
+    def _own_version(self) -> int:
+        """The newest live version, which is this trainer's; 0: there is none."""
+        newest = self.newest()
+        if newest is None:
+            return 0
+        if newest.step is None:
+            raise Conflict(
+                f"{self._name}@{newest.version} was not published by this fleet's trainer: unload it, or "
+                "choose another 'trainer.lora.name'",
+                {"lora_name": self._name, "version": newest.version},
+            )
+        return newest.version
+
+    def _adapters(self) -> Sequence[AdapterStatus]:
+        def ask() -> Any:
+            return self._controller.adapters.remote().result(timeout_s=CALL_TIMEOUT_S)
+
+        try:
+            found: Sequence[AdapterStatus] = repeated(ask, "adapters", clock=self._clock, sleep=self._sleep)
+        except TimeoutError as error:
+            raise FleetUnavailable(
+                f"the controller has not answered 'adapters' within {CALL_TIMEOUT_S:g} s"
+            ) from error
+        return found
+
+
+def _trainer_step(file: Path, fleet_id: str) -> int | None:
+    """The step in a file that this fleet's trainer has written; None: nobody says so."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            metadata = tensors.metadata() or {}
+    except (OSError, SafetensorError):  # it is being removed: somebody has unloaded it
+        return None
+    step = metadata.get(STEP, "")
+    return int(step) if step.isdecimal() and metadata.get(FLEET) == fleet_id else None

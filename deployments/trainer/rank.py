@@ -1,0 +1,100 @@
+"""What every rank of a trainer does, whatever it trains: join its group, read a model, learn."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+import torch
+from pydantic import JsonValue
+from ray.serve.handle import DeploymentHandle
+
+from deployments.errors import InvalidRequest
+from deployments.lost_calls import repeated
+from deployments.protocol.status import FleetStatus
+from deployments.trainer.addresses import free_port, own_address
+from deployments.trainer.spec import TrainerSpec
+from trainers.learner import Learner, Metrics
+from trainers.policy import Policy
+from trainers.settings import LoraConfig, Strategy
+from trainers.trajectory import parse_trajectories
+
+FLEET_TIMEOUT_S = 120.0  # for a controller that starts beside the trainer
+
+
+class TrainerRank:
+    """The part of a Ray actor that both kinds of worker have. Every method is called on all ranks alike,
+    except `rendezvous_address` (rank 0) and `process_id`."""
+
+    _policy: Policy
+    _learner: Learner
+
+    def __init__(self, spec: TrainerSpec, rank: int, controller: DeploymentHandle) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._controller = controller
+
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Where the ranks can form a process group: this rank's host, and a port that is free there."""
+        return own_address(), free_port()
+
+    @ray.method(concurrency_group="control")
+    def process_id(self) -> int:
+        """Of this rank; answered also during a step."""
+        return os.getpid()
+
+    def step(self, trajectories: Sequence[JsonValue]) -> Metrics:
+        """One optimizer step on trajectories in their JSON form, see `trainers.trajectory`.
+
+        Raises:
+            InvalidRequest: the batch is not valid: what was expected and what was received. Nothing changed.
+        """
+        try:
+            parsed = parse_trajectories(
+                trajectories,
+                vocabulary_size=self._policy.vocabulary_size,
+                max_length=self._policy.max_length,
+            )
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        return self._learner.step(parsed)
+
+    def _begin(self, rendezvous_address: tuple[str, int]) -> None:
+        """Seed, and join the other ranks."""
+        torch.manual_seed(self._spec.config.seed)
+        # One process needs no group: all collectives are among the ranks of this trainer.
+        if self._spec.config.strategy != Strategy.FSDP2:
+            return
+        host, port = rendezvous_address
+        os.environ |= {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "RANK": str(self._rank),
+            "WORLD_SIZE": str(self._spec.config.world_size),
+            "LOCAL_RANK": "0",  # Ray shows each actor only its own devices
+        }
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
+
+    def _read(self, directory: Path, lora: LoraConfig | None = None) -> Policy:
+        """A policy, with an adapter if `lora` says so; sharded where there are ranks to share it."""
+        dtype, trusts = self._spec.config.dtype, self._spec.trust_remote_code
+        is_sharded = self._spec.config.strategy == Strategy.FSDP2
+        device = "cpu" if is_sharded else self._device()
+        policy = Policy.load(directory, dtype=dtype, device=device, trust_remote_code=trusts)
+        if lora is not None:
+            policy.adapt(lora, seed=self._spec.config.seed)
+        if is_sharded:
+            from trainers.fsdp2 import shard_policy
+
+            shard_policy(policy, device=self._device())
+        return policy
+
+    def _device(self) -> str:
+        return "cuda:0" if self._spec.device == "cuda" else "cpu"
+
+    def _fleet(self) -> FleetStatus:
+        def ask() -> FleetStatus:
+            fleet: FleetStatus = self._controller.fleet.remote().result(timeout_s=FLEET_TIMEOUT_S)
+            return fleet
+
+        return repeated(ask, "fleet")

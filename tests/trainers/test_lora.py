@@ -1,0 +1,284 @@
+"""Training of an adapter: what changes, what its files say, and how it goes on after a restart."""
+
+import json
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.trainers import tiny
+from trainers.batching import collate, plan_micro_batches
+from trainers.fsdp2 import shard_policy
+from trainers.learner import Learner
+from trainers.lora import CONFIG, PREFIX, TENSORS
+from trainers.policy import BaseOf, Policy
+from trainers.settings import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
+
+pytest.importorskip("peft")
+pytestmark = pytest.mark.timeout(300)
+
+LEARNING = LearnerConfig(
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
+    max_tokens_per_microbatch=8,
+    share_prompts=False,
+)
+LORA = LoraConfig(name="math", rank=4, alpha=8.0, target_modules=("q_proj", "down_proj"))
+BATCH = [
+    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
+    tiny.trajectory((3, 4), (7, 1), advantage=-1.0),
+    tiny.trajectory((8, 9, 10), (11, 12, 13), advantage=0.5),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The operations are tiny: threads that wait for each other take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def adapted(directory: Path, lora: LoraConfig = LORA, kind: str = "llama", **loading: Any) -> Policy:
+    tiny.model(kind).save_pretrained(directory)
+    policy = Policy.load(directory, **loading)
+    policy.adapt(lora, seed=7)
+    return policy
+
+
+def trained(policy: Policy, steps: int = 2, config: LearnerConfig = LEARNING) -> Learner:
+    learner = Learner(policy, config)
+    for _ in range(steps):
+        learner.step(BATCH)
+    return learner
+
+
+def values(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in policy.trained().items()}
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def written(policy: Policy, directory: Path, dtype: torch.dtype | None = None, **metadata: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    assert policy.adapter is not None
+    policy.adapter.write(directory, dtype=dtype, metadata=metadata or None)
+    return directory
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[3, 4, 5, 6, 7, 8]])).logits
+
+
+def test_a_step_changes_the_adapter_and_nothing_else(tmp_path: Path) -> None:
+    policy = adapted(tmp_path)
+    before, adapter = dict(policy.model.state_dict()), values(policy)
+    base = {name: tensor.clone() for name, tensor in before.items() if ".lora_" not in name}
+    metrics = trained(policy, 1).step(BATCH)
+    assert metrics["step"] == 2 and metrics["skipped"] is False
+    after = policy.model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
+    changed = values(policy)
+    assert all(not torch.equal(changed[name], tensor) for name, tensor in adapter.items())
+    assert len(adapter) == 2 * 2 * 2 and sum(p.numel() for p in policy.parameters()) < 1000
+
+
+def test_before_the_first_step_the_model_is_the_base(tmp_path: Path) -> None:
+    policy = adapted(tmp_path)
+    assert torch.equal(logits(policy.model), logits(Policy.load(tmp_path).model))
+
+
+def test_the_files_are_pefts_own(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    policy = adapted(tmp_path / "base")
+    trained(policy)
+    directory = written(policy, tmp_path / "adapter", trainer_step="2")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    read = PeftModel.from_pretrained(base, str(directory)).eval()
+    assert torch.equal(logits(read), logits(policy.model))
+    assert not torch.allclose(logits(policy.model), logits(Policy.load(tmp_path / "base").model))
+    config = json.loads((directory / CONFIG).read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert config["target_modules"] == ["down_proj", "q_proj"]
+
+
+def test_the_adapter_merged_by_hand_is_what_is_trained(tmp_path: Path) -> None:
+    policy = adapted(tmp_path / "base")
+    trained(policy)
+    lora = load_file(written(policy, tmp_path / "adapter") / TENSORS)
+    merged = Policy.load(tmp_path / "base").model
+    weights = dict(merged.named_parameters())
+    with torch.no_grad():
+        for name in {each.rsplit(".lora_", 1)[0] for each in lora}:
+            weight = weights[f"{name.removeprefix(PREFIX)}.weight"]
+            weight += 2.0 * lora[f"{name}.lora_B.weight"] @ lora[f"{name}.lora_A.weight"]
+    torch.testing.assert_close(logits(merged), logits(policy.model), rtol=1e-4, atol=1e-4)
+
+
+def test_all_linear_layers_but_the_output_are_adapted_by_default(tmp_path: Path) -> None:
+    policy = adapted(tmp_path, LoraConfig(name="math", rank=2))
+    assert policy.adapter is not None
+    assert {name.rpartition(".")[2] for name in policy.adapter.modules()} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    assert len(policy.adapter.modules()) == 2 * 7
+
+
+def test_a_module_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"layers of this model \(down_proj, .*v_proj\), got 'c_attn'"):
+        adapted(tmp_path, LoraConfig(name="math", target_modules=("q_proj", "c_attn")))
+
+
+def test_the_first_values_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    first = values(adapted(tmp_path))
+    torch.manual_seed(99)
+    assert equal(values(adapted(tmp_path)), first)
+    other = Policy.load(tmp_path)
+    other.adapt(LORA, seed=8)
+    assert not equal(values(other), first)
+
+
+def test_the_adapter_is_float32_over_a_base_in_bfloat16(tmp_path: Path) -> None:
+    policy = adapted(tmp_path / "base", dtype="bfloat16")
+    trained(policy)
+    assert {tensor.dtype for tensor in policy.trained().values()} == {torch.float32}
+    assert policy.model.model.embed_tokens.weight.dtype == torch.bfloat16
+    directory = written(policy, tmp_path / "adapter", torch.bfloat16)
+    assert {tensor.dtype for tensor in load_file(directory / TENSORS).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_restored_learner_goes_on_exactly(tmp_path: Path, dropout: float) -> None:
+    lora = LORA.model_copy(update={"dropout": dropout})
+    straight = trained(adapted(tmp_path, lora))
+    file = tmp_path / "state.pt"
+    torch.save(straight.state_dict(wire_dtype="bfloat16"), file)
+    resumed = Learner(adapted(tmp_path, lora), LEARNING)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert equal(values(resumed.policy), values(straight.policy))
+    assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
+    assert equal(values(resumed.policy), values(straight.policy))
+
+
+def test_a_state_has_the_adapter_and_not_the_base(tmp_path: Path) -> None:
+    learner = trained(adapted(tmp_path))
+    state = learner.state_dict()
+    assert equal(dict(state["weights"]), values(learner.policy))
+    assert len(state["optimizer"]["state"]) == len(learner.policy.parameters())
+
+
+def test_dropout_acts_in_updates_alone(tmp_path: Path) -> None:
+    def losses(dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
+        policy = adapted(tmp_path / str(dropout), LORA.model_copy(update={"dropout": dropout}))
+        trained(policy, 1)
+        [rows] = plan_micro_batches(BATCH[:1], token_budget=99, share_prompts=False)
+        batch = collate(BATCH[:1], rows, pad_token_id=0, device=policy.device)
+        with torch.no_grad():
+            quiet = policy.scores(batch).logprobs
+            assert torch.equal(policy.scores(batch).logprobs, quiet)
+        return quiet, policy.scores(batch).logprobs.detach()
+
+    quiet, update = losses(0.0)
+    assert torch.equal(quiet, update)
+    quiet, update = losses(0.5)
+    assert not torch.equal(quiet, update)
+
+
+def test_the_reference_of_the_penalty_is_the_base_without_a_copy(tmp_path: Path) -> None:
+    loss = LossConfig(kl_coefficient=0.1)
+    config = LearnerConfig(**(LEARNING.model_dump() | {"loss": loss}))
+    one, two = adapted(tmp_path), adapted(tmp_path)
+    shared = Learner(one, config, reference=BaseOf(one))
+    copied = Learner(two, config, reference=Policy.load(tmp_path))
+    for _ in range(3):
+        assert shared.step(BATCH) | {"step_s": 0} == copied.step(BATCH) | {"step_s": 0}
+    assert equal(values(one), values(two))
+
+
+def test_an_adapter_of_other_settings_is_not_read(tmp_path: Path) -> None:
+    policy = adapted(tmp_path / "base")
+    directory = written(policy, tmp_path / "adapter")
+    for lora, phrase in (
+        (LORA.model_copy(update={"rank": 2}), "'r' must be 2, got 4"),
+        (LORA.model_copy(update={"alpha": 1.0}), "'lora_alpha' must be 1.0, got 8.0"),
+        (LORA.model_copy(update={"target_modules": ("q_proj",)}), "'target_modules' must be"),
+    ):
+        other = adapted(tmp_path / "other", lora).adapter
+        assert other is not None
+        with pytest.raises(ValueError, match=phrase):
+            other.read(directory)
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    policy, other = adapted(tmp_path / "base"), adapted(tmp_path / "base")
+    trained(policy)
+    assert other.adapter is not None
+    other.adapter.restore(other.adapter.read(written(policy, tmp_path / "adapter")))
+    assert equal(values(other), values(policy))
+
+
+def test_tensors_of_another_base_are_not_taken(tmp_path: Path) -> None:
+    policy = adapted(tmp_path)
+    assert policy.adapter is not None
+    wrong = {name: torch.zeros(1, 1) for name in values(policy)}
+    with pytest.raises(ValueError, match="8 tensors are of another adapter or base"):
+        policy.adapter.restore(wrong)
+    with pytest.raises(ValueError, match="8 tensors are of another adapter or base"):
+        policy.adapter.restore({})
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    policy = adapted(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / TENSORS).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        written(policy, tmp_path / "adapter")
+
+
+def adapted_rank(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        policy = Policy.load(directory)
+        policy.adapt(LORA, seed=7)
+        shard_policy(policy)
+        learner = Learner(policy, LEARNING)
+        metrics = [learner.step(BATCH), learner.step(BATCH)]
+        torch.save((values(policy), metrics), directory / f"out{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_ranks_train_the_same_adapter_as_one_process(tmp_path: Path) -> None:
+    policy = adapted(tmp_path)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(adapted_rank, args=(tmp_path,), nprocs=2, join=True)
+    (first, metrics), (second, _) = (
+        torch.load(tmp_path / f"out{rank}.pt", weights_only=False) for rank in (0, 1)
+    )
+    assert equal(first, second), "each rank holds the whole adapter"
+    learner = Learner(policy, LEARNING)
+    expected = [learner.step(BATCH), learner.step(BATCH)]
+    for name, tensor in values(policy).items():
+        torch.testing.assert_close(first[name], tensor, rtol=1e-3, atol=1e-5)
+    for mine, theirs in zip(expected, metrics, strict=True):
+        for name in ("loss", "grad_norm", "tokens", "importance_mean", "entropy"):
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-3), name

@@ -1,0 +1,192 @@
+"""LoRA with peft: a model of which an adapter alone is trained, and the adapter's files.
+
+Hu et al. 2021, https://arxiv.org/abs/2106.09685. The files are peft's own, which vLLM and transformers read.
+The base's parameters are frozen, in their own dtype. The adapter's are float32 whatever the base has: they
+are small, and updates that bfloat16 would round away are kept.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainers.settings import LoraConfig
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
+PREFIX = "base_model.model."  # of every tensor in peft's files
+_NAME = "default"  # peft's name for the only adapter of a model
+_HALVES = tuple(f".lora_{half}.{_NAME}.weight" for half in "AB")
+
+
+class Adapter:
+    """The adapter of a model, and the only part of it that is trained from now on.
+
+    Args:
+        seed: of the first values. All ranks must have the same, because each of them holds the whole adapter.
+
+    Raises:
+        ValueError: the model has no linear layer of a name in `target_modules`.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
+        # Here, because it takes seconds and few trainers need it.
+        from peft import LoraConfig as PeftConfig
+
+        self._model = model
+        self._seed = seed
+        self._has_dropout = config.dropout > 0
+        self._config = PeftConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=_targets(model, config.target_modules),
+        )
+        model.requires_grad_(False)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            model.add_adapter(self._config, _NAME)
+        for parameter in self.parameters():
+            parameter.data = parameter.data.float()
+        self.drop(False)
+
+    def tensors(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by their names in peft's files."""
+        return {
+            f"{PREFIX}{name.replace(f'.{_NAME}.', '.')}": parameter
+            for name, parameter in self._model.named_parameters()
+            if name.endswith(_HALVES)
+        }
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.tensors().values())
+
+    def modules(self) -> list[str]:
+        """The names of the adapted modules in the base model."""
+        names = (name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in self.tensors())
+        return list(dict.fromkeys(names))
+
+    def to(self, device: torch.device) -> None:
+        """Move the adapter alone."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(device)
+
+    def drop(self, active: bool) -> None:
+        """Whether forward passes apply the adapter's dropout."""
+        if not self._has_dropout:
+            return
+        for name, module in self._model.named_modules():
+            if name.endswith(".lora_dropout"):
+                module.train(active)
+
+    def seed_dropout(self, step: int, rank: int) -> None:
+        """Make the dropout of a step depend on its number alone, so that a restart changes nothing."""
+        if self._has_dropout:
+            torch.manual_seed((self._seed * 1_000_003 + step * 4_099 + rank) % (1 << 63))
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Forward passes inside are the base's. None may wait for its backward pass: peft freezes."""
+        self._model.disable_adapters()
+        try:
+            yield
+        finally:
+            self._model.enable_adapters()
+
+    def write(
+        self,
+        directory: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        metadata: Mapping[str, str] | None = None,
+        durable: bool = True,
+    ) -> None:
+        """Write peft's two files.
+
+        Args:
+            dtype: of the tensors in the file; None: float32, as they are.
+            metadata: beside the tensors, in the safetensors file.
+            durable: whether they survive a crash of the host when this returns.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        tensors = {
+            name: tensor.detach().to("cpu", tensor.dtype if dtype is None else dtype).contiguous()
+            for name, tensor in self.tensors().items()
+        }
+        stated = {"format": "pt"} if metadata is None else {"format": "pt", **metadata}
+        _write(directory / CONFIG, json.dumps(self._written(), indent=2, sort_keys=True).encode(), durable)
+        _write(directory / TENSORS, save(tensors, metadata=stated), durable)
+
+    def read(self, directory: Path) -> dict[str, torch.Tensor]:
+        """The tensors of an adapter that was written with these settings.
+
+        Raises:
+            ValueError: it has other settings or tensors.
+            OSError: a file cannot be read.
+        """
+        written = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        own = self._written()
+        for key in ("r", "lora_alpha", "target_modules"):
+            if written.get(key) != own[key]:
+                raise ValueError(f"{key!r} must be {own[key]}, got {written.get(key)}")
+        values = load_file(directory / TENSORS)
+        self.check(values)
+        return values
+
+    @torch.no_grad()
+    def restore(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy tensors, by their names in peft's files.
+
+        Raises:
+            ValueError: they are not exactly those of this adapter; nothing has been changed then.
+        """
+        self.check(values)
+        for name, parameter in self.tensors().items():
+            parameter.copy_(values[name])
+
+    def check(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError if these are not the tensors of this adapter, by name and shape."""
+        own = self.tensors()
+        wrong = sorted(own.keys() ^ values.keys())
+        wrong += [name for name in own.keys() & values.keys() if own[name].shape != values[name].shape]
+        if wrong:
+            raise ValueError(f"{len(wrong)} tensors are of another adapter or base, first {wrong[0]!r}")
+
+    def _written(self) -> dict[str, Any]:
+        """The configuration as in the file."""
+        made = {**self._config.to_dict(), "inference_mode": True}
+        return {key: sorted(value) if isinstance(value, set) else value for key, value in made.items()}
+
+
+def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str]:
+    """The last parts of the names of the layers to adapt."""
+    output = model.get_output_embeddings()
+    linear = [
+        name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output
+    ]
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    if wanted is None:
+        return known
+    wrong = [name for name in wanted if name not in known]
+    if wrong:
+        raise ValueError(
+            f"'trainer.lora.target_modules': expected linear layers of this model ({', '.join(known)}), "
+            f"got {wrong[0]!r}"
+        )
+    return sorted(set(wanted))
+
+
+def _write(path: Path, content: bytes, durable: bool) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
