@@ -47,6 +47,7 @@ def test_prime_rl_is_told_at_once_that_its_broadcast_is_another(fleet: Fleet) ->
         assert admin.post("/init_broadcaster", json=body).status_code == 404  # it goes on without
 
 
+@pytest.mark.long  # a second fleet
 def test_prime_rl_loads_adapters_under_one_name(adapted: Adapted) -> None:
     with adapted.fleet.client() as admin:
         # Retried by prime-rl: a shared file system may lag behind.
@@ -126,6 +127,7 @@ async def test_skyrl_controls_the_fleet(fleet: Fleet, session: aiohttp.ClientSes
         assert answer.status == 200
 
 
+@pytest.mark.long  # a second fleet
 async def test_skyrl_loads_an_adapter_in_place(adapted: Adapted, session: aiohttp.ClientSession) -> None:
     url = adapted.fleet.url
     payload = {

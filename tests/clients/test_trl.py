@@ -18,9 +18,9 @@ def test_the_calls_of_its_client(fleet: Fleet) -> None:
     assert found["prompt_ids"] == PROMPTS
     with fleet.client() as client:
         expected = [complete(client, prompt, 6, ignore_eos=False).token_ids for prompt in PROMPTS]
-    assert found["completion_ids"] == [ids for ids in expected for _ in range(2)]
-    assert [len(row) for row in found["logprobs"]] == [len(ids) for ids in found["completion_ids"]]
-    assert len(found["chatted"]) == 2
+    assert found["completion_ids"] == expected
+    assert [len(row) for row in found["logprobs"]] == [len(ids) for ids in expected]
+    assert len(found["sampled"]) == 2 * len(PROMPTS) and len(found["chatted"]) == 2
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clients.environments import HERE
 from tests.fleet.session_fleet import MODEL, Fleet
 
 pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.timeout(600)]
@@ -15,8 +16,8 @@ PROMPTS = 20
 
 @pytest.mark.long
 def test_every_request_is_answered(fleet: Fleet, tmp_path: Path) -> None:
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [str(vllm), "bench", "serve", "--backend", "openai", "--base-url", fleet.url, "--model", MODEL]
+    command = [sys.executable, str(HERE / "programs" / "vllm_bench.py"), "--backend", "openai"]
+    command += ["--base-url", fleet.url, "--model", MODEL]
     command += [
         "--tokenizer",
         str(fleet.checkpoint),
