@@ -7,10 +7,11 @@ another one is written so that the router need not read it: see `deployments.rou
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from deployments.replica.server.token_names import name_tokens
 from deployments.request_headers import Part
 
 Span = dict[str, int]
@@ -75,6 +76,8 @@ def annotate_json(body: bytes, recorder: SpanRecorder, status: int, part: Part |
             answer["error"].setdefault("detail", {})
     else:
         _annotate(answer, recorder)
+        for choice in _choices(answer):
+            name_tokens(choice.get("logprobs"))
         if part is not None:
             choices = answer.pop("choices")
             _place(answer, choices, part)
@@ -134,10 +137,7 @@ def _annotate(answer: dict[str, Any], recorder: SpanRecorder) -> None:
     answer["weight_version"] = recorder.version
     if recorder.adapter is not None:
         answer["adapter"] = recorder.adapter
-    choices = answer.get("choices")
-    for choice in choices if isinstance(choices, list) else ():
-        if not isinstance(choice, dict):
-            continue
+    for choice in _choices(answer):
         if recorder.adapter is not None:
             choice["adapter"] = recorder.adapter
         index = choice.get("index", 0)
@@ -145,3 +145,10 @@ def _annotate(answer: dict[str, Any], recorder: SpanRecorder) -> None:
         # /inference/v1/generate has vLLM's own spans already, with its string labels.
         if spans is not None and choice.get("finish_reason") and not choice.get("weight_versions"):
             choice["weight_versions"] = spans
+
+
+def _choices(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    choices = answer.get("choices")
+    for choice in choices if isinstance(choices, list) else ():
+        if isinstance(choice, dict):
+            yield choice

@@ -28,7 +28,10 @@ def test_its_tokens_are_those_of_the_completions_route(fleet: Fleet) -> None:
         answer = succeeded(generate(client, {"logprobs": 1}, model=MODEL)).json()
         choice = answer["choices"][0]
         assert choice["token_ids"] == complete(client, PROMPT, 8).token_ids
-        assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
+        entries = choice["logprobs"]["content"]
+        assert [entry["token_id"] for entry in entries] == choice["token_ids"]
+        # As vLLM named it before 0.32, and as verifiers demands it.
+        assert [entry["token"] for entry in entries] == [f"token_id:{each}" for each in choice["token_ids"]]
 
 
 def test_what_verifiers_and_skyrl_send_is_understood(fleet: Fleet) -> None:

@@ -1,9 +1,10 @@
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from app.settings.engine_args import check_names
+from app.settings.engine_args import check_engine_args, check_names, check_tools
 from app.settings.errors import ConfigError
 
 
@@ -27,3 +28,40 @@ def test_no_names_are_checked_without_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_tool_calls_are_arguments_of_the_server_and_accepted() -> None:
+    check_engine_args({"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "block_size": 16})
+
+
+@pytest.mark.parametrize(
+    ("extra", "complaint"),
+    [
+        (
+            {"enable_auto_tool_choice": True},
+            "'engine.extra.enable_auto_tool_choice': "
+            "expected 'engine.extra.tool_call_parser' beside it, got none",
+        ),
+        (
+            {"tool_call_parser": "hermes"},
+            "'engine.extra.tool_call_parser': "
+            "expected 'engine.extra.enable_auto_tool_choice: true' beside it, got none",
+        ),
+        (
+            {"enable_auto_tool_choice": True, "tool_call_parser": "hermess"},
+            "'engine.extra.tool_call_parser': unknown parser 'hermess' (did you mean 'hermes'?)",
+        ),
+        (
+            {"enable_auto_tool_choice": True, "tool_call_parser": 7},
+            "'engine.extra.tool_call_parser': unknown parser 7 (expected one of hermes, mistral)",
+        ),
+        (
+            {"enable_auto_tool_choice": "yes", "tool_call_parser": "hermes"},
+            "'engine.extra.enable_auto_tool_choice': expected true or false, got 'yes'",
+        ),
+    ],
+)
+def test_tool_calls_that_nobody_could_read_are_refused(extra: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_tools(extra, ["mistral", "hermes"])
+    assert str(caught.value) == complaint
