@@ -22,7 +22,6 @@ from trainers.lora import CONFIG, PREFIX, TENSORS
 from trainers.policy import BaseOf, Policy
 from trainers.settings import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
 
-pytest.importorskip("peft")
 pytestmark = pytest.mark.timeout(300)
 
 LEARNING = LearnerConfig(

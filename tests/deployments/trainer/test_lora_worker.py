@@ -20,7 +20,6 @@ from tests.deployments.trainer.one_worker import BATCH, equal, small_spec
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.tiny_adapters import save_tiny_adapter
 
-pytest.importorskip("peft")
 pytestmark = pytest.mark.timeout(300)
 TENSORS = "adapter_model.safetensors"
 
