@@ -140,13 +140,12 @@ class AdapterPublisher:
 
     def _loaded(self, directory: Path) -> tuple[int, str]:
         """The version that the directory has become, and its digest."""
-        digest = adapter_digest(directory)
         for _ in range(ATTEMPTS):
             before = self._own_version()
             try:
                 load = self._controller.load_adapter.remote(self._name, str(directory), True, False, before)
                 loaded: LoadedAdapter = load.result(timeout_s=LOAD_TIMEOUT_S)
-                return loaded.version, digest
+                return loaded.version, loaded.digest
             except TimeoutError as error:
                 raise FleetUnavailable(
                     f"the controller has not answered 'load_adapter' within {LOAD_TIMEOUT_S:g} s"
@@ -154,7 +153,7 @@ class AdapterPublisher:
             except Exception as error:
                 if not is_lost(error):
                     raise
-            found = self.newest()
+            found, digest = self.newest(), adapter_digest(directory)
             if found is not None and found.version > before and found.digest == digest:
                 return found.version, digest
             logger.warning("the controller was lost, and the load of %r with it: again", self._name)
