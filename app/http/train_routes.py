@@ -54,7 +54,7 @@ class TrainRoutes:
         return report
 
     async def save(self, body: SaveBody) -> SavedCheckpoint:
-        """Write a Hugging Face checkpoint.
+        """Write a Hugging Face checkpoint, or an adapter's files as peft does.
 
         Raises:
             InvalidRequest: no trainer.
