@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+PAGES = HERE.parents[1] / "docs" / "clients"
 PLACE = Path(os.environ.get("SLIPSTREAM_CLIENTS", HERE.parents[1] / ".venv-clients"))
 INSTALL_S = 900.0
 OVER_OURS = {"trl"}  # sees our packages behind its own: it imports vLLM and torch
@@ -45,26 +46,37 @@ def _install(directory: Path, requirements: Path) -> None:
 
 
 def run(client: str, program: str, url: str, *, timeout_s: float = 300.0, **options: Any) -> dict[str, Any]:
-    """What a program of `programs` found: the JSON in its last line.
-
-    It sees neither this process's environment variables nor its packages.
-    """
+    """What a program of `programs` found: the JSON in its last line."""
     script = HERE / "programs" / f"{program}.py"
+    command = [str(python_of(client)), str(script), json.dumps({"url": url, **options})]
+    printed = _run(client, command, PLACE, timeout_s, {})
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return found
+
+
+def commands_of(page: str, program: str) -> list[str]:
+    """The shell commands of a page in docs/clients that begin with this program, each in one line."""
+    text = (PAGES / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    return [line[2:] for line in text.splitlines() if line.startswith(f"$ {program} ")]
+
+
+def shell(client: str, command: str, cwd: Path, *, timeout_s: float = 300.0, **variables: str) -> str:
+    """What a command prints that is run in a client's environment, as after its `activate`."""
+    return _run(client, ["bash", "-euc", command], cwd, timeout_s, variables)
+
+
+def _run(client: str, command: list[str], cwd: Path, timeout_s: float, variables: dict[str, str]) -> str:
+    """It sees neither this process's environment variables nor its packages."""
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "NO_PROXY": "127.0.0.1"}
+    environment["PATH"] = f"{python_of(client).parent}:{environment['PATH']}"
     done = subprocess.run(
-        [str(python_of(client)), str(script), json.dumps({"url": url, **options})],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environment,
-        cwd=PLACE,
+        command, capture_output=True, text=True, timeout=timeout_s, env=environment | variables, cwd=cwd
     )
     assert done.returncode == 0, (
-        f"{script.name} ended with {done.returncode}:\n{_end(done.stdout)}\n{_end(done.stderr)}"
+        f"{' '.join(command)} ended with {done.returncode}:\n{_end(done.stdout)}\n{_end(done.stderr)}"
     )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return done.stdout
 
 
 def _end(text: str, characters: int = 4000) -> str:

@@ -75,7 +75,7 @@ def test_structured_output(client: openai.OpenAI) -> None:
 
 def test_a_named_tool_is_called_and_answered(client: openai.OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "paint", "parameters": COLOUR}}
-    asked = {"model": MODEL, "tools": [tool], "max_tokens": 60, "temperature": 0}
+    asked = {"model": MODEL, "tools": [tool], "max_tokens": 120, "temperature": 0}
     choice = {"type": "function", "function": {"name": "paint"}}
     message = (
         client.chat.completions.create(messages=MESSAGES, tool_choice=choice, **asked).choices[0].message

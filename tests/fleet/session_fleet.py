@@ -62,7 +62,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             "model": str(checkpoint),
             "served_model_name": MODEL,
             "state_dir": str(root / "state"),
-            "engine": {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "num_replicas": 2},
+            "engine": {
+                "dtype": "float32",
+                "max_model_len": 1024,
+                "enforce_eager": True,
+                "num_replicas": 2,
+                # "parameter": a call's arguments are those of the tool's schema, whatever the model is.
+                "extra": {
+                    "enable_auto_tool_choice": True,
+                    "tool_call_parser": "hermes",
+                    "tool_strict_level": "parameter",
+                },
+            },
             "weights": {"lease_s": 30, "heartbeat_timeout_s": 20},
             "router": {
                 "max_ongoing_requests": MAX_IN_FLIGHT,
