@@ -15,6 +15,11 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
+PLAIN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant: ",
+    "fields": {"content": {"close_pattern": "<eos>", "content": "text"}},
+}
 HALF = 130  # of the tiny model's 258 tokens
 
 
@@ -48,6 +53,7 @@ def main() -> None:
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
     async_grpo_trainer.get_peak_flops_per_device = lambda *arguments: None
     tokenizer = AutoTokenizer.from_pretrained(options["checkpoint"])
+    tokenizer.response_template = PLAIN  # TRL knows those of real models by their chat templates
     prompts = [[{"role": "user", "content": f"{number}"}] for number in range(1000)]
     trainer = AsyncGRPOTrainer(
         model=options["checkpoint"],
@@ -59,14 +65,14 @@ def main() -> None:
             output_dir=options["output"],
             vllm_server_base_url=options["url"],
             max_steps=options["steps"],
-            learning_rate=1e-2,
+            learning_rate=5e-2,
             num_generations=8,
             per_device_train_batch_size=1,
-            gradient_accumulation_steps=4,
+            gradient_accumulation_steps=2,
             max_completion_length=16,
             max_staleness=options["max_staleness"],
             max_inflight_tasks=16,
-            token_budget=1024,
+            token_budget=512,
             save_strategy="no",
             report_to=[],
             use_cpu=True,
