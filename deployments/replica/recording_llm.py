@@ -1,5 +1,6 @@
 """vLLM's asynchronous engine client, which records the versions of each answer's tokens."""
 
+import re
 from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -12,6 +13,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from deployments.replica.adapters.named import Uses
 from deployments.replica.spans import RECORDER, SpanRecorder
+
+# vLLM's beam search makes an engine request of one token for each beam and step, and names it so. Which of
+# them are in a choice it does not say: such a choice has no spans, and the answer has the newest version.
+_BEAM = re.compile(r"-[0-9a-f]{16,32}-beam-\d+$")
 
 
 class RecordingLLM(AsyncLLM):
@@ -33,7 +38,8 @@ class RecordingLLM(AsyncLLM):
             stream = self._using(stream, self.adapter_uses.using(adapter.lora_int_id))
         if recorder is None:
             return stream
-        return self._recorded(stream, recorder, recorder.open_call(sampling_params.n))
+        first_choice = None if _BEAM.search(request_id) else recorder.open_call(sampling_params.n)
+        return self._recorded(stream, recorder, first_choice)
 
     async def _using(
         self, stream: AsyncGenerator[RequestOutput, None], use: AbstractContextManager[None]
@@ -44,7 +50,7 @@ class RecordingLLM(AsyncLLM):
                 yield output
 
     async def _recorded(
-        self, stream: AsyncGenerator[RequestOutput, None], recorder: SpanRecorder, first_choice: int
+        self, stream: AsyncGenerator[RequestOutput, None], recorder: SpanRecorder, first_choice: int | None
     ) -> AsyncGenerator[RequestOutput, None]:
         async for output in stream:
             for completion in output.outputs:
@@ -53,7 +59,10 @@ class RecordingLLM(AsyncLLM):
                         {"version": int(span.version), "start": span.start, "end": span.end}
                         for span in completion.weight_versions
                     ]
-                    recorder.record(first_choice + completion.index, spans)
+                    if first_choice is None:
+                        recorder.saw(spans)
+                    else:
+                        recorder.record(first_choice + completion.index, spans)
             yield output
 
 

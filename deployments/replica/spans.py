@@ -51,7 +51,12 @@ class SpanRecorder:
         return first
 
     def record(self, choice: int, spans: list[Span]) -> None:
+        """The spans of a choice so far."""
         self.spans[choice] = spans
+        self.saw(spans)
+
+    def saw(self, spans: list[Span]) -> None:
+        """These made a part of the answer, of no known choice."""
         if spans:
             self.version = max(self.version, spans[-1]["version"])
 

@@ -55,6 +55,8 @@ def test_a_list_of_token_ids(fleet: Fleet, options: Mapping[str, Any]) -> None:
     assert together == alone
     assert [choice["index"] for choice in together["choices"]] == list(range(12 * options.get("n", 1)))
     assert together["usage"]["prompt_tokens"] == 48
+    has_spans = ["weight_versions" in choice for choice in together["choices"]]
+    assert has_spans == [not options.get("use_beam_search")] * len(has_spans)
 
 
 def test_a_list_of_texts(fleet: Fleet) -> None:

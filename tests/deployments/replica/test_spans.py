@@ -1,7 +1,9 @@
 import json
 
 import pytest
+from vllm.utils import random_uuid
 
+from deployments.replica.recording_llm import _BEAM
 from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json
 from deployments.request_headers import Part
 
@@ -102,3 +104,15 @@ def test_every_event_of_a_part_is_numbered_on() -> None:
     assert annotate(b'data: {"error": {"code": 500}}\n\n') == b'data: {"error":{"code":500}}\n\n'
     with pytest.raises(ValueError):
         annotate(b'data: {"created":1,"choi')  # its choices would keep their numbers
+
+
+def test_a_beams_requests_are_known_by_vllms_name_for_them() -> None:
+    assert _BEAM.search(f"cmpl-7-0-{random_uuid()}-beam-3")
+    assert not _BEAM.search("chatcmpl-a-users-beam-3")
+
+
+def test_what_belongs_to_no_known_choice_counts_for_the_answer() -> None:
+    made = SpanRecorder(3)
+    made.saw([{"version": 4, "start": 0, "end": 1}])
+    answer = json.loads(annotate_json(b'{"choices": [{"index": 0, "finish_reason": "length"}]}', made, 200))
+    assert answer["weight_version"] == 4 and "weight_versions" not in answer["choices"][0]
