@@ -37,9 +37,7 @@ MARK = "SLIPSTREAM_CLUSTER"
 _NODE_ADDRESS = "127.0.0.2"
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 15.0
-_START_SLOW = (
-    "timed out during startup"  # in Ray's log: it gives a node 30 s, which a busy machine may exceed
-)
+_START_SLOW = "timed out during startup"  # in Ray's log: it gives a node 30 s; a busy machine needs more
 
 
 class ClusterError(RuntimeError):
@@ -112,8 +110,7 @@ class LocalCluster:
         return self._head is None or self._head.poll() is not None
 
     def _end_of_log(self) -> str:
-        log = (self.directory / "ray-start.log").read_text(encoding="utf-8", errors="replace")
-        return log[-2000:].strip()
+        return (self.directory / "ray-start.log").read_text("utf-8", "replace")[-2000:].strip()
 
     def deploy(self, document: Mapping[str, Any]) -> None:
         """Have Serve start the applications of a config.
