@@ -24,9 +24,9 @@ def unload(client: httpx.Client, name: str) -> httpx.Response:
     return client.post("/v1/unload_lora_adapter", json={"lora_name": name})
 
 
-def everywhere(client: httpx.Client, model: str, count: int = COUNT) -> list[dict[str, Any]]:
+def everywhere(client: httpx.Client, model: str, count: int = COUNT, **options: Any) -> list[dict[str, Any]]:
     """One answer of each of the two replicas."""
-    asked = {**body(PROMPT, count), "model": model}
+    asked = {**body(PROMPT, count, **options), "model": model}
 
     def ask(session: str) -> tuple[str, dict[str, Any]]:
         answer = succeeded(client.post("/v1/completions", json=asked, headers={"x-session-id": session}))

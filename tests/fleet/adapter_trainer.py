@@ -24,7 +24,7 @@ from trainers.settings import LoraConfig, OptimizerConfig, TrainerConfig
 APPLICATION = "adapting"
 CALL_S = 120.0
 LORA = LoraConfig(name="trained", rank=4, alpha=16.0)
-LEARNING_RATE = 0.1  # a step changes the greedy answers
+LEARNING_RATE = 0.05  # a step changes the answers, or at least their log-probabilities
 
 
 class AdapterTrainer:

@@ -119,6 +119,13 @@ class Reference:
         )
         return [int(token) for token in output[0, len(prompt) :]]
 
+    def logprobs(self, prompt: list[int], tokens: list[int]) -> list[float]:
+        """Of the tokens, after the prompt."""
+        with torch.no_grad():
+            logits = self._model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        chosen = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])
+        return [float(value) for value in chosen[:, 0]]
+
 
 def fresh_engine(checkpoint: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy answers of an engine that is started from a checkpoint directory."""
