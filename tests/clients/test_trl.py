@@ -7,8 +7,8 @@ from tests.fleet.adapter_fleet import SLOTS, Adapted
 from tests.fleet.session_fleet import MODEL, Fleet
 from tests.fleet.talk import complete
 
-pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.timeout(900)]
-STEPS = 12
+pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.timeout(1200)]
+STEPS = 24
 PROMPTS = [[5 + row, 6, 7 + 2 * row, 8] for row in range(12)]
 
 
@@ -34,12 +34,12 @@ def test_async_grpo_trains_an_adapter_on_all_replicas(adapted: Adapted) -> None:
         output=str(output),
         steps=STEPS,
         max_staleness=SLOTS - 2,
-        timeout_s=600,
+        timeout_s=900,
     )
     print(found)
     assert found["adapter_only"] and found["version"] == STEPS + 1
     first, last = found["rewards"][:3], found["rewards"][-3:]
-    assert sum(last) / 3 > sum(first) / 3 + 0.2
+    assert sum(last) / 3 > sum(first) / 3 + 0.1  # from one half; the noise of a mean is 0.02
     with adapted.fleet.client() as client:
         held = client.get("/fleet/adapters").json()["adapters"]
     assert {each["name"] for each in held} == {f"trl-policy-v{STEPS + 1 - age}" for age in range(SLOTS - 1)}
