@@ -4,6 +4,8 @@ Same names, bodies and answers as vLLM's `entrypoints/serve/lora/api_router.py`.
 another version; what runs ends on the version that it began with.
 """
 
+import uuid
+
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import PlainTextResponse
 
@@ -12,7 +14,7 @@ from app.http.endpoint import Endpoint
 from app.http.requests import LoadAdapterBody, UnloadAdapterBody
 from deployments.errors import FleetUnavailable
 from deployments.lost_calls import answered, is_lost
-from deployments.protocol.adapters import Adapter, AdapterStatus
+from deployments.protocol.adapters import Adapter
 
 
 class AdapterRoutes:
@@ -68,12 +70,12 @@ class AdapterRoutes:
     async def _load(self, body: LoadAdapterBody, *, in_place: bool) -> str:
         """The full name of what became live.
 
-        If the controller dies meanwhile, its successor's catalog says what became of the load: clients
+        If the controller dies meanwhile, its successor says what became of this very load: clients
         repeat a lost call, and a repetition of one that was decided would be refused.
         """
-        before = await self._newest(body.lora_name)
+        load_id = uuid.uuid4().hex
         load = self._controller.load_adapter.remote(
-            body.lora_name, body.lora_path, in_place, body.is_3d_lora_weight
+            body.lora_name, body.lora_path, in_place, body.is_3d_lora_weight, None, load_id
         )
         try:
             adapter: Adapter = await load
@@ -81,17 +83,12 @@ class AdapterRoutes:
         except Exception as error:
             if not is_lost(error):
                 raise
-            newest = await self._newest(body.lora_name)
-            if newest > before:
-                return f"{body.lora_name}@{newest}"
+            found: Adapter | None = await answered(
+                lambda: self._controller.load_result.remote(load_id), f"the load of {body.lora_name!r}"
+            )
+            if found is not None:
+                return found.full_name
             raise FleetUnavailable(
                 f"The lora adapter '{body.lora_name}' is not loaded: the controller was lost, and the load "
                 "with it; try again"
             ) from error
-
-    async def _newest(self, name: str) -> int:
-        """The newest live version of a name; 0: there is none."""
-        found: list[AdapterStatus] = await answered(
-            lambda: self._controller.adapters.remote(), f"the adapters named {name!r}"
-        )
-        return max((each.version for each in found if each.name == name and each.state == "live"), default=0)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from deployments.errors import InvalidRequest, NotFound
+from deployments.errors import FleetUnavailable, InvalidRequest, NotFound
 from deployments.logs import serve_logger
 from deployments.protocol.adapters import AdapterFiles
-from deployments.weights.store.adapter_store import AdapterStore, Incomplete
+from deployments.weights.store.adapter_store import AdapterStore, CannotWrite, Incomplete
 
 LAG_S = 10.0  # a shared file system may show a directory this much later than its writer
 RETRY_S = 0.1
@@ -28,6 +28,7 @@ class AdapterKeeper:
         roots: directories below which the users' adapters are.
         needed: the ids whose files must stay.
         lag_s: how long files that are not complete are waited for.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class AdapterKeeper:
         roots: Sequence[Path],
         needed: Callable[[], set[int]],
         lag_s: float = LAG_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = AdapterStore(directory)
         self._roots = tuple(roots)
         self._needed = needed
         self._lag_s = lag_s
+        self._clock = clock
         self._pass: asyncio.Task[None] | None = None
         self._problem: str | None = None
 
@@ -50,18 +53,25 @@ class AdapterKeeper:
         Raises:
             NotFound: there is no such directory.
             InvalidRequest: outside of the roots, not an adapter, or not complete in time.
+            FleetUnavailable: there is no space for the copy, or it cannot be written.
         """
         if not path or "\0" in path or not Path(path).is_absolute():
             raise InvalidRequest(f"lora_path: expected an absolute path, got {path[:200]!r}")
-        until = time.monotonic() + self._lag_s
+        until = self._clock() + self._lag_s
         while True:
             try:
                 return await asyncio.to_thread(self._store.copy, Path(path), self._roots, adapter_id)
-            except Incomplete as error:
-                if time.monotonic() > until:
+            except (Incomplete, FileNotFoundError) as error:  # as it is being replaced
+                if self._clock() > until:
                     there = await asyncio.to_thread(Path(path).is_dir)
                     kind = InvalidRequest if there else NotFound
                     raise kind(f"lora_path: {error} (waited {self._lag_s:g} s)") from error
+            except CannotWrite as error:
+                raise FleetUnavailable(
+                    f"the fleet cannot copy an adapter: {error}; it serves on. Free space on the disk of "
+                    "'store.path'",
+                    {"disk": str(error)},
+                ) from error
             except (OSError, ValueError) as error:
                 raise InvalidRequest(str(error)) from error
             await asyncio.sleep(RETRY_S)

@@ -81,7 +81,7 @@ class Controller:
         location = StoreLocation(directory=store_dir) if outside_versions else None
         self._ledger = Ledger(config, location, size, adapters)
         self._adapters = AdapterKeeper(
-            Path(store_dir) / "adapters", adapter_roots, self._ledger.adapters.needed
+            Path(store_dir) / "adapters", adapter_roots, self._ledger.adapters.needed, clock=clock
         )
         self._keeper = StoreKeeper(Store(Path(store_dir)), self._ledger.promises, max_versions)
         self._durable = DurableLedger(
@@ -285,7 +285,13 @@ class Controller:
     # -- adapters -----------------------------------------------------------------------------
 
     async def load_adapter(
-        self, name: str, path: str, in_place: bool = False, is_3d: bool = False, after: int | None = None
+        self,
+        name: str,
+        path: str,
+        in_place: bool = False,
+        is_3d: bool = False,
+        after: int | None = None,
+        load_id: str = "",
     ) -> Adapter:
         """Make an adapter live on all replicas; see `Adapters.begin` and `stage`.
 
@@ -297,8 +303,11 @@ class Controller:
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
             adapters, now = self._ledger.adapters, self._durable.now
-            adapter = adapters.begin(name, in_place=in_place, is_3d=is_3d, now=now(), after=after)
+            adapter = adapters.begin(
+                name, in_place=in_place, is_3d=is_3d, now=now(), after=after, load_id=load_id
+            )
             try:
+                await self._durable.durable(self._durable.change())  # no successor gives this id to others
                 files = await self._adapters.copy(path, adapter.adapter_id)
             except BaseException as error:  # a caller that left, too: the name is free again
                 adapters.give_up(adapter, str(error), now())
@@ -307,6 +316,13 @@ class Controller:
             self._ledger.tick(now())
             live: Adapter = await self._durable.result(call)
             return live
+
+    async def load_result(self, load_id: str) -> Adapter | None:
+        """What a load has made live whose answer was lost; waits for its end. None: it is not loaded."""
+        async with self._durable.answer():
+            await self._durable.wait(self._ledger.is_complete, None)
+            await self._durable.wait(lambda: self._ledger.adapters.settled(load_id), None)
+            return self._ledger.adapters.loaded(load_id)
 
     async def unload_adapter(self, name: str) -> None:
         """No request begins with it any more, on any replica; see `Adapters.unload`."""

@@ -16,6 +16,7 @@ class Adapter:
     digest: str  # of its files
     size_bytes: int
     is_3d: bool = False  # vLLM's `is_3d_lora_weight`
+    load_id: str = ""  # its caller's name for the load
 
     @property
     def full_name(self) -> str:

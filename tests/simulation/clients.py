@@ -3,11 +3,11 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from deployments.errors import Conflict, ReplicaUnavailable
+from deployments.errors import Conflict, NotFound, ReplicaUnavailable
 from deployments.request_headers import Demand
 from deployments.router.policy import Candidate, order_candidates
-from tests.simulation.engine import EngineFailed
 from tests.simulation.network import Unreachable
+from tests.simulation.work import Answer, EngineFailed
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -17,9 +17,14 @@ ATTEMPT_S = 8.0
 MAX_LOSSES = 2
 
 
-async def one_request(world: "World") -> None:
-    """What the router does with a request, as `Forwarder.forward` does it."""
+async def one_request(world: "World", adapter: str | None = None) -> None:
+    """What the router does with a request, as `Forwarder.forward` does it.
+
+    Args:
+        adapter: the one that it names.
+    """
     began = world.loop.now
+    asked = None if adapter is None or world.adapters is None else world.adapters.oracle.asks(adapter)
     wants = world.oracle.newest_answer if world.rng.random() < 0.3 else 0
     refused: tuple[str, ...] = ()
     losses, why = 0, "no replica is ready"
@@ -42,9 +47,14 @@ async def one_request(world: "World") -> None:
                 "answer",
                 demand,
                 seconds,
+                adapter,
                 reliable=True,
             )
-            first, last = await asyncio.wait_for(call, ATTEMPT_S + 2)
+            answer: Answer = await asyncio.wait_for(call, ATTEMPT_S + 2)
+        except NotFound:
+            if asked is not None and world.adapters is not None:
+                world.adapters.oracle.not_found(asked, name)
+            return
         except (ReplicaUnavailable, Conflict) as error:
             why = str(error)
         except (Unreachable, EngineFailed, TimeoutError) as error:
@@ -53,7 +63,9 @@ async def one_request(world: "World") -> None:
             if losses == MAX_LOSSES:
                 return
         else:
-            world.oracle.answered(name, began, first, last)
+            world.oracle.answered(name, began, answer.first, answer.last)
+            if asked is not None and world.adapters is not None:
+                world.adapters.oracle.answered(asked, name, answer)
             return
         refused = (*refused, name)[-8:]
         await asyncio.sleep(0.05)

@@ -6,10 +6,11 @@ two attempts, or too few parts, are no weights.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from deployments.condition import Condition, apply, asleep, is_paused
 from deployments.errors import PayloadRejected, TransferFailed
-from deployments.protocol.adapters import NO_ADAPTERS
+from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.instructions import (
     Body,
     Call,
@@ -29,13 +30,8 @@ from deployments.protocol.instructions import (
 )
 from deployments.protocol.operations import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.reports import Draining, Staged, StoreResult, Swapped, Value
-from tests.simulation.work import Work
-
-FIRST = "checkpoint"
-
-
-class EngineFailed(RuntimeError):
-    """The replica failed: its weights may be uncertain."""
+from tests.simulation.adapters.engine import KINDS, SimAdapters
+from tests.simulation.work import Answer, EngineFailed, Work
 
 
 class SimMember:
@@ -43,8 +39,7 @@ class SimMember:
 
     Args:
         went_live: called when these weights become the ones that are served under a version.
-        write: writes a version to the store: its path, or raises OSError.
-        read: the weights at a path, or raises OSError.
+        write, read: a version's path in the store, the weights at a path; or they raise OSError.
     """
 
     def __init__(
@@ -55,6 +50,7 @@ class SimMember:
         went_live: Callable[[int, str], None],
         write: Callable[[int, str], str],
         read: Callable[[str, int], str],
+        lora: SimAdapters | None = None,
     ) -> None:
         self.version = version
         self.weights = weights
@@ -66,7 +62,7 @@ class SimMember:
         self.retained_version: int | None = None
         self.store_result: StoreResult | None = None
         self.admitted = False
-        self.adapters = NO_ADAPTERS
+        self.lora = SimAdapters(work) if lora is None else lora
         self.fenced: str | None = None
         self.changed = asyncio.Condition()
         self._condition: Condition = ()
@@ -77,7 +73,6 @@ class SimMember:
         self._write, self._read = write, read
         self._receiving: int | None = None
         self._parts: list[tuple[str, int, int]] = []
-        self._damaged = False
         self._retaining: int | None = None
         self._retained = ""
         self.uncertain_since: float | None = None  # its weights may be a mixture
@@ -91,6 +86,10 @@ class SimMember:
     def generates(self) -> bool:
         """Whether a request that comes now would be computed with `version`."""
         return not (self._drains or self._pauses)
+
+    @property
+    def adapters(self) -> AdapterState:
+        return self.lora.state
 
     @property
     def draining(self) -> Draining | None:
@@ -144,6 +143,7 @@ class SimMember:
         if work.hang and work.rng.random() < work.hang:
             if work.rng.random() < 0.3:
                 self.hangs = True
+            if self.hangs or isinstance(body, KINDS):  # nothing interrupts the load of an adapter
                 await asyncio.Event().wait()
             self._interrupted.clear()
             await self._interrupted.wait()
@@ -185,13 +185,13 @@ class SimMember:
             case Call(operation=Pause() | Resume() | Sleep() | WakeUp() as operation):
                 self._condition = apply(self._condition, operation)
                 await self._may_go_on()
-            case Call():
-                pass
+            case LoadAdapter() | SetAdapters() | DropAdapter():
+                await self.lora.carry_out(body, asleep=self._weights_sleep)
         return None
 
     def _discard(self) -> None:
         self.staged_round = self._receiving = None
-        self._parts, self._damaged = [], False
+        self._parts = []
 
     @property
     def _weights_sleep(self) -> bool:
@@ -202,7 +202,7 @@ class SimMember:
             raise PayloadRejected("its weights sleep")
         self.staged_round = None
         if self._receiving != body.round_id:
-            self._receiving, self._parts, self._damaged = body.round_id, [], False
+            self._receiving, self._parts = body.round_id, []
             self._retaining = body.options.retain_version
         await self._work.do(0.15)
         payload = body.payload
@@ -243,7 +243,7 @@ class SimMember:
         self.version, self.weights = body.version, self._parts[0][0]
         self.staged_round = self._receiving = None
         self.retained_version, self._retained = self._retaining, self.weights
-        self._went_live(self.version, self.weights)
+        self._live_now()
         await self._may_go_on()
         return Swapped(swap_s=0.01, gap_s=0.02)
 
@@ -258,7 +258,7 @@ class SimMember:
         await self._work.do(0.5)
         self.loading_version, self.held = None, False
         self.version, self.weights = body.version, weights
-        self._went_live(self.version, self.weights)
+        self._live_now()
         await self._may_go_on()
 
     async def _store(self, body: WriteVersion, weights: str) -> None:
@@ -269,23 +269,29 @@ class SimMember:
             path, problem = "", str(error)
         self.store_result = StoreResult(version=body.version, label=body.label, path=path, problem=problem)
 
+    def _live_now(self) -> None:
+        self._went_live(self.version, self.weights)
+        self.lora.forget()
+
     async def _may_go_on(self) -> None:
         async with self.running:
             self.running.notify_all()
 
     # -- requests -----------------------------------------------------------------------------
 
-    async def generate(self, seconds: float) -> tuple[int, int]:
-        """The versions of the first and of the last token."""
-        await self._until(lambda: self.generates)
-        self._requests += 1
-        try:
-            first = self.version
-            await asyncio.sleep(seconds)
-            await self._until(lambda: not self._pauses)
-            return first, self.version
-        finally:
-            self._requests -= 1
+    async def generate(self, seconds: float, name: str | None = None) -> Answer:
+        """Raises NotFound if no adapter has this name."""
+        with nullcontext() if name is None else self.lora.using(name) as compute:
+            await self._until(lambda: self.generates)
+            self._requests += 1
+            try:
+                first, tokens = self.version, [compute()] if compute else []
+                await asyncio.sleep(seconds)
+                await self._until(lambda: not self._pauses)
+                tokens += [compute()] if compute else []
+                return Answer(first=first, last=self.version, tokens=tuple(tokens))
+            finally:
+                self._requests -= 1
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         async with self.running:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
+from tests.simulation.adapters.situations import ADAPTER_SITUATIONS
 from tests.simulation.loop import Process
 from tests.simulation.situations import SITUATIONS
 from tests.simulation.world import World
@@ -28,13 +29,14 @@ class Faults:
             situation: this one; otherwise it is drawn whether there is one, and which.
         """
         drawn = Random(f"{self._world.seed} situation")
+        situations = SITUATIONS if self._world.adapters is None else ADAPTER_SITUATIONS | SITUATIONS
         if situation is None and drawn.random() < SITUATION:
-            situation = drawn.choice(sorted(SITUATIONS))
+            situation = drawn.choice(sorted(situations))
         if situation is None:
             self._plan_many()
             return CALM_S
         self._world.log("situation: {}", situation)
-        calm_s = SITUATIONS[situation](self._world, drawn)
+        calm_s = situations[situation](self._world, drawn)
         self._world.loop.call_at(calm_s, self.end)
         return calm_s
 
@@ -51,6 +53,7 @@ class Faults:
             world.work.hang = rng.choice([0.0, 0.0, 0.05])
             world.work.slow = rng.choice([0.0, 0.05, 0.3])
             world.work.flip = rng.choice([0.0, 0.0, 0.1])
+            world.damaged = world.work.flip > 0
         kinds = [
             self._kill_replica,
             self._kill_replica,

@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 INBOX_S = 0.001
@@ -134,7 +135,9 @@ class Loop(asyncio.AbstractEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         future = self.create_future()
         if not self._closed:
-            self._executor(PROCESS.get(), lambda: func(*args), future)
+            action = partial(func, *args)
+            action.any_thread = executor is None  # type: ignore[attr-defined]
+            self._executor(PROCESS.get(), action, future)
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ class Mutant:
     old: str
     new: str
     situation: str | None = None
+    adapters: bool = False  # found in fleets that serve adapters
 
 
 LEDGER, CONTROLLER, REPLICA = "deployments.ledger.", "deployments.controller.", "deployments.replica."
@@ -135,6 +136,56 @@ MUTANTS = [
         "self._committed_version, self._label = decided.version, decided.label",
         "self._committed_version, self._label = decided.version + 1, decided.label",
     ),
+    *(
+        Mutant(*each, adapters=True)
+        for each in (
+            (
+                "loaded_somewhere",
+                LEDGER + "adapters.loading",
+                "if load.decided and self._convergence.is_everywhere(load.adapter):",
+                "if load.decided:",
+                "slow_loads",
+            ),
+            (
+                "answered_beside_an_unheard_fence",
+                LEDGER + "adapters.loading",
+                "if self._membership.uncertain():",
+                "if self._membership.returning():",
+                "adapter_fails_unheard",
+            ),
+            (
+                "joiner_without_adapters",
+                LEDGER + "admission",
+                "self._adapters.converged(member)",
+                "True",
+                "slow_joiner",
+            ),
+            (
+                "retired_and_kept",
+                LEDGER + "adapters.convergence",
+                "for adapter_id in sorted(held - _wanted_ids(catalog, loads)):",
+                "for adapter_id in sorted(\n"
+                "            held - _wanted_ids(catalog, loads)\n"
+                "            - {each.adapter_id for each in catalog.retired}\n"
+                "        ):",
+                None,
+            ),
+            (
+                "files_go_with_retirement",
+                LEDGER + "adapters.loading",
+                "for each in (*self.catalog.live, *self.catalog.retired)}\n\n    def converged",
+                "for each in self.catalog.live}\n\n    def converged",
+                "slow_loads",
+            ),
+            (
+                "full_disk_is_the_callers_fault",
+                CONTROLLER + "adapter_files",
+                "except CannotWrite as error:\n                raise FleetUnavailable(",
+                "except CannotWrite as error:\n                raise InvalidRequest(",
+                "full_disk",
+            ),
+        )
+    ),
 ]
 # Not among them, because it changes nothing: that the follower runs an instruction which it has run already
 # (`if instruction.seq not in self._seen`). A directive is made after the report that it answers was taken in,
@@ -188,6 +239,8 @@ def search(name: str, count: int, timeout_s: float) -> str:
         str(count),
         "--until-failure",
     ]
+    if BY_NAME[name].adapters:
+        command.append("--adapters")
     if BY_NAME[name].situation is not None:
         command += ["--situation", str(BY_NAME[name].situation)]
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from deployments.protocol.instructions import CommitMode
 from deployments.protocol.status import MemberStatus
-from tests.simulation.engine import FIRST
+from tests.simulation.work import FIRST
 
 _COMMITTED = re.compile(rb'"version":(\d+),"label":[^\n]*"kind":"committed"')
 

@@ -9,9 +9,10 @@ from deployments.protocol.reports import Report, Unloadable
 from deployments.replica.follower import Follower
 from deployments.replica.gate import Gate
 from deployments.request_headers import Demand
-from tests.simulation.engine import FIRST, SimMember
+from tests.simulation.engine import SimMember
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
+from tests.simulation.work import FIRST, Answer
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -68,6 +69,7 @@ class Replica:
             lambda version, attempt: world.oracle.went_live(self.name, version, attempt),
             world.write,
             world.read,
+            None if world.adapters is None else world.adapters.new_engine(),
         )
         self.follower = Follower(
             replica_id=self.name,
@@ -99,12 +101,17 @@ class Replica:
             self._world.violation = Violation(f"{report.incarnation} is admitted, the disk says it is fenced")
         return directive
 
-    async def answer(self, demand: Demand, seconds: float) -> tuple[int, int]:
+    async def answer(self, demand: Demand, seconds: float, adapter: str | None = None) -> Answer:
         """A request that came over HTTP."""
         if self.gate is None or self.member is None:
             raise ReplicaUnavailable("not started")
         await self.gate.wait(demand)
-        return await self.member.generate(seconds)
+        return await self.member.generate(seconds, adapter)
+
+    @property
+    def admits(self) -> bool:
+        """Whether a request that comes now is taken."""
+        return self.process.runs and self.gate is not None and self.gate.refusal() is None
 
     @property
     def version(self) -> int | None:

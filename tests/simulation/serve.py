@@ -20,6 +20,7 @@ HEALTH_S = 0.5
 HUNG_S = 7.0  # a process that does not answer its health check for so long is killed
 REPLACED_S = 3.0  # a controller that stands still gets a successor before it is killed
 STATE = "/state"
+FAST_DISK = next((each for each in ("/dev/shm",) if Path(each).is_dir()), None)  # where a sync costs nothing
 
 
 class Serve:
@@ -77,12 +78,13 @@ class Serve:
     async def _run_controller(self, process: Process) -> None:
         world = self._world
         if world.store_dir is None:
-            world.store_dir = Path(tempfile.mkdtemp(prefix="sim-"))
+            world.store_dir = Path(tempfile.mkdtemp(prefix="sim-", dir=FAST_DISK if world.adapters else None))
         try:
             controller = Controller(
                 config=world.config,
                 state_dir=STATE,
                 store_dir=str(world.store_dir),
+                **({} if world.adapters is None else world.adapters.settings()),
                 is_alive=world.is_alive,
                 max_versions=2,
                 poll_s=1.0,

@@ -12,6 +12,7 @@ from tests.simulation.schedule import Outcome, run, undisturbed
 
 BLOCK = 150  # schedules; some twenty seconds of one core
 SAMPLE = 4  # blocks in `make test`
+ADAPTERS = 30  # schedules with adapters in `make test`
 MANY = 80  # in `make chaos`
 pytestmark = pytest.mark.timeout(900)  # they compute, and share their core
 
@@ -36,6 +37,27 @@ def described(outcome: Outcome) -> str:
 @pytest.mark.parametrize("block", range(SAMPLE))
 def test_whatever_goes_wrong_the_fleet_is_never_wrong_and_recovers(block: int) -> None:
     check(block)
+
+
+def check_adapters(seeds: range) -> None:
+    for seed in seeds:
+        if run(seed, adapters=True).problem is not None:
+            pytest.fail(described(run(seed, trace=True, adapters=True)), pytrace=False)
+
+
+def test_adapters_are_everywhere_or_nowhere_whatever_goes_wrong() -> None:
+    check_adapters(range(ADAPTERS))
+
+
+@pytest.mark.chaos
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(1, 20))
+def test_many_schedules_with_adapters(block: int) -> None:
+    check_adapters(range(block * BLOCK, (block + 1) * BLOCK))
+
+
+def test_a_seed_is_one_schedule_with_adapters() -> None:
+    assert run(3, trace=True, adapters=True) == run(3, trace=True, adapters=True)
 
 
 @pytest.mark.chaos
@@ -68,13 +90,13 @@ def test_a_seed_is_the_same_schedule_in_another_process() -> None:
     assert len(printed) == 1
 
 
-@pytest.mark.parametrize("name", [each.name for each in MUTANTS if each.situation is not None])
+@pytest.mark.parametrize("name", [each.name for each in MUTANTS if each.situation or each.adapters])
 def test_a_fault_that_is_put_in_is_found_in_its_situation(name: str) -> None:
     assert "seed " in search(name, FEW, 600.0)
 
 
 @pytest.mark.chaos
 @pytest.mark.long
-@pytest.mark.parametrize("name", [each.name for each in MUTANTS if each.situation is None])
+@pytest.mark.parametrize("name", [each.name for each in MUTANTS if not (each.situation or each.adapters)])
 def test_a_fault_that_is_put_in_is_found(name: str) -> None:
     assert "seed " in search(name, 2000, 600.0)

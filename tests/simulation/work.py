@@ -1,8 +1,23 @@
-"""How long an engine's work takes, and how it fails."""
+"""How long an engine's work takes, how it fails, and what an answer says."""
 
 import asyncio
 from dataclasses import dataclass
 from random import Random
+
+FIRST = "checkpoint"  # the weights that the fleet starts with
+
+
+class EngineFailed(RuntimeError):
+    """The replica failed: its weights may be uncertain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the first and the last token of an answer were computed with."""
+
+    first: int  # versions of the base
+    last: int
+    tokens: tuple[tuple[str, str], ...] = ()  # (adapter's full name, what its files held)
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ def check_newest(catalog: AdapterCatalog, name: str, after: int | None) -> None:
         )
 
 
-def next_adapter(catalog: AdapterCatalog, name: str, *, is_3d: bool) -> Adapter:
+def next_adapter(catalog: AdapterCatalog, name: str, *, is_3d: bool, load_id: str = "") -> Adapter:
     """The next version of a name, without its files."""
     version = catalog.last_versions.get(name, catalog.floor) + 1
     return Adapter(
@@ -77,6 +77,7 @@ def next_adapter(catalog: AdapterCatalog, name: str, *, is_3d: bool) -> Adapter:
         digest="",
         size_bytes=0,
         is_3d=is_3d,
+        load_id=load_id,
     )
 
 

@@ -4,17 +4,14 @@
     replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─► answer
               one rejects it ─► DROP_ADAPTER where it is held ─► the caller's error
 
-Nothing is remembered of a replica but its last report: what it holds and what requests may name there. That
-is compared with the catalog after each event, and it is sent the first thing that is missing. So a joiner, a
-replica that returns after a restart of the controller, and one that missed something are all the same case.
+What a replica is told follows from its last report: see `convergence`.
 
 A replica that fails or misses the deadline is fenced, and the load goes on without it. Its successor has
 every live adapter before it takes requests (`converged`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
 from deployments.ledger.adapters.catalog import (
@@ -30,35 +27,20 @@ from deployments.ledger.adapters.catalog import (
     without,
     without_retired,
 )
+from deployments.ledger.adapters.convergence import Convergence, Load, asked_to_load, busy
 from deployments.ledger.decisions import Cataloged, DecisionLog
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
-from deployments.ledger.members import Member, MemberState, PendingCall, classify, join_reasons
+from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.protocol.adapters import (
     Adapter,
     AdapterCatalog,
     AdapterFiles,
     AdapterStatus,
-    DropAdapter,
     LoadAdapter,
     SetAdapters,
 )
-from deployments.protocol.instructions import Body
-
-KINDS = (LoadAdapter, SetAdapters, DropAdapter)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Load:
-    """One version on its way to be live."""
-
-    adapter: Adapter
-    call: PendingCall | None = None  # None: its files are being copied
-    asked: set[str] = field(default_factory=set)  # incarnations
-    rejected: dict[str, str] = field(default_factory=dict)  # replica id -> why
-    error: SlipstreamError | None = None
-    decided: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -81,25 +63,32 @@ class Adapters:
     ) -> None:
         self._check_awake = check_awake
         self._membership = membership
-        self._dispatch = dispatch
         self._decisions = decisions
         self._events = events
         self._limits = limits
-        self._loads: dict[str, _Load] = {}  # by name
+        self._loads: dict[str, Load] = {}  # by name
         self._unloads: list[_Unload] = []
-        self._dropped: set[tuple[str, int]] = set()  # (incarnation, id) that were told to drop it
+        self._convergence = Convergence(membership, dispatch, self._loaded)
         self.catalog = AdapterCatalog()
 
     # -- calls --------------------------------------------------------------------------------
 
     def begin(
-        self, name: str, *, in_place: bool, is_3d: bool, now: float, after: int | None = None
+        self,
+        name: str,
+        *,
+        in_place: bool,
+        is_3d: bool,
+        now: float,
+        after: int | None = None,
+        load_id: str = "",
     ) -> Adapter:
         """Reserve the next version of a name; `stage` or `give_up` follows.
 
         Args:
             in_place: vLLM's `load_inplace`. Here the name gets another version, and nothing is overwritten.
             after: the newest live version that the caller knows, 0 for none. None: whatever it is.
+            load_id: for `loaded`; no two loads have the same, but for none.
 
         Raises:
             InvalidRequest: no name of an adapter, or one that is live and `in_place` is false.
@@ -117,8 +106,8 @@ class Adapters:
         check_newest(self.catalog, name, after)
         self._check_awake(0)
         check_room(self.catalog, self._loads, self._limits)
-        adapter = next_adapter(self.catalog, name, is_3d=is_3d)
-        self._loads[name] = _Load(adapter=adapter)
+        adapter = next_adapter(self.catalog, name, is_3d=is_3d, load_id=load_id)
+        self._loads[name] = Load(adapter=adapter)
         # Durable before a replica learns of the id: one that keeps it over a restart must not meet another.
         self._decide(numbered(self.catalog, adapter))
         self._record(adapter, "loading", now)
@@ -160,6 +149,7 @@ class Adapters:
 
     def recover(self, catalog: AdapterCatalog) -> None:
         self.catalog = catalog
+        self._convergence.recover()
 
     # -- queries ------------------------------------------------------------------------------
 
@@ -170,7 +160,19 @@ class Adapters:
 
     def converged(self, member: Member) -> bool:
         """Whether it has all live adapters, and requests may name them and no others."""
-        return tuple(member.adapters.live) == self._live_ids() and not _busy(member)
+        return not busy(member) and self._convergence.is_set(member, self.catalog)
+
+    def settled(self, load_id: str) -> bool:
+        """Whether the load has failed, or what it loaded is on all replicas that take requests."""
+        if any(load.adapter.load_id == load_id for load in self._loads.values()):
+            return False
+        found = next((each for each in self.catalog.live if each.load_id == load_id), None)
+        return found is None or self._convergence.is_everywhere(found)
+
+    def loaded(self, load_id: str) -> Adapter | None:
+        """What this load has made live; None: nothing, or it is gone from all replicas again."""
+        adapters = (*self.catalog.live, *self.catalog.retired)
+        return next((each for each in adapters if each.load_id == load_id), None)
 
     def status(self) -> list[AdapterStatus]:
         loading = [load.adapter for load in self._loads.values() if not load.decided]
@@ -181,51 +183,13 @@ class Adapters:
 
     def advance(self, now: float) -> None:
         """Send what is missing, and end what is complete."""
-        self._converge_all(now)
+        self._convergence.advance(self.catalog, self._loads.values(), now)
         if self._conclude(now):
-            self._converge_all(now)
+            self._convergence.advance(self.catalog, self._loads.values(), now)
         self._answer()
         self._clear()
 
-    def _converge_all(self, now: float) -> None:
-        for member in self._membership.live():
-            if not (member.loading or _busy(member)):
-                self._converge(member, now)
-
-    def _converge(self, member: Member, now: float) -> None:
-        """Send it the first thing that is missing."""
-        held, live_ids = set(member.adapters.held), self._live_ids()
-        for adapter in self.catalog.live:
-            if adapter.adapter_id not in held:
-                self._send(member, LoadAdapter(adapter=adapter), self._restored, now)
-                return
-        if tuple(member.adapters.live) != live_ids:
-            self._send(member, SetAdapters(live=tuple(self.catalog.live)), self._restored, now)
-            return
-        if member.state is MemberState.SERVING:
-            for load in self._loads.values():
-                if _wanted(load) and member.incarnation not in load.asked:
-                    load.asked.add(member.incarnation)
-                    self._send(
-                        member, LoadAdapter(adapter=load.adapter), partial(self._loaded, load=load), now
-                    )
-                    return
-        for adapter_id in held - self._known():
-            if (member.incarnation, adapter_id) not in self._dropped:
-                self._dropped.add((member.incarnation, adapter_id))
-                self._send(member, DropAdapter(adapter_id=adapter_id), self._restored, now)
-                return
-
-    def _send(
-        self, member: Member, body: Body, on_complete: Callable[[PendingCall, float], None], now: float
-    ) -> None:
-        self._dispatch.send_each(body.name, {member: body}, now, on_complete=on_complete)
-
-    def _restored(self, call: PendingCall, now: float) -> None:
-        """What is live must be everywhere: one that cannot follow is replaced."""
-        self._membership.fence_each(classify(call).not_done, call.name, now)
-
-    def _loaded(self, call: PendingCall, now: float, load: _Load) -> None:
+    def _loaded(self, call: PendingCall, now: float, load: Load) -> None:
         verdict = classify(call)
         self._membership.fence_each(verdict.replica_failed, call.name, now)
         load.rejected |= {**verdict.rejected, **verdict.transfer_failed}
@@ -252,11 +216,11 @@ class Adapters:
     def _all_hold(self, adapter: Adapter) -> bool:
         return all(adapter.adapter_id in each.adapters.held for each in self._membership.serving())
 
-    def _fault(self, load: _Load) -> SlipstreamError | None:
+    def _fault(self, load: Load) -> SlipstreamError | None:
         """Why it cannot become live."""
         serving = self._membership.serving()
         if load.rejected:
-            if any(_asked_to_load(each, load.adapter.adapter_id) for each in self._membership.live()):
+            if any(asked_to_load(each, load.adapter.adapter_id) for each in self._membership.live()):
                 return None  # it may accept
             others = any(load.adapter.adapter_id in each.adapters.held for each in serving)
             kind = Conflict if others else InvalidRequest
@@ -273,7 +237,7 @@ class Adapters:
             )
         return None
 
-    def _make_live(self, load: _Load, now: float) -> None:
+    def _make_live(self, load: Load, now: float) -> None:
         before = self.catalog.live
         self._decide(with_live(self.catalog, load.adapter, self._limits.keep))
         load.decided = True
@@ -282,7 +246,7 @@ class Adapters:
             if each not in self.catalog.live:
                 self._record(each, "retired", now)
 
-    def _undo(self, load: _Load, error: SlipstreamError, now: float) -> None:
+    def _undo(self, load: Load, error: SlipstreamError, now: float) -> None:
         """Answer with the error once no replica has it."""
         adapter_id, has_it = load.adapter.adapter_id, False
         for member in self._membership.live():
@@ -303,17 +267,17 @@ class Adapters:
                 load.call.finish(error=error)
 
     def _answer(self) -> None:
-        """End the calls whose catalog all serving replicas have."""
-        if self._membership.returning():
+        """End the calls whose catalog all replicas have that take requests."""
+        if self._membership.uncertain():
             return
         serving = self._membership.serving()
         for load in list(self._loads.values()):
-            if load.decided and all(load.adapter.adapter_id in each.adapters.live for each in serving):
+            if load.decided and self._convergence.is_everywhere(load.adapter):
                 del self._loads[load.adapter.name]
                 if load.call is not None:
                     load.call.finish(result=load.adapter)
         for unload in list(self._unloads):
-            if not any(unload.ids & set(each.adapters.live) for each in serving):
+            if not any(unload.ids & self._convergence.nameable(each, self.catalog) for each in serving):
                 self._unloads.remove(unload)
                 unload.call.finish(result=None)
 
@@ -325,7 +289,7 @@ class Adapters:
         for member in self._membership.all():
             there.update(member.adapters.held, member.adapters.live)
             there.update(
-                each.adapter_id for each in self.catalog.retired if _asked_to_load(member, each.adapter_id)
+                each.adapter_id for each in self.catalog.retired if asked_to_load(member, each.adapter_id)
             )
         gone = {each.adapter_id for each in self.catalog.retired} - there
         if gone:
@@ -345,14 +309,6 @@ class Adapters:
                 "wait for its answer",
                 {"lora_name": load.adapter.name, "version": load.adapter.version},
             )
-
-    def _live_ids(self) -> tuple[int, ...]:
-        return tuple(each.adapter_id for each in self.catalog.live)
-
-    def _known(self) -> set[int]:
-        """Ids that a replica may hold."""
-        catalog = {each.adapter_id for each in (*self.catalog.live, *self.catalog.retired)}
-        return catalog | {each.adapter.adapter_id for each in self._loads.values() if _wanted(each)}
 
     def _decide(self, catalog: AdapterCatalog) -> None:
         self.catalog = catalog
@@ -377,21 +333,6 @@ class Adapters:
                 if adapter.adapter_id in member.adapters.held
             ),
         )
-
-
-def _busy(member: Member) -> bool:
-    """It has something of ours to do: its report will say more."""
-    return any(isinstance(queued.instruction.body, KINDS) for queued in member.queue)
-
-
-def _asked_to_load(member: Member, adapter_id: int) -> bool:
-    bodies = (queued.instruction.body for queued in member.queue)
-    return any(isinstance(body, LoadAdapter) and body.adapter.adapter_id == adapter_id for body in bodies)
-
-
-def _wanted(load: _Load) -> bool:
-    """Replicas are to hold it, or may."""
-    return load.call is not None and load.error is None and not load.rejected
 
 
 def _names(adapter: Adapter) -> tuple[str, str]:

@@ -13,7 +13,9 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,15 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 MAX_CONFIG_BYTES = 1 << 20
 PART_BYTES = 8 << 20
-_NAME = re.compile(r"a(\d{8,})")
+_NAME = re.compile(r"a(\d{8,})|\.a(\d{8,})\.partial")
 
 
 class Incomplete(ValueError):
     """The files are not all there, or are being written: they may be, a little later."""
+
+
+class CannotWrite(OSError):
+    """The copy cannot be written: nothing is wrong with what was to be copied."""
 
 
 class AdapterStore:
@@ -45,7 +51,8 @@ class AdapterStore:
         Raises:
             Incomplete: a file is not there, is shorter than it says, or changes while it is read.
             ValueError: outside of the roots, or not the files of an adapter.
-            OSError: they cannot be read, or the copy cannot be written.
+            CannotWrite: the copy cannot be written.
+            OSError: they cannot be read.
         """
         files = [_confined(source / name, roots) for name in (CONFIG, TENSORS)]
         if not files[1].is_file() and any((source / other).exists() for other in _PICKLED):
@@ -56,29 +63,34 @@ class AdapterStore:
         final = self.directory / f"a{adapter_id:08d}"
         partial = self.directory / f".{final.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        with _writing():
+            partial.mkdir(parents=True)
         try:
             digest = _copied(files, [partial / CONFIG, partial / TENSORS])
             if [_stamp(file) for file in files] != before:
                 raise Incomplete(f"{source} changed while it was read")
             _check_length(partial / TENSORS)
             shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+            with _writing():
+                partial.rename(final)
         except BaseException:  # also the caller's: what is not complete must not stay
             shutil.rmtree(partial, ignore_errors=True)
             raise
         return AdapterFiles(path=str(final), digest=digest, size_bytes=before[1][1])
 
     def ids(self) -> list[int]:
-        """The ids of the copies."""
+        """The ids of the copies, and of those that a process which ended did not complete."""
         if not self.directory.is_dir():
             return []
         names = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())
-        return sorted(int(name[1]) for name in names if name is not None)
+        return sorted({int(name[1] or name[2]) for name in names if name is not None})
 
     def remove(self, adapter_id: int) -> None:
-        """Raises OSError if it cannot be removed."""
-        shutil.rmtree(self.directory / f"a{adapter_id:08d}")
+        """Remove what there is of it. Raises OSError if it cannot be removed."""
+        name = f"a{adapter_id:08d}"
+        for each in (self.directory / name, self.directory / f".{name}.partial"):
+            with suppress(FileNotFoundError):
+                shutil.rmtree(each)
 
 
 _PICKLED = ("adapter_model.bin", "adapter_model.pt")
@@ -97,17 +109,37 @@ def _copied(sources: Sequence[Path], targets: Sequence[Path | None]) -> str:
     """Read the files, write them where there is a target, and return their digest."""
     digest = hashlib.sha256()
     for source, target in zip(sources, targets, strict=True):
-        with source.open("rb") as reader, open(os.devnull if target is None else target, "wb") as writer:
+        with source.open("rb") as reader, _opened(target) as writer:
             length = os.fstat(reader.fileno()).st_size
             digest.update(struct.pack("<Q", length))
             while part := reader.read(PART_BYTES):
                 digest.update(part)
                 if target is not None:
-                    writer.write(part)
+                    _write(writer, part)
             if target is not None:
-                writer.flush()
-                os.fsync(writer.fileno())
+                with _writing():
+                    os.fsync(writer.fileno())
     return digest.hexdigest()
+
+
+def _write(writer: FileIO, part: bytes) -> None:
+    left = memoryview(part)
+    with _writing():
+        while left:  # the last of a full disk takes a part
+            left = left[writer.write(left) :]
+
+
+def _opened(target: Path | None) -> FileIO:
+    with _writing():  # without a buffer, whose rest would be written, or not, when it is closed
+        return open(os.devnull if target is None else target, "wb", buffering=0)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CannotWrite(error.errno, error.strerror, error.filename) from error
 
 
 def _confined(file: Path, roots: Sequence[Path]) -> Path:

@@ -31,7 +31,13 @@ class FakeAdapters:
         """A call is carried out; the process may die before it answers."""
 
     async def load_adapter(
-        self, name: str, path: str, in_place: bool = False, is_3d: bool = False, after: int | None = None
+        self,
+        name: str,
+        path: str,
+        in_place: bool = False,
+        is_3d: bool = False,
+        after: int | None = None,
+        load_id: str = "",
     ) -> Adapter:
         await self._enter("load_adapter")
         check_name(name, "base")
@@ -42,11 +48,14 @@ class FakeAdapters:
         check_newest(self.catalog, name, after)
         if path not in self.paths:
             raise NotFound(f"lora_path: {path} does not exist")
-        adapter = next_adapter(self.catalog, name, is_3d=is_3d)
+        adapter = next_adapter(self.catalog, name, is_3d=is_3d, load_id=load_id)
         adapter = with_files(adapter, AdapterFiles(path=path, digest="d", size_bytes=1))
         self.catalog = with_live(numbered(self.catalog, adapter), adapter, AdapterLimits().keep)
         self._leave("load_adapter")
         return adapter
+
+    async def load_result(self, load_id: str) -> Adapter | None:
+        return next((each for each in self.catalog.live if each.load_id == load_id), None)
 
     async def unload_adapter(self, name: str) -> None:
         ids = {each.adapter_id for each in named(self.catalog, name)}

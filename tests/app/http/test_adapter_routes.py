@@ -106,6 +106,15 @@ async def test_a_load_that_was_decided_before_the_controller_died_is_a_success(
     assert await versions(fleet) == ["math@1", "math@2"]
 
 
+async def test_a_load_of_somebody_else_is_not_the_one_that_was_lost(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    controller.dies_before = {"load_adapter"}
+    lost = await fleet.post(LOAD, json=load())
+    assert (await fleet.post(LOAD, json=load("/adapters/b"))).headers["x-adapter"] == "math@1"
+    assert lost.status_code == 503 and "x-adapter" not in lost.headers
+
+
 async def test_a_load_that_was_lost_with_the_controller_can_be_sent_again(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:

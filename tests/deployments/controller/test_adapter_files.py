@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deployments.controller.adapter_files import AdapterKeeper
-from deployments.errors import InvalidRequest, NotFound
+from deployments.errors import FleetUnavailable, InvalidRequest, NotFound
 from tests.tiny_adapters import save_tiny_adapter
 
 
@@ -47,3 +47,20 @@ async def test_what_nobody_needs_is_removed(tmp_path: Path) -> None:
     keeper.start()
     await keeper.aclose()
     assert [path.is_dir() for path in paths] == [False, True]
+
+
+async def test_a_store_that_cannot_be_written_is_not_the_callers_fault(tmp_path: Path) -> None:
+    save_tiny_adapter(tmp_path / "a", 1)
+    (tmp_path / "store").write_text("no directory")
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set)
+    with pytest.raises(FleetUnavailable, match="cannot copy an adapter"):
+        await keeper.copy(str(tmp_path / "a"), 1)
+
+
+async def test_what_a_process_that_died_has_not_completed_is_removed(tmp_path: Path) -> None:
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set)
+    left = tmp_path / "store" / ".a00000007.partial"
+    left.mkdir(parents=True)
+    keeper.start()
+    await keeper.aclose()
+    assert not left.exists()

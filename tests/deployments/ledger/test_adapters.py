@@ -359,6 +359,53 @@ def test_after_a_restart_files_stay_until_all_replicas_have_reported() -> None:
     assert scene.ledger.adapters.needed() == set()
 
 
+def test_a_retired_version_that_was_never_live_on_a_replica_is_dropped_there() -> None:
+    scene = AdapterScene(2)
+    scene.replicas[1].hangs_in = {SetAdapters}
+    scene.load("math")
+    scene.restart()
+    scene.poll(1)
+    call = scene.unload("math")
+    scene.replicas[1].hangs_in = set()
+    scene.poll(6)
+    assert call.done and [held(each) for each in scene.replicas] == [[], []]
+    assert scene.ledger.adapters.needed() == set()
+
+
+def test_an_unload_waits_for_a_replica_that_an_earlier_controller_told_to_make_it_live() -> None:
+    scene = AdapterScene(2)
+    late = scene.replicas[1]
+    late.hangs_in = {SetAdapters}
+    scene.load("math")
+    directive = scene.ledger.poll(late.report(), scene.now)
+    assert [type(each.body) for each in directive.instructions] == [SetAdapters]
+    late.hangs_in = set()
+    scene.restart()
+    scene.poll(3, only=scene.replicas[:1])
+    scene.ledger.poll(late.report(), scene.now)  # it still works on something else
+    call = scene.ledger.adapters.unload("math", scene.now)
+    scene.ledger.tick(scene.now)
+    scene.poll(3, only=scene.replicas[:1])
+    assert not call.done
+    late.take(directive)
+    scene.poll(6)
+    assert call.done and live(late) == []
+
+
+def test_a_load_is_answered_when_no_replica_takes_requests_that_does_not_have_it() -> None:
+    scene = AdapterScene(2, min_replicas=1)
+    scene.replicas[1].outcomes[LoadAdapter] = Outcome.REPLICA_FAILED
+    scene.load("math", polls=1)
+    unheard = scene.replicas[1]
+    scene.ledger.poll(unheard.report(), scene.now)  # its fence is decided, and does not reach it
+    [call] = [load.call for load in scene.ledger.adapters._loads.values()]
+    assert call is not None
+    scene.poll(6, only=scene.replicas[:1])
+    assert live(scene.replicas[0]) == ["math@1"] and not call.done
+    scene.poll(3)
+    assert ended(call) and unheard.fenced
+
+
 def test_hundreds_of_adapters_leave_nothing_behind() -> None:
     scene = AdapterScene(2)
     for step in range(300):
