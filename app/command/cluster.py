@@ -35,7 +35,7 @@ import httpx
 MARK = "SLIPSTREAM_CLUSTER"
 # Ray replaces 127.0.0.1 by the address of a network interface, where others could reach it.
 _NODE_ADDRESS = "127.0.0.2"
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 15.0
 _START_SLOW = "timed out during startup"  # in Ray's log: it gives a node 30 s; a busy machine needs more
 

@@ -44,6 +44,7 @@ def test_a_pages_paths_exist_and_its_versions_are_those_that_are_tested(page: Pa
 
 
 @pytest.mark.serve
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", with_python, ids=lambda page: page.stem)
 def test_a_pages_programs_run(page: Path, fleet: Fleet, tmp_path: Path) -> None:

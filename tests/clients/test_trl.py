@@ -7,7 +7,7 @@ from tests.fleet.adapter_fleet import SLOTS, Adapted
 from tests.fleet.session_fleet import MODEL, Fleet
 from tests.fleet.talk import complete
 
-pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(1200)]
 STEPS = 24
 PROMPTS = [[5 + row, 6, 7 + 2 * row, 8] for row in range(12)]
 
@@ -23,7 +23,6 @@ def test_the_calls_of_its_client(fleet: Fleet) -> None:
     assert len(found["sampled"]) == 2 * len(PROMPTS) and len(found["chatted"]) == 2
 
 
-@pytest.mark.long
 def test_async_grpo_trains_an_adapter_on_all_replicas(adapted: Adapted) -> None:
     output = adapted.root / "trl"
     found = run(

@@ -16,7 +16,8 @@ from app.command.cluster import free_ports
 from tests.environment import users_environment
 
 REASON = "which other hosts can reach: expected a token in SLIPSTREAM_TOKEN"
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+RAY_SLOW = "timed out during startup"  # Ray gives a node 30 s, whatever else the machine does
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 
 
 def environment() -> dict[str, str]:
@@ -35,13 +36,12 @@ def test_serve_run_refuses_a_file_that_opens_the_fleet(tmp_path: Path, security:
     file.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(file)]
     output = tmp_path / "output"
-    with output.open("w") as stream:
-        process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-        )
+    deadline = time.monotonic() + 400
+    process = start(command, output)
     try:
-        deadline = time.monotonic() + 120
         while REASON not in output.read_text():
+            if process.poll() is not None and RAY_SLOW in output.read_text():
+                process = start(command, output)
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.5)
         assert "'http_options.host' is '0.0.0.0'" in output.read_text()
@@ -50,6 +50,13 @@ def test_serve_run_refuses_a_file_that_opens_the_fleet(tmp_path: Path, security:
     finally:
         process.terminate()
         process.wait(60)
+
+
+def start(command: list[str], output: Path) -> subprocess.Popen[bytes]:
+    with output.open("w") as stream:
+        return subprocess.Popen(
+            command, stdout=stream, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        )
 
 
 SCRIPT = """

@@ -66,7 +66,8 @@ class EngineAdapters:
         config = getattr(self._llm.vllm_config, "lora_config", None)
         if config is None:
             raise PayloadRejected("this engine was started without 'enable_lora'")
-        if adapter.adapter_id in self._held and adapter.adapter_id not in self._doomed:
+        if adapter.adapter_id in self._held:  # an id stands for the same files always
+            self._doomed.discard(adapter.adapter_id)
             return
         await self._check(adapter, config)
         try:
@@ -78,7 +79,6 @@ class EngineAdapters:
             await self._workers("adapter_forget", adapter_id=adapter.adapter_id)
             await self._llm.remove_lora(adapter.adapter_id)
             raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {_last_line(error)}") from error
-        self._doomed.discard(adapter.adapter_id)
         self._held[adapter.adapter_id] = adapter
 
     async def make_live(self, live: Sequence[Adapter]) -> None:
@@ -91,6 +91,7 @@ class EngineAdapters:
         if missing:
             raise RuntimeError(f"{missing} are not loaded")
         before, self._live = self._live, tuple(each.adapter_id for each in live)
+        self._doomed -= set(self._live)
         self.named.make_live(live)
         await self._doom(set(before) - set(self._live))
 

@@ -175,7 +175,7 @@ class Launched:
             found |= {entry.partition("=")[2] for entry in entries if entry.startswith(f"{MARK}=")}
         return found
 
-    def wait_for(self, text: str, timeout_s: float = 240) -> None:
+    def wait_for(self, text: str, timeout_s: float = 450) -> None:
         deadline_s = time.monotonic() + timeout_s
         while text not in self.output.read_text():
             assert self.process.poll() is None and time.monotonic() < deadline_s, self.output.read_text()
@@ -216,7 +216,7 @@ def end_later() -> Iterator[list[Launched]]:
 
 
 @pytest.mark.serve
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(700)  # Ray and Serve start beside four engines that do
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_fleet_leaves_no_process_behind(
     tmp_path: Path, end_later: list[Launched], number: signal.Signals
@@ -234,11 +234,11 @@ def test_a_stopped_fleet_leaves_no_process_behind(
 
 
 @pytest.mark.serve
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(700)  # Ray and Serve start beside four engines that do
 def test_a_fleet_that_cannot_start_says_why_and_ends(tmp_path: Path, end_later: list[Launched]) -> None:
     fleet = launch(tmp_path, "fail")
     end_later.append(fleet)
-    assert fleet.process.wait(240) == 1
+    assert fleet.process.wait(450) == 1
     text = fleet.output.read_text()
     assert "the fleet could not be started" in text
     assert "RuntimeError: no weights here" in text

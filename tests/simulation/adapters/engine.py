@@ -70,14 +70,14 @@ class SimAdapters:
 
     async def _load(self, adapter: Adapter) -> None:
         adapter_id, directory = adapter.adapter_id, Path(adapter.path)
-        if adapter_id in self._held and adapter_id not in self._doomed:
+        if adapter_id in self._held:
+            self._doomed.discard(adapter_id)
             return
         await self._check(adapter, directory)
         await self._work.do(0.1)
         if self._work.flip and self._work.rng.random() < self._work.flip:
             raise PayloadRejected(f"{adapter.full_name} is damaged")
         self._contents[adapter_id] = read_content(directory)
-        self._doomed.discard(adapter_id)
         self._held[adapter_id] = adapter
 
     async def _check(self, adapter: Adapter, directory: Path) -> None:
@@ -101,6 +101,7 @@ class SimAdapters:
         if missing:
             raise RuntimeError(f"{missing} are not loaded")
         before, self._live = self._live, tuple(live)
+        self._doomed -= {each.adapter_id for each in live}
         for each in live:
             self._observer.went_live(each, self._content(each))
         await self._doom({each.adapter_id for each in before} - {each.adapter_id for each in live})
