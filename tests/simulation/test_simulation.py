@@ -1,5 +1,6 @@
 """Schedules of the whole control plane; `make test` runs a sample, `make chaos` many more."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,15 @@ pytestmark = pytest.mark.timeout(900)  # they compute, and share their core
 def nothing_is_collected() -> Iterator[None]:
     with undisturbed():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_tests_hear_serves_logger() -> Iterator[None]:
+    """Schedules silence it in their process."""
+    serve = logging.getLogger("ray.serve")
+    level = serve.level
+    yield
+    serve.setLevel(level)
 
 
 def check(block: int) -> None:
