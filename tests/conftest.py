@@ -13,6 +13,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 from tests.fleet.adapter_fleet import adapted as adapted
 from tests.fleet.session_fleet import fleet as fleet
 
+WITH_RAY_S = 400.0  # of a test that starts Ray or an engine, beside others that do, and states nothing else
 WITH_ENGINES = ("tests/fleet/", "tests/clients/", "tests/chaos/")
 
 
@@ -33,8 +34,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests with engines first, which take longest; skip what is marked `gpu` where there is none."""
+    """The tests with engines first, which take longest, and more time for those that start Ray; skip what is
+    marked `gpu` where there is none."""
     items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in WITH_ENGINES])
+    for item in items:
+        if item.get_closest_marker("serve") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(WITH_RAY_S))
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not on_gpu:
         return
