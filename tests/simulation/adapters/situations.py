@@ -4,13 +4,11 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from deployments.protocol.adapters import LoadAdapter, SetAdapters
-from deployments.protocol.instructions import Body
+from tests.simulation.unheard import WINDOW_S, plan_unheard_failure
 
 if TYPE_CHECKING:
     from tests.simulation.situations import Situation
     from tests.simulation.world import World
-
-WINDOW_S = 8.0
 
 
 def controller_dies_in_a_load(world: "World", rng: Random) -> float:
@@ -43,29 +41,7 @@ def controller_dies_in_a_load(world: "World", rng: Random) -> float:
 
 def adapter_fails_unheard(world: "World", rng: Random) -> float:
     """A load fails on a replica, and the fence that follows does not reach it."""
-
-    def prepare() -> None:
-        replicas = [each for each in world.replicas.values() if each.member is not None]
-        if not replicas:
-            return
-        chosen = rng.choice(replicas)
-        assert chosen.member is not None
-        left = [rng.randint(0, 2)]
-
-        def fails(body: Body) -> bool:
-            if not isinstance(body, LoadAdapter | SetAdapters):
-                return False
-            left[0] -= 1
-            if left[0] >= 0 or world.loop.now > WINDOW_S:
-                return False
-            world.log("{} fails, and hears nothing any more", chosen.name)
-            world.network.deaf.add(chosen.name)
-            world.loop.call_later(rng.uniform(1.0, 6.0), world.network.deaf.discard, chosen.name)
-            return True
-
-        chosen.member.fails = fails
-
-    world.loop.call_at(rng.uniform(2.5, 6.0), prepare)
+    plan_unheard_failure(world, rng, (LoadAdapter, SetAdapters), skipped=2)
     return 2 * WINDOW_S
 
 
