@@ -92,18 +92,24 @@ def test_a_round_over_gloo_reaches_replicas_that_have_ranks_of_their_own(gloo: F
 def test_requests_with_kept_caches_go_on_across_rounds(gloo: Fleet) -> None:
     async def scenario() -> list[Answer]:
         async with httpx.AsyncClient(base_url=gloo.url, timeout=300) as client:
-            tasks = [
-                asyncio.create_task(ask(client, [20 + index, 3], 200, stream=index % 2 == 0))
-                for index in range(24)
-            ]
 
             def publish() -> None:
                 with gloo.client() as trainer:
                     for _ in range(3):
                         train_and_publish(trainer)
 
-            await asyncio.to_thread(publish)
-            return list(await asyncio.gather(*tasks))
+            rounds = asyncio.create_task(asyncio.to_thread(publish))
+
+            async def keep_asking(index: int) -> list[Answer]:
+                """One request after another, so that some are running whenever a round comes."""
+                answers = []
+                while not rounds.done():
+                    answers.append(await ask(client, [20 + index, 3], 200, stream=index % 2 == 0))
+                return answers
+
+            answers = await asyncio.gather(*(keep_asking(index) for index in range(24)))
+            await rounds
+            return [answer for some in answers for answer in some]
 
     answers = asyncio.run(scenario())
     assert all(len(answer.token_ids) == 200 and answer.weight_versions[-1].end == 200 for answer in answers)

@@ -125,23 +125,27 @@ class LoraWorker(TrainerRank):
             self._adapter, step=self._learner.steps_done, base_version=self._base_version, label=label
         )
 
-    def save(self, path: str | None) -> SavedCheckpoint:
+    def save(self, path: str | None) -> SavedCheckpoint | None:
         """Write the adapter as it is now, in peft's format.
 
         Args:
             path: an absolute path of a new or empty directory; None: one beside the store, named by the step.
 
+        Returns:
+            The report on rank 0. None elsewhere: a rank that comes late would find rank 0's files in `path`.
+
         Raises:
             InvalidRequest: `path` is not such a directory, or its disk is full.
         """
+        if self._rank != 0:
+            return None
         started, step = time.perf_counter(), self._learner.steps_done
         default = self._store.directory.parent / f"adapter-{_short(self._lora.name)}-{step:06d}"
         directory = directory_to_save(path, default)
-        if self._rank == 0:
-            try:
-                self._adapter.write(directory)
-            except OSError as error:
-                raise InvalidRequest(f"the adapter cannot be written to {directory}: {error}") from error
+        try:
+            self._adapter.write(directory)
+        except OSError as error:
+            raise InvalidRequest(f"the adapter cannot be written to {directory}: {error}") from error
         return SavedCheckpoint(
             path=str(directory.absolute()), step=step, save_s=time.perf_counter() - started
         )

@@ -303,11 +303,22 @@ def test_a_bad_batch_is_refused_and_changes_nothing(
     assert worker.step(BATCH)["step"] == 1
 
 
+def test_a_rank_that_comes_after_rank_0_has_saved_does_not_refuse_the_directory(
+    spec: TrainerSpec, controller: FakeAdapterController, tmp_path: Path
+) -> None:
+    first = started(spec, controller)
+    last = LoraWorker(spec, 1, controller)  # type: ignore[arg-type]
+    assert first.save(str(tmp_path / "saved")) is not None
+    assert last.save(str(tmp_path / "saved")) is None
+
+
 def test_an_adapter_is_saved_beside_the_store_and_not_just_anywhere(
     spec: TrainerSpec, controller: FakeAdapterController
 ) -> None:
     worker = started(replace(spec, optimizer_state_every=0), controller)
-    path = Path(worker.save(None).path)
+    report = worker.save(None)
+    assert report is not None, "rank 0 has the report"
+    path = Path(report.path)
     assert path.parent == Path(spec.store_dir).parent and path.name.endswith("-000000")
     for wrong in ("relative", "/proc/1/x/y"):
         with pytest.raises(InvalidRequest, match="path must be"):
