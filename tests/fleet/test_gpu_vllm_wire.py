@@ -1,7 +1,4 @@
-"""vLLM's own trainer engines, unchanged, over HTTP into the staging on the device: all or none, faults too.
-
-Written on a machine without a GPU, and not yet run.
-"""
+"""vLLM's own trainer engines, unchanged, over HTTP into the staging on the device: all or none."""
 
 import os
 import signal

@@ -86,6 +86,7 @@ def main() -> None:
                 for parameter in model.parameters():
                     parameter.mul_(1.0 + 0.05 * torch.randn_like(parameter))
         source.hold_at = arguments.hold_at if index == arguments.rounds - 1 else None
+        torch.cuda.synchronize()  # vLLM's packed sender does not wait for what is queued
         begin = time.perf_counter()
         engine.send_weights()
         print(json.dumps({"round": index, "seconds": round(time.perf_counter() - begin, 4)}), flush=True)

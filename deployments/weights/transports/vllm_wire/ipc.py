@@ -6,8 +6,6 @@
 
 So what a call has brought is copied before it is acknowledged, and nothing refers to the trainer's memory
 after the last one: torch counts its users, and the trainer gets it back when they are gone.
-
-Not yet run on a GPU.
 """
 
 from collections.abc import Iterator

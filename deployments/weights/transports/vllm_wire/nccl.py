@@ -6,11 +6,14 @@ which they are queued. A worker has two, and a stream for NCCL; events order it 
     not packed    a broadcast for each tensor, at its place in a chunk of ours
     packed        a broadcast for each piece of vLLM's
 
+A broadcast is queued when the chunk ahead of it is staged, and not before. Its kernel occupies the device
+until the trainer sends; staging beside it allocates memory and loads kernels, and then it, and the engine,
+wait in the driver for the trainer (seen on an H200: no token for 120 s). In our own `nccl` all members
+synchronize on the host before a kernel is queued; vLLM's trainer cannot be asked.
+
 Nobody can tell the trainer that a peer is gone: it waits in its broadcast until it is ended. The workers
 leave the group, and a new one is formed with the next `init_weight_transfer_engine`. What is wrong with the
 content alone is found after all of it has been taken, so the trainer is free, and learns of it.
-
-Not yet run on a GPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -124,8 +127,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
         try:
             chunks = self._chunks(update_info)
             _reserve(group, max((chunk.size_bytes for chunk in chunks), default=0))
-            # As in our own `nccl`: one broadcast ahead, unless staging pauses between chunks.
-            taking = _Taking(group, chunks, packed=self._packed, ahead=1 if self.share == 1.0 else 0)
+            taking = _Taking(group, chunks, packed=self._packed)
             for index, chunk in enumerate(chunks):
                 taking.take(index)
                 yield received_block(chunk, group.buffer(index, chunk.size_bytes))
@@ -166,21 +168,15 @@ def _reserve(group: WireGroup, size_bytes: int) -> None:
 
 
 class _Taking:
-    """Takes the chunks of one payload in their order.
+    """Takes the chunks of one payload in their order."""
 
-    Args:
-        ahead: how many broadcasts are queued before the chunk ahead of them is staged.
-    """
-
-    def __init__(self, group: WireGroup, chunks: Sequence[Chunk], *, packed: bool, ahead: int) -> None:
-        self._group, self._chunks, self._packed, self._ahead = group, chunks, packed, ahead
-        self._started = self._taken = 0
+    def __init__(self, group: WireGroup, chunks: Sequence[Chunk], *, packed: bool) -> None:
+        self._group, self._chunks, self._packed = group, chunks, packed
+        self._taken = 0
 
     def take(self, index: int) -> None:
         """Wait until the chunk is in its buffer. Raises TransferFailed."""
-        while self._started < min(index + 1 + self._ahead, len(self._chunks)):
-            self._group.start_all(self._started, self._parts(self._started))
-            self._started += 1
+        self._group.start_all(index, self._parts(index))
         self._group.wait(index)
         self._taken = index + 1
 

@@ -124,17 +124,6 @@ def test_a_connection_carries_several_rounds(wire: str, fleet: HttpFleet) -> Non
             receiver.engine._update = None
 
 
-@pytest.mark.parametrize("wire", ["nccl packed"])
-def test_where_staging_pauses_between_pieces_no_broadcast_runs_ahead(
-    wire: str, checkpoint: Path, memory: SharedMemory
-) -> None:
-    fleet = HttpFleet([VllmReceiver("nccl", str(checkpoint), share=0.25)])
-    tensors = version(1)
-    connect(wire, fleet, ListSource(tensors)).send_weights()
-    assert [state.digest for state in fleet.verify()] == [digest_of(tensors)]
-    fleet.receivers[0].stop()
-
-
 @every_wire
 @pytest.mark.parametrize(
     ("index", "tensor", "message"),

@@ -1,6 +1,6 @@
 """vLLM's own trainer engines on a GPU, and a worker's staging in a process of its own: no engine, no fleet.
 
-The first to run where there is a GPU. Written on a machine without one, and not yet run.
+The first to run where there is a GPU.
 """
 
 from collections.abc import Iterator
@@ -37,10 +37,12 @@ BUFFER_BYTES = 1 << 21
 def version(seed: int) -> Tensors:
     """13 MB in bfloat16, and a float32 tensor that vLLM's packing moves to any address."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    return [
+    tensors = [
         (name, torch.randn(shape, generator=generator, device="cuda").to(_dtype(name)))
         for name, shape in SHAPES.items()
     ]
+    torch.cuda.synchronize()  # vLLM's packed sender does not wait: `test_vllm_packed_sender_gpu`
+    return tensors
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -107,6 +109,7 @@ def test_rounds_are_staged_bit_for_bit_and_the_trainers_memory_does_not_grow(
 def test_what_is_refused_leaves_the_trainer_free(engine: str, packed: bool, fleet: HttpFleet) -> None:
     tensors = version(1)
     dict(tensors)["layers.2.up.weight"][511, 513] = float("nan")
+    torch.cuda.synchronize()
     sender = connect(engine, packed, fleet, ListSource(tensors))
     with pytest.raises(Rejected, match=r"^'layers.2.up.weight' holds NaN or infinity$"):
         sender.send_weights()

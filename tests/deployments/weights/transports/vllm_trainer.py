@@ -29,6 +29,7 @@ from deployments.errors import TransferFailed
 from deployments.weights.staging.base import Tensors
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.host import HostStaging
+from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.store.retained import RetainedVersions
 from deployments.weights.transports.gloo import _wait_abandoned, create_process_group
 from deployments.weights.transports.rendezvous import RendezvousInfo, meet
@@ -36,6 +37,7 @@ from deployments.weights.transports.vllm_wire.ipc import StagedIpcEngine
 from deployments.weights.transports.vllm_wire.meeting import VllmMeeting
 from deployments.weights.transports.vllm_wire.nccl import StagedNcclEngine
 from deployments.weights.wire.chunk_layout import Chunk
+from deployments.weights.wire.received_chunk import ReceivedChunk
 from tests.deployments.weights.transports.transport_fleet import Fleet, Receiver
 
 GPU = "GPU-0"
@@ -158,6 +160,11 @@ class GlooWireGroup:
         self.finished = 0
         self._timeout_s = info.timeout_s
 
+    @property
+    def idle(self) -> bool:
+        """Whether no broadcast is queued."""
+        return not self._works
+
     def reserve(self, size_bytes: int) -> None:
         if self._buffers[0].numel() < size_bytes:
             self._buffers = [torch.empty(size_bytes, dtype=torch.uint8) for _ in range(2)]
@@ -236,11 +243,16 @@ class CpuNccl(_OnCpu, StagedNcclEngine):
     def join_group(self, info: RendezvousInfo, rank: int, check: Any) -> GlooWireGroup:
         return GlooWireGroup(info, rank, check)
 
+    def _stage_chunk(self, update: StagedUpdate, received: ReceivedChunk) -> None:
+        # On a GPU it allocates and loads kernels, and each of that would wait for the trainer.
+        assert self.group.idle, "a broadcast was queued before the chunk ahead of it was staged"
+        super()._stage_chunk(update, received)
+
 
 class VllmReceiver(Receiver):
     """One worker, whose staging receives vLLM's wire."""
 
-    def __init__(self, wire: str, directory: str, share: float = 1.0) -> None:
+    def __init__(self, wire: str, directory: str) -> None:
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
             model_config=SimpleNamespace(model=directory),
@@ -251,7 +263,6 @@ class VllmReceiver(Receiver):
         self.engine: StagedWeightTransferEngine[Any, Any] = kind(
             SimpleNamespace(), config, torch.device("cpu"), torch.nn.Module()
         )
-        self.engine.share = share
 
 
 class HttpFleet(Fleet):
