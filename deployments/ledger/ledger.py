@@ -69,7 +69,7 @@ class Ledger:
         self._store_wait = StoreWait(members, versions, self._events)
         self.promises = promises = Promises(members, versions, self._decisions, self._events)
         limits = AdapterLimits() if adapters is None else adapters
-        self.adapters = Adapters(members, dispatch, log, self._events, limits, desired.check_awake)
+        self.adapters = Adapters(members, dispatch, log, self._events, limits, desired.check_awake, versions)
         self._admission = Admission(
             members,
             dispatch,

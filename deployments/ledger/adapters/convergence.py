@@ -67,10 +67,14 @@ class Convergence:
     def recover(self) -> None:
         self._succeeds = True
 
-    def advance(self, catalog: AdapterCatalog, loads: Collection[Load], now: float) -> None:
-        """Send each replica the first thing that is missing there."""
-        for member in self._membership.live():
-            if not (member.loading or busy(member)):
+    def advance(
+        self, catalog: AdapterCatalog, loads: Collection[Load], now: float, *, but: Collection[Member] = ()
+    ) -> None:
+        """Send each replica the first thing that is missing there, and nothing to those in `but`."""
+        live = self._membership.live()
+        self._dropped &= {(member.incarnation, held) for member in live for held in member.adapters.held}
+        for member in live:
+            if not (member.loading or busy(member) or member in but):
                 self._converge(member, catalog, loads, now)
 
     def _converge(self, member: Member, catalog: AdapterCatalog, loads: Collection[Load], now: float) -> None:

@@ -4,7 +4,9 @@
     replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─► answer
               one rejects it ─► DROP_ADAPTER where it is held ─► the caller's error
 
-What a replica is told follows from its last report: see `convergence`.
+What a replica is told follows from its last report: see `convergence`. While a round that holds all replicas
+until the last one has swapped comes to its decision and is carried out, they are told nothing of adapters: a
+load ahead of one replica's COMMIT would stop the whole fleet for as long as it takes.
 
 A replica that fails or misses the deadline is fenced, and the load goes on without it. Its successor has
 every live adapter before it takes requests (`converged`).
@@ -33,6 +35,8 @@ from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
+from deployments.ledger.round import RoundPhase
+from deployments.ledger.version_state import VersionState
 from deployments.protocol.adapters import (
     Adapter,
     AdapterCatalog,
@@ -60,8 +64,10 @@ class Adapters:
         events: EventLog,
         limits: AdapterLimits,
         check_awake: Callable[[int], None],
+        versions: VersionState,
     ) -> None:
         self._check_awake = check_awake
+        self._versions = versions
         self._membership = membership
         self._decisions = decisions
         self._events = events
@@ -183,11 +189,18 @@ class Adapters:
 
     def advance(self, now: float) -> None:
         """Send what is missing, and end what is complete."""
-        self._convergence.advance(self.catalog, self._loads.values(), now)
+        self._convergence.advance(self.catalog, self._loads.values(), now, but=self._committing())
         if self._conclude(now):
-            self._convergence.advance(self.catalog, self._loads.values(), now)
+            self._convergence.advance(self.catalog, self._loads.values(), now, but=self._committing())
         self._answer()
         self._clear()
+
+    def _committing(self) -> tuple[Member, ...]:
+        """Replicas that wait for each other's COMMIT, or will before they could load anything."""
+        current = self._versions.current
+        if current is None or current.phase is RoundPhase.OPEN or not current.hold:
+            return ()
+        return current.participants
 
     def _loaded(self, call: PendingCall, now: float, load: Load) -> None:
         verdict = classify(call)

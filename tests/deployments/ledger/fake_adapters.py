@@ -35,6 +35,7 @@ class FakeAdapters:
         self._remove()
 
     def drop(self, adapter_id: int) -> None:
+        assert adapter_id not in self.live, "requests may name it"
         self.doomed.add(adapter_id)
         self._remove()
 

@@ -8,9 +8,10 @@ from deployments.ledger.decisions import compact, decode, encode
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.members import PendingCall
 from deployments.protocol.adapters import AdapterCatalog, AdapterFiles, DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.instructions import CommitMode, Verify
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.fake_replica import FakeReplica
-from tests.deployments.ledger.ledger_scene import STORE, Scene
+from tests.deployments.ledger.ledger_scene import STORE, Scene, report_of
 
 FILES = AdapterFiles(path="/store/adapters/1", digest="d", size_bytes=10)
 
@@ -437,6 +438,24 @@ def test_a_load_in_the_middle_of_a_round_ends() -> None:
     call = scene.close(round_id)
     scene.poll(10)
     assert call.error is None
+
+
+@pytest.mark.parametrize("commit", [CommitMode.TOGETHER, CommitMode.ROLLING])
+def test_a_slow_load_holds_no_replica_up_that_waits_for_the_others_commit(commit: CommitMode) -> None:
+    scene = AdapterScene(2)
+    scene.replicas[1].hangs_in = {Verify}
+    scene.connect()
+    round_id = scene.receive(commit=commit)
+    call = scene.close(round_id)
+    scene.poll(2)
+    assert not call.done
+    load = scene.load("math")
+    scene.replicas[1].hangs_in = {LoadAdapter}
+    scene.poll(10)
+    assert (call.done, load.done) == (commit is CommitMode.TOGETHER, False)
+    scene.replicas[1].hangs_in = set()
+    scene.poll(10)
+    assert report_of(call).version == 1 and ended(load)
 
 
 def test_while_the_weights_sleep_nothing_is_loaded() -> None:
