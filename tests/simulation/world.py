@@ -194,7 +194,7 @@ class World:
                     future.set_exception(error)
 
         # A thread of a stopped process stands still with it: the callback runs in its context.
-        hangs = self.lookups_hang and getattr(action, "lookup", False)
+        hangs = self.lookups_hang and self.is_alive in getattr(action, "args", ())
         self.loop.call_at(self.loop.now + (30.0 if hangs else self.disk.latency_s()), run)
 
     def remove_stored(self, path: str) -> None:
