@@ -1,0 +1,196 @@
+"""How long a new version of a LoRA adapter takes to all replicas, what streams notice, and what grows.
+
+    python -m benchmarks.adapters --loads 300 --every 0.3
+    python -m benchmarks.adapters --device cuda --model DIR_8B --replicas 2 --rank 32 --streams 16
+
+One fleet; streams of the base and of the adapter run in a process of their own. Meanwhile the same name is
+loaded again and again from directories that a trainer could have written, through vLLM's own route. Prints
+the time of a load, the longest time between two pieces of any stream during loads and in as much time without
+one (one table, the same run), and the figures of the fleet's processes that grow; exits with 1 if a load
+failed or something grows.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import torch
+from safetensors.torch import save_file
+
+from app.settings.models import resolve_model
+from benchmarks.process_samples import MARK, Sampler, growth
+from benchmarks.servers import CPU, MODEL, Setup, fleet, gpu
+
+NAME = "policy"
+TOKENS = 256
+SETTLE_S = 2.0
+Window = tuple[float, float]
+
+
+def write_adapter(model: Path, directory: Path, rank: int, seed: int) -> int:
+    """A random adapter of every linear layer in peft's files; returns its bytes."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    width = config.get("head_dim") or hidden // config["num_attention_heads"]
+    query, key = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    shapes = {
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (key, hidden),
+        "self_attn.v_proj": (key, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for module, (rows, columns) in shapes.items():
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            for half, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+                values = torch.randn(shape, generator=generator) * 0.01
+                tensors[f"{name}.lora_{half}.weight"] = values.bfloat16()
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    written = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": [module.rpartition(".")[2] for module in shapes],
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(written))
+    return (directory / "adapter_model.safetensors").stat().st_size
+
+
+async def _streams(url: str, count: int, end: Any, times: list[list[float]], bad: list[str]) -> None:
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
+
+        async def one(index: int) -> None:
+            body = {
+                "model": NAME if index % 2 else MODEL,
+                **{"prompt": [5 + index, 6, 7], "max_tokens": TOKENS, "ignore_eos": True, "stream": True},
+            }
+            while not end.is_set():
+                pieces = []
+                async with session.post("/v1/completions", json=body) as answer:
+                    if answer.status != 200:
+                        bad.append(f"{answer.status}: {(await answer.text())[:200]}")
+                        return
+                    async for line in answer.content:
+                        if line.startswith(b"data: {"):
+                            pieces.append(time.monotonic())
+                times.append(pieces)
+
+        await asyncio.gather(*(one(index) for index in range(count)))
+
+
+def _load(url: str, count: int, end: Any, pipe: Connection) -> None:
+    times: list[list[float]] = []
+    bad: list[str] = []
+    asyncio.run(_streams(url, count, end, times, bad))
+    pipe.send((times, bad))
+
+
+def put(client: httpx.Client, directory: Path) -> Window:
+    """Load the adapter as the next version of its name."""
+    began = time.monotonic()
+    asked = {"lora_name": NAME, "lora_path": str(directory), "load_inplace": True}
+    answer = client.post("/v1/load_lora_adapter", json=asked)
+    if answer.status_code != 200:
+        raise SystemExit(f"the load was answered with {answer.status_code}: {answer.text[:500]}")
+    return began, time.monotonic()
+
+
+def longest(times: list[list[float]], windows: Iterable[Window]) -> list[float]:
+    """For each window the longest time between two pieces of a stream that overlaps it."""
+    pairs = [pair for stream in times for pair in pairwise(stream)]
+    return [max((b - a for a, b in pairs if b > begin and a < end), default=0.0) for begin, end in windows]
+
+
+def spread(values: list[float]) -> str:
+    ordered = sorted(values)
+    high = ordered[int(0.95 * (len(ordered) - 1))]
+    return f"{1e3 * statistics.median(ordered):.0f} | {1e3 * high:.0f} | {1e3 * ordered[-1]:.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", default=MODEL, help="a built-in model, or a directory")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--loads", type=int, default=30)
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between two loads")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--port", type=int, default=9740)
+    options = parser.parse_args()
+    model = Path(resolve_model(options.model))
+    setup: Setup = CPU if options.device == "cpu" else gpu(model)
+    extra = {"enable_lora": True, "max_lora_rank": options.rank, "max_loras": 4}
+    setup = replace(setup, model=str(model), engine=setup.engine | {"extra": extra})
+    os.environ[MARK] = mark = uuid.uuid4().hex
+    sampler = Sampler(mark)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as root:
+        directories = [Path(root) / str(seed) for seed in range(4)]
+        sizes = [write_adapter(model, each, options.rank, seed) for seed, each in enumerate(directories)]
+        security = {"checkpoint_roots": [root]}
+        with (
+            fleet(options.port, setup=setup, replicas=options.replicas, security=security) as url,
+            httpx.Client(base_url=url, timeout=120) as client,
+        ):
+            first = put(client, directories[0])
+            mine, theirs = context.Pipe()
+            end = context.Event()
+            loading = context.Process(target=_load, args=(url, options.streams, end, theirs), daemon=True)
+            loading.start()
+            time.sleep(5 * SETTLE_S)
+            quiet, windows = [], []
+            for number in range(options.loads):
+                before = time.monotonic()
+                time.sleep(options.every)
+                windows.append(put(client, directories[(1 + number) % len(directories)]))
+                # As long as the load, right before it.
+                quiet.append((max(before, 2 * windows[-1][0] - windows[-1][1]), windows[-1][0]))
+                sampler.sample(number)
+            time.sleep(SETTLE_S)
+            end.set()
+            times, bad = mine.recv()
+            loading.join(30)
+        took = [end - begin for begin, end in windows]
+        print(
+            f"{model.name}, {options.replicas} replicas, rank {options.rank}, {sizes[0] / 1e6:.0f} MB, "
+            f"{options.streams} streams, {len(took)} loads; the first, without streams: "
+            f"{1e3 * (first[1] - first[0]):.0f} ms"
+        )
+        print("\n| | median (ms) | 95 % (ms) | longest (ms) |\n|---|---|---|---|")
+        print(f"| a load, until all replicas have it | {spread(took)} |")
+        print(f"| longest wait of a stream during a load | {spread(longest(times, windows))} |")
+        print(f"| the same in as long without one | {spread(longest(times, quiet))} |")
+        print(f"\nstreams: {len(times)} whole, {len(bad)} refused {bad[:1] or ''}")
+        growing = [each for each in growth(sampler.samples) if not each.flat]
+        for each in growing:
+            print(f"grows: {each.title} {each.pid or ''} {each.figure}: {each.first:.1f} to {each.last:.1f}")
+    sys.exit(1 if growing or bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""TRL's GRPOTrainer in server mode against a fleet: its own NCCL path, into the staging on the device.
+
+Where TRL is installed beside vLLM; it is no dependency of ours.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from deployments.trainer.addresses import free_port
+from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
+from tests.fleet.talk import PROMPT, complete
+from tests.fleet.test_gpu_http import visible
+from tests.fleet.test_gpu_vllm_wire import models
+from trainers.trajectory import VersionSpan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(420),
+    pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed"),
+]
+PROGRAM = Path(__file__).parents[1] / "clients" / "programs" / "trl_grpo_server.py"
+STEPS = 20
+TOKENS = 24
+
+
+@needs_gpus(2)
+def test_grpo_in_server_mode_updates_the_fleet_in_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, _ = models(tmp_path)
+    theirs, ours = visible()[:2]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", theirs)  # what Ray may give away
+    overrides = {
+        "weights": {"staging": "device", "wire": "vllm"},
+        "engine": {
+            **{"env": INVARIANT, "enforce_eager": True, "num_replicas": 1},
+            "extra": {"logprobs_mode": "processed_logprobs", "max_logprobs": -1},
+        },
+    }
+    config = configuration("http_nccl", checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, 8391) as fleet, fleet.client() as client:
+        before = complete(client, max_tokens=TOKENS)
+        options = {
+            **{"url": fleet.url, "checkpoint": str(checkpoint), "saved": str(tmp_path / "saved")},
+            **{"output": str(tmp_path / "output"), "steps": STEPS, "group_port": free_port()},
+        }
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), json.dumps(options)],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ours},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        found = json.loads(done.stdout.splitlines()[-1])
+        answer = complete(client, max_tokens=TOKENS)
+        history = client.get("/fleet/rounds").json()["rounds"]
+    print(found, "last round", history[-1])
+    rounds = len(found["sync_s"])
+    assert rounds >= STEPS
+    assert [entry["phase"] for entry in history] == ["committed"] * rounds
+    assert not any(entry["fenced"] for entry in history)
+    first, last = found["rewards"][:3], found["rewards"][-3:]
+    assert sum(last) / 3 > sum(first) / 3 + 0.1  # from one half
+    (expected,) = fresh_answers(config, tmp_path / "saved", [PROMPT], TOKENS)
+    assert expected != before.token_ids
+    assert answer.token_ids == expected
+    assert answer.weight_versions == [VersionSpan(version=rounds, start=0, end=TOKENS)]
