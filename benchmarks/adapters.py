@@ -39,6 +39,7 @@ from benchmarks.servers import CPU, MODEL, Setup, fleet, gpu
 NAME = "policy"
 TOKENS = 256
 SETTLE_S = 2.0
+SAMPLES = 20
 Window = tuple[float, float]
 
 
@@ -125,6 +126,10 @@ def longest(times: list[list[float]], windows: Iterable[Window]) -> list[float]:
     return [max((b - a for a, b in pairs if b > begin and a < end), default=0.0) for begin, end in windows]
 
 
+def _ms(window: Window) -> float:
+    return 1e3 * (window[1] - window[0])
+
+
 def spread(values: list[float]) -> str:
     ordered = sorted(values)
     high = ordered[int(0.95 * (len(ordered) - 1))]
@@ -164,13 +169,17 @@ def main() -> None:
             loading.start()
             time.sleep(5 * SETTLE_S)
             quiet, windows = [], []
+            every = max(1, options.loads // SAMPLES)
             for number in range(options.loads):
                 before = time.monotonic()
                 time.sleep(options.every)
                 windows.append(put(client, directories[(1 + number) % len(directories)]))
                 # As long as the load, right before it.
                 quiet.append((max(before, 2 * windows[-1][0] - windows[-1][1]), windows[-1][0]))
-                sampler.sample(number)
+                print(f"load {number}: {_ms(windows[-1]):.0f} ms", file=sys.stderr, flush=True)
+                if number % every == 0:
+                    sampler.sample(number)
+            sampler.sample(options.loads)
             time.sleep(SETTLE_S)
             end.set()
             times, bad = mine.recv()
@@ -179,7 +188,7 @@ def main() -> None:
         print(
             f"{model.name}, {options.replicas} replicas, rank {options.rank}, {sizes[0] / 1e6:.0f} MB, "
             f"{options.streams} streams, {len(took)} loads; the first, without streams: "
-            f"{1e3 * (first[1] - first[0]):.0f} ms"
+            f"{_ms(first):.0f} ms"
         )
         print("\n| | median (ms) | 95 % (ms) | longest (ms) |\n|---|---|---|---|")
         print(f"| a load, until all replicas have it | {spread(took)} |")
