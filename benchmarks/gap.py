@@ -197,6 +197,9 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         time.sleep(0.2)
     for child in children:
         child.communicate(b"\n")
+    for child, log in zip(children, logs, strict=True):
+        if child.returncode != 0:
+            raise SystemExit(f"{log} ends with {child.returncode}:\n{log.read_text()[-2000:]}")
     lines = [line for log in logs for line in log.read_text().splitlines() if line.startswith("GAP {")]
     return [json.loads(line[4:]) for line in lines]
 
@@ -233,6 +236,8 @@ def main() -> None:
     arguments.model = arguments.model / f"{arguments.size}-config"
     if arguments.only:
         return asyncio.run(measure(arguments, arguments.only))
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        parser.error(f"GPUs are those of the machine: expected --gpu, got CUDA_VISIBLE_DEVICES={visible}")
     arguments.model.mkdir(parents=True, exist_ok=True)
     from benchmarks.models import write_config
 

@@ -45,7 +45,7 @@ class WeightsConfig(LedgerConfig):
 
     transport: TransportName = "shm"
     staging: StagingMode = StagingMode.HOST
-    # Not yet run on a GPU with 'vllm'. With staging 'none' it is always vLLM's, whatever stands here.
+    # With staging 'none' it is always vLLM's, whatever stands here.
     wire: Wire = Wire.SLIPSTREAM
     # A trainer rank has two chunks on its GPU (ipc, nccl). None: the transport's default.
     chunk_bytes: int | None = Field(default=None, ge=1 << 16, le=4 << 30)

@@ -11,8 +11,8 @@ from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.members import PendingCall
 from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.reports import Outcome
+from tests.deployments.ledger.adapter_scene import FILES, AdapterScene
 from tests.deployments.ledger.fake_replica import FakeReplica
-from tests.deployments.ledger.test_adapters import FILES, AdapterScene
 
 NAMES = ("a", "b")
 MOVES = st.one_of(

@@ -1,0 +1,50 @@
+"""A ledger whose fleet serves adapters, for the tables."""
+
+from deployments.ledger.adapters.catalog import AdapterLimits
+from deployments.ledger.decisions import compact, decode, encode
+from deployments.ledger.members import PendingCall
+from deployments.protocol.adapters import AdapterFiles
+from tests.deployments.ledger.fake_replica import FakeReplica
+from tests.deployments.ledger.ledger_scene import Scene
+
+FILES = AdapterFiles(path="/store/adapters/1", digest="d", size_bytes=10)
+
+
+class AdapterScene(Scene):
+    """A scene whose fleet serves adapters."""
+
+    limits = AdapterLimits(base_model="base")
+
+    def load(self, name: str, *, in_place: bool = False, polls: int = 8) -> PendingCall:
+        adapter = self.ledger.adapters.begin(name, in_place=in_place, is_3d=False, now=self.now)
+        call = self.ledger.adapters.stage(adapter, FILES, self.now)
+        self.ledger.tick(self.now)
+        self.poll(polls)
+        return call
+
+    def unload(self, name: str, *, polls: int = 8) -> PendingCall:
+        call = self.ledger.adapters.unload(name, self.now)
+        self.ledger.tick(self.now)
+        self.poll(polls)
+        return call
+
+    def restart(self) -> None:
+        self.journal = compact([decode(encode(each)) for each in self.journal])
+        super().restart()
+
+
+def live(replica: FakeReplica) -> list[str]:
+    return [each.full_name for each in replica.adapters.live.values()]
+
+
+def held(replica: FakeReplica) -> list[str]:
+    return [each.full_name for each in replica.adapters.held.values()]
+
+
+def names(scene: AdapterScene, state: str = "live") -> list[str]:
+    return [f"{each.name}@{each.version}" for each in scene.ledger.adapters.status() if each.state == state]
+
+
+def ended(call: PendingCall) -> object:
+    assert call.done and call.error is None, call.error
+    return call.result
