@@ -90,5 +90,5 @@ class AdapterRoutes:
                 return found.full_name
             raise FleetUnavailable(
                 f"The lora adapter '{body.lora_name}' is not loaded: the controller was lost, and the load "
-                "with it; try again"
+                "with it, or it has been unloaded since; try again"
             ) from error
