@@ -200,11 +200,10 @@ class Faults:
     # -- others -------------------------------------------------------------------------------
 
     def _hung_engine(self) -> None:
-        replicas = [each for each in self._world.replicas.values() if each.member is not None]
-        if replicas:
-            chosen = self._rng.choice(replicas)
+        chosen = self._world.started_replica(self._rng)
+        if chosen is not None and chosen.member is not None:
             self._world.log("the engine of {} hangs", chosen.name)
-            chosen.member.hangs = True  # type: ignore[union-attr]
+            chosen.member.hangs = True
 
     def _ray_hangs(self) -> None:
         world = self._world

@@ -193,11 +193,9 @@ def last_words(world: World, rng: Random) -> float:
     """A replica that has verified is not heard any more, and an answer to its last report comes late."""
 
     def prepare() -> None:
-        replicas = [each for each in world.replicas.values() if each.member is not None]
-        if not replicas:
+        chosen = world.started_replica(rng)
+        if chosen is None or chosen.member is None:
             return
-        chosen = rng.choice(replicas)
-        assert chosen.member is not None
 
         def fails(body: Body) -> bool:
             if isinstance(body, Verify) and not heard:

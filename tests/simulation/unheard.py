@@ -15,11 +15,9 @@ def plan_unheard_failure(world: "World", rng: Random, kinds: tuple[type[Body], .
     """One replica fails in an instruction of these kinds, after up to `skipped` of them."""
 
     def prepare() -> None:
-        replicas = [each for each in world.replicas.values() if each.member is not None]
-        if not replicas:
+        chosen = world.started_replica(rng)
+        if chosen is None or chosen.member is None:
             return
-        chosen = rng.choice(replicas)
-        assert chosen.member is not None
         left = [rng.randint(0, skipped)]
 
         def fails(body: Body) -> bool:

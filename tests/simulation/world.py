@@ -161,6 +161,11 @@ class World:
             and all(each.version == newest for each in self.replicas.values())
         )
 
+    def started_replica(self, rng: Random) -> Replica | None:
+        """One that has a member, by chance; None if there is none."""
+        started = [each for each in self.replicas.values() if each.member is not None]
+        return rng.choice(started) if started else None
+
     def describe(self) -> str:
         """Who serves what, for a schedule that does not recover."""
         held = {

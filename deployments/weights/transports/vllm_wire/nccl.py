@@ -7,9 +7,10 @@ which they are queued. A worker has two, and a stream for NCCL; events order it 
     packed        a broadcast for each piece of vLLM's
 
 A broadcast is queued when the chunk ahead of it is staged, and not before. Its kernel occupies the device
-until the trainer sends; staging beside it allocates memory and loads kernels, and then it, and the engine,
-wait in the driver for the trainer (seen on an H200: no token for 120 s). In our own `nccl` all members
-synchronize on the host before a kernel is queued; vLLM's trainer cannot be asked.
+until the trainer sends. With one queued ahead, an H200 gave no token for 120 s beside a trainer that stood
+still; without, it does. The likely cause: staging allocates memory and loads kernels, and the driver makes
+these, and the engine, wait for the kernel. In our own `nccl` all members synchronize on the host before a
+kernel is queued; vLLM's trainer cannot be asked.
 
 Nobody can tell the trainer that a peer is gone: it waits in its broadcast until it is ended. The workers
 leave the group, and a new one is formed with the next `init_weight_transfer_engine`. What is wrong with the
