@@ -16,9 +16,10 @@ from app.http.auth import Tokens, TokenSource
 from app.http.ingress import Ingress
 from app.http.serve_address import listening_host
 from app.settings.config import AppConfig
-from app.settings.devices import Device, Placement
+from app.settings.devices import Device
 from app.settings.engine_args import check_engine_args
-from app.settings.gpus import check_gpus, slot_plan, trainer_gpus
+from app.settings.executor import THREADS_BIND, UNBOUND, executor
+from app.settings.gpus import check_gpus, replica_gpus, slot_plan, trainer_gpus
 from app.settings.models import resolve_model
 from app.settings.trainer import trainer_spec
 from deployments.controller.controller import Controller
@@ -100,7 +101,7 @@ def _controller(args: AppConfig) -> Application:
         outside_versions=args.store.outside_versions,
         is_alive=ServeReplicas(ROLLOUT),
         size=args.fleet_size,
-        room=GpuRoom(per_replica=_gpus(args), others=trainer_gpus(args)),
+        room=GpuRoom(per_replica=replica_gpus(args), others=trainer_gpus(args)),
     )
 
 
@@ -248,8 +249,7 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
         "trust_remote_code": args.trust_remote_code,
         "quantization": engine.quantization,
         "enable_sleep_mode": engine.enable_sleep_mode,
-        # vLLM would take Ray's workers when it finds itself inside a placement group.
-        **({"distributed_executor_backend": "mp"} if engine.world_size > 1 else {}),
+        **executor(args),
         **engine.extra,
     }
     return EngineSpec(
@@ -275,18 +275,10 @@ def _engine_resources(args: AppConfig) -> dict[str, object]:
     if args.device is Device.CPU:
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(args.engine.cpu_kv_cache_gib),
-            # vLLM would bind each engine to all cores.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            THREADS_BIND: UNBOUND,  # vLLM would bind each engine to all cores
         }
     return {
         "num_cpus": args.engine.num_cpus,
-        "num_gpus": _gpus(args),
+        "num_gpus": replica_gpus(args),
         "runtime_env": {"env_vars": environment | args.engine.env},
     }
-
-
-def _gpus(args: AppConfig) -> float:
-    """GPUs that Ray reserves for a replica. Colocated: none, it takes a slot."""
-    if args.device is Device.CPU or args.placement is Placement.COLOCATED:
-        return 0.0
-    return args.engine.gpus_per_rank * args.engine.world_size

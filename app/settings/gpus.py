@@ -85,3 +85,10 @@ def _breakdown(config: AppConfig) -> str:
     if trainer is not None:
         text += f", and {trainer.world_size} ranks of the trainer of {trainer.gpus_per_rank:g}"
     return text
+
+
+def replica_gpus(args: AppConfig) -> float:
+    """GPUs that Ray reserves for a replica. Colocated: none, it takes a slot."""
+    if args.device is Device.CPU or args.placement is Placement.COLOCATED:
+        return 0.0
+    return args.engine.gpus_per_rank * args.engine.world_size

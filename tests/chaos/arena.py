@@ -23,59 +23,12 @@ PAUSE_S = 0.3  # after a round that failed
 START_S = 120.0  # of a publisher, which loads torch and vLLM
 
 
-class Publisher:
-    """The outside publisher's process; another one is started when it has ended."""
+class Started:
+    """A publisher's process, and what it says."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
-        self._said: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.process = self._start()
-
-    def ensure(self) -> None:
-        """Have one that runs."""
-        if self.process.poll() is not None:
-            self.close()
-            self.process = self._start()
-
-    def begin(self, mark: int, hold: str | None = None) -> None:
-        """Begin a round."""
-        self.ensure()
-        with suppress(queue.Empty):
-            while True:
-                self._said.get_nowait()
-        self._tell(json.dumps({"mark": mark, "hold": hold}))
-
-    def until(self, key: str, timeout_s: float) -> dict[str, Any]:
-        """What it says next under this key; empty if it ended, or its round did, without saying so."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            with suppress(queue.Empty):
-                said = self._said.get(timeout=0.1)
-                if key in said:
-                    return said
-                if "ended" in said or "gone" in said:
-                    return {}
-                continue
-            if self.process.poll() is not None and self._said.empty():
-                return {}  # it ended before the round began, and that was read then
-        raise TimeoutError(f"the publisher did not say {key!r} within {timeout_s:.0f} s")
-
-    def go_on(self) -> None:
-        self._tell("")
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def _tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
-
-    def _start(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.publisher", self.url],
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.publisher", url],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -83,24 +36,92 @@ class Publisher:
             env=users_environment(),
         )
         # A queue for each: the end of the former process may be noticed after this one has begun.
-        self._said = queue.Queue()
-        threading.Thread(target=_listen, args=(process, self._said), daemon=True).start()
+        self.said: queue.Queue[dict[str, Any]] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def ready(self) -> "Started":
+        """This one, when it can publish.
+
+        Raises:
+            TimeoutError: it did not come to that.
+        """
         said: dict[str, Any] = {}
         with suppress(queue.Empty):
-            said = self._said.get(timeout=START_S)
+            said = self.said.get(timeout=START_S)
         if "ready" not in said:
-            process.kill()
-            process.wait()
+            self.close()
             raise TimeoutError(f"the publisher did not start within {START_S:.0f} s; it said {said}")
-        return process
+        return self
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with suppress(ValueError):
+                self.said.put(json.loads(line))
+        self.said.put({"gone": True})
 
 
-def _listen(process: subprocess.Popen[str], said: queue.Queue[dict[str, Any]]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        with suppress(ValueError):
-            said.put(json.loads(line))
-    said.put({"gone": True})
+class Publisher:
+    """The outside publisher's process. A spare takes over when it has ended: beside a busy fleet a process
+    that loads torch and vLLM starts in a minute or two.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._now, self._spare = Started(url), Started(url)
+        self._now.ready()
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        """The one that publishes."""
+        return self._now.process
+
+    def ensure(self) -> None:
+        """Have one that runs."""
+        if self.process.poll() is not None:
+            self._now.close()
+            self._now, self._spare = self._spare, Started(self.url)
+            self._now.ready()
+
+    def begin(self, mark: int, hold: str | None = None) -> None:
+        """Begin a round."""
+        self.ensure()
+        with suppress(queue.Empty):
+            while True:
+                self._now.said.get_nowait()
+        self._tell(json.dumps({"mark": mark, "hold": hold}))
+
+    def until(self, key: str, timeout_s: float) -> dict[str, Any]:
+        """What it says next under this key; empty if it ended, or its round did, without saying so."""
+        now, deadline = self._now, time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with suppress(queue.Empty):
+                said = now.said.get(timeout=0.1)
+                if key in said:
+                    return said
+                if "ended" in said or "gone" in said:
+                    return {}
+                continue
+            if now.process.poll() is not None and now.said.empty():
+                return {}  # it ended before the round began, and that was read then
+        raise TimeoutError(f"the publisher did not say {key!r} within {timeout_s:.0f} s")
+
+    def go_on(self) -> None:
+        self._tell("")
+
+    def close(self) -> None:
+        for started in (self._now, self._spare):
+            started.close()
+
+    def _tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
 
 
 class Arena:
