@@ -3,7 +3,7 @@
     replica    poll ──► waits up to `poll_s` for updates of its own ──► Directive
     publisher  connect, send, close_round ──► waits until the replicas have answered
 
-What waits, ticks and writes to the disk is in `durable_ledger`.
+What waits, ticks and writes to the disk is in `durable_ledger`, the calls for adapters in `adapter_calls`.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from deployments.controller.adapter_calls import AdapterCalls
 from deployments.controller.adapter_files import AdapterKeeper
 from deployments.controller.disk import Disk
 from deployments.controller.durable_ledger import DurableLedger
@@ -25,7 +26,6 @@ from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.store_assignment import StoreLocation
-from deployments.protocol.adapters import Adapter, AdapterStatus
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.json_values import json_only
@@ -39,7 +39,7 @@ BUSY_POLL_S = 0.2  # a replica that carries out an instruction paces itself, and
 MAX_EVENTS_WAIT_S = 30.0
 
 
-class Controller:
+class Controller(AdapterCalls):
     """Serve's deployment class of the controller; one per fleet.
 
     Args:
@@ -78,14 +78,14 @@ class Controller:
         disk: Disk | None = None,
     ) -> None:
         self._poll_s, self._config, self._room = poll_s, config, room
-        location = StoreLocation(directory=store_dir) if outside_versions else None
-        self._ledger = Ledger(config, location, size, adapters)
-        self._adapters = AdapterKeeper(
-            Path(store_dir) / "adapters", adapter_roots, self._ledger.adapters.needed, clock=clock
+        ledger = Ledger(
+            config, StoreLocation(directory=store_dir) if outside_versions else None, size, adapters
         )
-        self._keeper = StoreKeeper(Store(Path(store_dir)), self._ledger.promises, max_versions)
-        self._durable = DurableLedger(
-            self._ledger,
+        files = Path(store_dir) / "adapters"
+        adapter_files = AdapterKeeper(files, adapter_roots, ledger.adapters.needed, clock=clock)
+        self._keeper = StoreKeeper(Store(Path(store_dir)), ledger.promises, max_versions)
+        durable = DurableLedger(
+            ledger,
             Path(state_dir),
             is_alive=is_alive,
             silent_s=silent_s,
@@ -94,6 +94,7 @@ class Controller:
             on_tick=self._remove_old,
             disk=disk,
         )
+        super().__init__(ledger, durable, adapter_files)
         self._keeper.check_owner(Path(state_dir), otherwise=self._durable.release)
         self._polls: dict[str, object] = {}  # incarnation -> its newest poll; older ones are superseded
         self._told: dict[str, int] = {}  # incarnation -> what has to be durable before it is told again
@@ -282,61 +283,6 @@ class Controller:
         async with self._durable.answer(records=True):
             self._ledger.set_label(label, self._durable.now())
 
-    # -- adapters -----------------------------------------------------------------------------
-
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        in_place: bool = False,
-        is_3d: bool = False,
-        after: int | None = None,
-        load_id: str = "",
-    ) -> Adapter:
-        """Make an adapter live on all replicas; see `Adapters.begin` and `stage`.
-
-        Raises:
-            InvalidRequest: the name or the files are wrong, or all replicas rejected them.
-            Conflict: the name is being loaded or not at version `after`, or some replicas rejected the files.
-            FleetUnavailable: too few replicas serve.
-        """
-        async with self._durable.answer(records=True):
-            await self._durable.wait(self._ledger.is_complete, None)
-            adapters, now = self._ledger.adapters, self._durable.now
-            adapter = adapters.begin(
-                name, in_place=in_place, is_3d=is_3d, now=now(), after=after, load_id=load_id
-            )
-            try:
-                await self._durable.durable(self._durable.change())  # no successor gives this id to others
-                files = await self._adapters.copy(path, adapter.adapter_id)
-            except BaseException as error:  # a caller that left, too: the name is free again
-                adapters.give_up(adapter, str(error), now())
-                raise
-            call = adapters.stage(adapter, files, now())
-            self._ledger.tick(now())
-            live: Adapter = await self._durable.result(call)
-            return live
-
-    async def load_result(self, load_id: str) -> Adapter | None:
-        """What a load has made live whose answer was lost; waits for its end. None: it is not loaded."""
-        async with self._durable.answer():
-            await self._durable.wait(self._ledger.is_complete, None)
-            await self._durable.wait(lambda: self._ledger.adapters.settled(load_id), None)
-            return self._ledger.adapters.loaded(load_id)
-
-    async def unload_adapter(self, name: str) -> None:
-        """No request begins with it any more, on any replica; see `Adapters.unload`."""
-        async with self._durable.answer(records=True):
-            await self._durable.wait(self._ledger.is_complete, None)
-            call = self._ledger.adapters.unload(name, self._durable.now())
-            self._ledger.tick(self._durable.now())
-            await self._durable.result(call)
-
-    async def adapters(self) -> list[AdapterStatus]:
-        """Those that are retired, live and being loaded."""
-        async with self._durable.answer():
-            return self._ledger.adapters.status()
-
     # -- queries ------------------------------------------------------------------------------
 
     async def fleet(self) -> FleetStatus:
@@ -358,7 +304,7 @@ class Controller:
 
     def _remove_old(self) -> None:
         self._keeper.start()
-        self._adapters.start()
+        self._adapter_files.start()
 
     async def check_health(self) -> None:
         """Serve's health check."""
@@ -368,4 +314,4 @@ class Controller:
         """Stop the ticker and close the journal."""
         await self._durable.aclose()
         await self._keeper.aclose()
-        await self._adapters.aclose()
+        await self._adapter_files.aclose()
