@@ -76,6 +76,15 @@ def classify(live: Observation, first: Observation, second: Observation, *, laye
     )
 
 
+def keep_constants(live: Observation, moving: Moving, device: torch.device) -> None:
+    """Move the constants of the live model out of the memory that sleeps. At level 2 its content is lost, no
+    round replaces a constant, and vLLM saves only buffers. Before anything is captured: addresses change."""
+    for way in live.tensors.keys() - set(moving.tensors):
+        tensor = live.tensors[way].object()
+        if tensor is not None and tensor.device == device:
+            tensor.data = tensor.detach().clone()  # the same object: others refer to it too
+
+
 class Derived:
     """The swap of what `classify` found.
 

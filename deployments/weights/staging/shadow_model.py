@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_processin
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from deployments.weights.staging.derived import Moving, classify
+from deployments.weights.staging.derived import Moving, classify, keep_constants
 from deployments.weights.staging.observation import changed_tensors, differing, observe
 from deployments.weights.staging.pairs import named_tensors
 from deployments.weights.staging.reachable import name_of, reachable
@@ -134,6 +134,7 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
         )
     if model_config.enable_sleep_mode:
         _move_buffers(shadow)
+        keep_constants(before, moving, device)
     return Shadow(model=shadow, layerwise=layerwise, moving=moving)
 
 

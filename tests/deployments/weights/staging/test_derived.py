@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.weights.staging.derived import Derived, Moving, classify
+from deployments.weights.staging.derived import Derived, Moving, classify, keep_constants
 from deployments.weights.staging.observation import changed_tensors, observe
 from deployments.weights.staging.pairs import pair
 
@@ -177,6 +177,21 @@ def test_what_does_not_come_from_weights_is_left_alone() -> None:
     live, _, moving = prepared(hide)
     assert moving == Moving(tensors=(), numbers=())
     live.layers[0].kv_cache = torch.zeros(5)  # allocated later: nobody asks about it
+
+
+def test_a_constant_survives_the_loss_of_the_memory_that_it_was_loaded_into() -> None:
+    def hide(layer: Any, weight: torch.Tensor) -> None:
+        if not hasattr(layer, "constant"):  # made once: what a load makes anew counts as derived
+            layer.constant = torch.arange(6.0)
+        layer.derived = weight * 2
+
+    live, _, moving = prepared(hide)
+    layer: Any = live.layers[0]
+    lost, derived_at = layer.constant.data, layer.derived.data_ptr()
+    keep_constants(observe(live), moving, torch.device("cpu"))
+    lost.fill_(torch.nan)  # as a sleep at level 2 does
+    assert torch.equal(layer.constant, torch.arange(6.0))
+    assert layer.derived.data_ptr() == derived_at, "what a round replaces may be lost, and may be large"
 
 
 def refusal(hide: Callable[[Any, torch.Tensor], None]) -> str:
