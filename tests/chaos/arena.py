@@ -20,7 +20,7 @@ from tests.environment import users_environment
 
 TRAINERS_SHARE = 4  # each fourth round is the trainer's
 PAUSE_S = 0.3  # after a round that failed
-START_S = 120.0  # of a publisher, which loads torch and vLLM
+START_S = 200.0  # of a publisher, which loads torch and vLLM beside a busy fleet
 
 
 class Started:
@@ -72,8 +72,8 @@ class Publisher:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._now, self._spare = Started(url), Started(url)
-        self._now.ready()
+        self._now = Started(url).ready()
+        self._spare = Started(url)
 
     @property
     def process(self) -> subprocess.Popen[str]:

@@ -101,6 +101,29 @@ def test_an_outside_publisher_whose_controller_dies_after_the_decision_has_finis
             assert answer.token_ids == reference(31, PROMPT, 16)
 
 
+# Before the close the round is lost, and the caller is told so; after the decision it is finished.
+@pytest.mark.parametrize(("decision", "seed"), [("opened", 41), ("committed", 42)])
+def test_a_directory_whose_controller_dies_is_published_once(fleet: Fleet, decision: str, seed: int) -> None:
+    directory = fleet.published / f"lost-{decision}"
+    tiny_llama(seed).save_pretrained(directory)
+    with fleet.client(timeout_s=300) as client:
+        wait_until_ready(client)
+        train_and_publish(client)  # the journal exists
+        before = fleet.version()
+        killer = in_a_thread(kill_controller_when, journal_of(fleet), decision)
+        answer = client.post("/fleet/publish", json={"path": str(directory)})
+        killer.join()
+        wait_until_ready(client)
+        print(f"{decision}: {answer.status_code} {answer.text[:200]}")
+        if decision == "opened" and not answer.is_success:
+            assert answer.status_code == 409 and "publish again" in answer.json()["error"]["message"]
+            assert fleet.version() == before
+            answer = client.post("/fleet/publish", json={"path": str(directory)})
+        assert succeeded(answer).json()["version"] == fleet.version() == before + 1
+        for each in on_every_replica(client, prompt=PROMPT, max_tokens=16).values():
+            assert (each.version, each.token_ids) == (before + 1, reference(seed, PROMPT, 16))
+
+
 def by_length(entry: Mapping[str, Any], answer: str) -> float:
     return float(len(answer.strip()))
 
