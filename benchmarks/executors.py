@@ -44,9 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(arguments)
     load = Load(requests=args.requests, concurrency=args.concurrency)
-    print(
-        "| processes of an engine | requests/s | longest gap (ms) | beside a program: requests/s | its share |"
-    )
+    print("| processes of an engine | requests/s | longest gap (ms) | beside a program | its share |")
     print("|---|---|---|---|---|")
     for name, extra in EXECUTORS.items():
         setup = replace(CPU, engine=CPU.engine | {"extra": extra})

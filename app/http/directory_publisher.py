@@ -19,7 +19,14 @@ from typing import TypeVar, cast
 from ray.serve.handle import DeploymentHandle
 
 from app.http.lease import CLEAN_UP_TIMEOUT_S, RENEW_S
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError, TransferAborted
+from deployments.errors import (
+    Conflict,
+    InvalidRequest,
+    RoundAborted,
+    SlipstreamError,
+    StalePublisher,
+    TransferAborted,
+)
 from deployments.logs import serve_logger
 from deployments.lost_calls import answered, is_lost
 from deployments.protocol.publishing import Lease, RoundOptions, RoundReport
@@ -63,7 +70,7 @@ class DirectoryPublisher:
             InvalidRequest: it is outside the roots, is no whole checkpoint of this model, or holds NaN.
             Conflict: another publisher holds the lease, or the weights sleep.
             RoundAborted: it changed while it was read, not every replica reads the same, or a disk hangs.
-            TransferAborted: the controller was lost; publish again.
+            TransferAborted: the controller or the lease was lost; publish again.
         """
         try:
             async with self._lease() as token:
@@ -73,6 +80,12 @@ class DirectoryPublisher:
                     return await self._round(token, checkpoint, label)
                 finally:
                     checkpoint.close()
+        except StalePublisher as error:  # a successor was there at the next call, and knows no lease
+            raise TransferAborted(
+                f"{path} is not published: its lease ended with its controller, or could not be renewed "
+                f"({error.message}); publish again",
+                {"send_again": True},
+            ) from error
         except Exception as error:
             if not is_lost(error):
                 raise

@@ -48,20 +48,24 @@ def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transforme
 async def _answers_during_rounds(fleet: Fleet, rounds: int) -> list[tuple[list[int], Answer]]:
     limits = httpx.Limits(max_connections=300)
     async with httpx.AsyncClient(base_url=fleet.url, timeout=400, limits=limits) as client:
-        prompts = [[10 + index % 200, 7, index % 90] for index in range(200)]
-        tasks = [
-            asyncio.create_task(ask(client, prompt, 160, stream=index % 2 == 0))
-            for index, prompt in enumerate(prompts)
-        ]
 
         def publish() -> None:
             with fleet.client() as trainer:
                 for index in range(rounds):
                     train_and_publish(trainer, sign=-1.0 if index % 2 else 1.0)
 
-        await asyncio.to_thread(publish)
-        answers = await asyncio.gather(*tasks)
-        return list(zip(prompts, answers, strict=True))
+        publishing = asyncio.create_task(asyncio.to_thread(publish))
+
+        async def keep_asking(index: int) -> list[tuple[list[int], Answer]]:
+            """One request after another, so that all are running whenever a round comes."""
+            prompt, answers = [10 + index % 200, 7, index % 90], []
+            while not publishing.done():
+                answers.append((prompt, await ask(client, prompt, 160, stream=index % 2 == 0)))
+            return answers
+
+        asked = await asyncio.gather(*(keep_asking(index) for index in range(200)))
+        await publishing
+        return [answer for some in asked for answer in some]
 
 
 def test_200_requests_in_flight_do_not_notice_ten_rounds(fleet: Fleet) -> None:

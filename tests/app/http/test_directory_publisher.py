@@ -17,6 +17,7 @@ from deployments.errors import (
     InvalidRequest,
     RoundAborted,
     SlipstreamError,
+    StalePublisher,
     TransferAborted,
 )
 from deployments.protocol.files import FilePart
@@ -166,6 +167,17 @@ async def test_a_controller_that_dies_before_the_close_takes_the_round_along(
         await publisher.publish(str(directory), None)
     assert caught.value.detail == {"send_again": True} and controller.version == 3
     assert (await publisher.publish(str(directory), None)).version == 4
+
+
+@pytest.mark.parametrize("method", ["open_round", "send", "close_round"])
+async def test_a_successor_that_knows_no_lease_is_no_riddle_for_the_caller(
+    directory: Path, method: str
+) -> None:
+    controller = FakeController()
+    controller.fail_next[method] = StalePublisher("token 1 is stale: nobody holds the lease")
+    with pytest.raises(TransferAborted, match=f"{directory} is not published.*publish again") as raised:
+        await publisher_of(controller, directory).publish(str(directory), None)
+    assert raised.value.detail == {"send_again": True}
 
 
 async def test_a_round_that_a_successor_has_finished_is_reported(directory: Path) -> None:
