@@ -13,8 +13,7 @@ def executor(config: AppConfig) -> dict[str, str]:
 
     On a CPU vLLM chooses "mp", so that it can bind the worker's threads to cores. Where nothing is bound,
     engine and worker only spin while they wait for each other, up to a second each time (`SpinCondition` in
-    vllm/distributed/device_communicators/shm_broadcast.py). On two cores that costs two thirds of the
-    throughput, and leaves 3 % of a core to a busy program beside the fleet: `benchmarks/RESULTS.md`.
+    vllm/distributed/device_communicators/shm_broadcast.py): `benchmarks/RESULTS.md` has what that costs.
     """
     if config.engine.world_size > 1:
         # Inside a placement group vLLM would take Ray's workers.
