@@ -44,6 +44,13 @@ def total_gpus(config: AppConfig) -> int:
     return math.ceil(ranks * engine.gpus_per_rank + trainer_gpus(config))
 
 
+def replica_gpus(config: AppConfig) -> float:
+    """GPUs that Ray reserves for a replica. Colocated: none, it takes a slot."""
+    if config.device is Device.CPU or config.placement is Placement.COLOCATED:
+        return 0.0
+    return config.engine.gpus_per_rank * config.engine.world_size
+
+
 def trainer_gpus(config: AppConfig) -> float:
     """GPUs that only the trainer uses."""
     trainer = config.trainer
@@ -85,10 +92,3 @@ def _breakdown(config: AppConfig) -> str:
     if trainer is not None:
         text += f", and {trainer.world_size} ranks of the trainer of {trainer.gpus_per_rank:g}"
     return text
-
-
-def replica_gpus(args: AppConfig) -> float:
-    """GPUs that Ray reserves for a replica. Colocated: none, it takes a slot."""
-    if args.device is Device.CPU or args.placement is Placement.COLOCATED:
-        return 0.0
-    return args.engine.gpus_per_rank * args.engine.world_size
