@@ -25,10 +25,10 @@ class Action(StrEnum):
 
 
 STOPPED_S = {Action.STOP_5_S: 5.0, Action.STOP_45_S: 45.0}
+# An engine's worker is its core's process here (app/settings/executor.py), as on one GPU.
 TARGETS = (
     "replica",
     "engine",
-    "worker",
     "controller",
     "router",
     "trainer",
@@ -41,12 +41,12 @@ PAIRS = (
     ("engine", "controller"),
     ("replica", "trainer"),
     ("replica", "publisher"),
-    ("worker", "router"),
+    ("engine", "router"),
     ("controller", "router"),
     ("controller", "publisher"),
     ("serve_controller", "replica"),
 )
-OF_REPLICA = ("replica", "engine", "worker")
+OF_REPLICA = ("replica", "engine")
 OF_TRAINER = ("trainer", "trainer_worker")
 # What a request passes: with it the requests that are in it end.
 IN_THE_WAY = ("router",)
@@ -73,20 +73,15 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All of them, in a fixed order."""
+    """All of them, in a fixed order: the long ones last."""
     singles = [(target,) for target in TARGETS]
-    made = [
-        Case(targets=targets, action=action, phase=phase)
-        for action in (Action.KILL, Action.STOP_5_S, Action.STOP_45_S)
-        for phase in Phase
-        for targets in singles
-    ]
-    made += [Case(targets=pair, action=Action.KILL, phase=phase) for phase in Phase for pair in PAIRS]
-    made += [
-        Case(targets=targets, action=Action.CUT, phase=phase)
-        for targets in [("replica",), ("controller",), ("router",)]
-        for phase in Phase
-    ]
+
+    def each(action: Action, targets: Sequence[tuple[str, ...]]) -> list[Case]:
+        return [Case(targets=those, action=action, phase=phase) for phase in Phase for those in targets]
+
+    made = each(Action.KILL, singles) + each(Action.KILL, PAIRS)
+    made += each(Action.CUT, [("replica",), ("controller",), ("router",)])
+    made += each(Action.STOP_5_S, singles) + each(Action.STOP_45_S, singles)
     return [case for case in made if not _impossible(case)]
 
 

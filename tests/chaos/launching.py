@@ -38,7 +38,7 @@ SETTINGS: Mapping[str, Any] = {
     "store": {"keep": 100},
     "trainer": {"optimizer": {"learning_rate": 1e-6}},
 }
-# Part of a process's title, by the name that the cases use. Engine cores and workers are found by replica.
+# Part of a process's title, by the name that the cases use. Engine cores are found by replica.
 TITLES = {
     "replica": "ServeReplica:slipstream:rollout",
     "controller": "ServeReplica:slipstream:controller",
@@ -84,16 +84,10 @@ class Launched:
         return sorted(found, key=_started)
 
 
-def engine_processes(replica: psutil.Process) -> dict[str, psutil.Process]:
-    """`engine` and `worker` of a replica; on a GPU they are one."""
-    named: dict[str, psutil.Process] = {}
-    for process in replica.children(recursive=True):
-        title = _title(process)
-        if "VLLM::EngineCore" in title:
-            named["engine"] = process
-        elif "VLLM::Worker" in title:
-            named["worker"] = process
-    return {"worker": named["engine"], **named} if "engine" in named else named
+def engine_core(replica: psutil.Process) -> psutil.Process:
+    """The process of a replica's engine, whose worker it is as well."""
+    (core,) = [each for each in replica.children(recursive=True) if "VLLM::EngineCore" in _title(each)]
+    return core
 
 
 @contextmanager

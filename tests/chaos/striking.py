@@ -24,7 +24,7 @@ import psutil
 
 from tests.chaos.arena import Arena, until
 from tests.chaos.faults import OF_TRAINER, STOPPED_S, Action, Case, Phase
-from tests.chaos.launching import engine_processes
+from tests.chaos.launching import engine_core
 
 HELD_S = 30.0
 _SYS_PIDFD_GETFD = 438
@@ -47,9 +47,9 @@ def strike(arena: Arena, case: Case) -> float:
 
 
 def _victims(arena: Arena, case: Case) -> tuple[list[psutil.Process], psutil.Process]:
-    """The processes of the case, and the worker of another replica, which can hold a round."""
+    """The processes of the case, and the engine of another replica, which can hold a round."""
     first, *_, last = arena.launched.named("replica")
-    of_replica = {"replica": first, **engine_processes(first)}
+    of_replica = {"replica": first, "engine": engine_core(first)}
     found = []
     for target in case.targets:
         if target in of_replica:
@@ -59,7 +59,7 @@ def _victims(arena: Arena, case: Case) -> tuple[list[psutil.Process], psutil.Pro
             found.append(psutil.Process(arena.publisher.process.pid))
         else:
             found.append(arena.launched.named(target)[0])
-    return found, engine_processes(last)["worker"]
+    return found, engine_core(last)
 
 
 @contextmanager
