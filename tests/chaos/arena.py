@@ -72,6 +72,7 @@ class Publisher:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._mark = 0  # of the round begun last
         self._now = Started(url).ready()
         self._spare = Started(url)
 
@@ -88,22 +89,26 @@ class Publisher:
             self._now.ready()
 
     def begin(self, mark: int, hold: str | None = None) -> None:
-        """Begin a round."""
+        """Begin a round, after the one that may still run, of which nothing is heard any more."""
         self.ensure()
-        with suppress(queue.Empty):
-            while True:
-                self._now.said.get_nowait()
+        self._mark = mark
         self._tell(json.dumps({"mark": mark, "hold": hold}))
 
     def until(self, key: str, timeout_s: float) -> dict[str, Any]:
-        """What it says next under this key; empty if it ended, or its round did, without saying so."""
+        """What it says under this key of the round begun last; empty if that ended, or the process did,
+        without saying so.
+        """
         now, deadline = self._now, time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with suppress(queue.Empty):
                 said = now.said.get(timeout=0.1)
+                if "gone" in said:
+                    return {}
+                if said.get("mark") != self._mark:
+                    continue  # of an earlier round
                 if key in said:
                     return said
-                if "ended" in said or "gone" in said:
+                if "ended" in said:
                     return {}
                 continue
             if now.process.poll() is not None and now.said.empty():

@@ -4,7 +4,7 @@
 
 Reads lines of JSON, `{"mark": 7, "hold": "tensors"}`, and publishes the weights of the mark, labelled
 `mark-7`. With `hold` it stops before the last tensors or before the round is closed, says so, and goes on at
-the next line. After each round it prints one line: `{"ended": true, "error": null}`.
+the next line. After each round it prints one line: `{"mark": 7, "ended": true, "error": null}`.
 """
 
 import json
@@ -33,9 +33,9 @@ def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def held(where: str) -> None:
-    """Say where it stands; return when it is told to go on."""
-    say(held=where)
+def held(mark: int, where: str) -> None:
+    """Say where the round of the mark stands; return when it is told to go on."""
+    say(mark=mark, held=where)
     sys.stdin.readline()
 
 
@@ -44,6 +44,7 @@ class Source(WeightSource):
 
     def __init__(self, mark: int, hold: str | None) -> None:
         self._tensors = tensors(mark)
+        self._mark = mark
         self._hold = hold
 
     def metadata(self) -> list[ParamMeta]:
@@ -53,7 +54,7 @@ class Source(WeightSource):
         last = len(self._tensors) - 2
         for index, pair in enumerate(self._tensors.items()):
             if index == last and self._hold == "tensors":
-                held("tensors")
+                held(self._mark, "tensors")
             yield pair
 
 
@@ -67,7 +68,7 @@ class Client(HTTPVLLMWeightSyncClient):
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         if self._hold == "finish":
-            held("finish")
+            held(self._mark, "finish")
         super().finish_weight_update(f"mark-{self._mark}")
 
 
@@ -87,9 +88,10 @@ def main() -> None:
             publish(sys.argv[1], wanted["mark"], wanted.get("hold"))
         except requests.RequestException as error:
             answer = getattr(error, "response", None)
-            say(ended=True, error=f"{error}" if answer is None else answer.text[:400])
+            why = f"{error}" if answer is None else answer.text[:400]
+            say(mark=wanted["mark"], ended=True, error=why)
         else:
-            say(ended=True, error=None)
+            say(mark=wanted["mark"], ended=True, error=None)
 
 
 if __name__ == "__main__":
