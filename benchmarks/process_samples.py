@@ -161,8 +161,10 @@ def _shared_memory() -> dict[str, float]:
 
 
 def _gpu_mib() -> float | None:
-    """Of all GPUs of the machine; None where there is none."""
+    """Of the GPUs that this process may use; None where there is none."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     try:
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
         return sum(float(line) for line in output.split())
