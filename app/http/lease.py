@@ -37,26 +37,35 @@ class HttpLease:
         self._renew_s = renew_s
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[PublisherSession]:
-        """The lease for one call.
+    async def session(self, *, of_round: bool = False) -> AsyncIterator[PublisherSession]:
+        """The lease for one call; renewed by a call of the open round, and by one that succeeds.
+
+        A call that is refused does not renew it: whoever knocks again and again while a round is open, as a
+        trainer that was started anew does, would keep the round of the one that is gone.
+
+        Args:
+            of_round: the call belongs to the open round.
 
         Raises:
             Conflict: another publisher holds it.
         """
-        session = await answered(lambda: self._controller.session.remote(PUBLISHER), "session")
+        session = await answered(lambda: self._controller.session.remote(PUBLISHER, of_round), "session")
+        succeeded = False
         try:
             yield session
+            succeeded = True
         finally:
             try:
-                await asyncio.wait_for(self._release_unless_open(), CLEAN_UP_TIMEOUT_S)
+                left = self._release_unless_open(renew=of_round or succeeded)
+                await asyncio.wait_for(left, CLEAN_UP_TIMEOUT_S)
             except Exception as error:  # the call has an outcome, which must not be hidden
                 if not (is_lost(error) or isinstance(error, SlipstreamError | TimeoutError)):
                     raise
                 logger.info("the lease of %r is not released and expires: %s", PUBLISHER, error)
 
-    async def _release_unless_open(self) -> None:
+    async def _release_unless_open(self, *, renew: bool) -> None:
         # Asked again: the call may have opened or ended a round, or have taken longer than the lease.
-        left: PublisherSession = await self._controller.session.remote(PUBLISHER)
+        left: PublisherSession = await self._controller.session.remote(PUBLISHER, renew)
         if left.round_id is None:
             await self._controller.release.remote(left.token)
 

@@ -5,6 +5,7 @@ every replica did it. A call in the wrong order, or while another publisher hold
 """
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from app.http.requests import (
 from deployments.errors import Conflict, TransferAborted
 from deployments.lost_calls import answered, is_lost
 from deployments.protocol.operations import WeightChecksums
-from deployments.protocol.publishing import RoundOptions
+from deployments.protocol.publishing import PublisherSession, RoundOptions
 from deployments.protocol.status import FleetStatus
 
 CLOSE_TIMEOUT_S = 600.0  # the controller has deadlines of its own; this one ends a call to a hung controller
@@ -82,9 +83,7 @@ class WeightRoutes:
         """
         async with self._lease.session() as session:
             if session.round_id is not None:
-                raise Conflict(
-                    f"round {session.round_id} is open: finish it before the engine is initialized again"
-                )
+                raise Conflict(f"{_open(session)} before the engine is initialized again")
             connect = self._controller.connect.remote(session.token, body.init_info)
             await self._lease.renewing(session.token, connect)
         return Message(message="Weight transfer initialized")
@@ -97,9 +96,7 @@ class WeightRoutes:
         """
         async with self._lease.session() as session:
             if session.round_id is not None:
-                raise Conflict(
-                    f"start_weight_update was called twice: round {session.round_id} is open; finish it first"
-                )
+                raise Conflict(f"start_weight_update was called twice: {_open(session)}")
             # Its publisher is an outside program, which does not write to the fleet's store.
             opening = self._controller.open_round.remote(session.token, RoundOptions(persist=True))
             await _of_the_round(self._lease.renewing(session.token, opening), "start_weight_update")
@@ -122,7 +119,7 @@ class WeightRoutes:
         payload = await asyncio.to_thread(
             refuse_or_restrict, body.update_info, allowed=self._allow_pickled_ipc
         )
-        async with self._lease.session() as session:
+        async with self._lease.session(of_round=True) as session:
             round_id = await self._open_round(session.round_id, "update_weights")
             send = self._controller.send.remote(session.token, round_id, payload)
             await _of_the_round(self._lease.renewing(session.token, send), "update_weights")
@@ -138,7 +135,7 @@ class WeightRoutes:
             InvalidRequest: every replica rejected what was sent.
             RoundAborted: the fleet still serves the old version.
         """
-        async with self._lease.session() as session:
+        async with self._lease.session(of_round=True) as session:
             round_id = await self._open_round(session.round_id, "finish_weight_update")
             await answered(
                 lambda: self._controller.close_round.remote(session.token, round_id, body.weight_version),
@@ -155,7 +152,9 @@ class WeightRoutes:
         """
         async with self._lease.session() as session:
             if session.round_id is not None:
-                raise Conflict("Cannot release a trainer connection during a weight update")
+                raise Conflict(
+                    f"Cannot release a trainer connection during a weight update: {_open(session)}"
+                )
             await self._lease.renewing(session.token, self._controller.disconnect.remote(session.token))
         return Message(message="Weight transfer shut down")
 
@@ -199,6 +198,12 @@ class WeightRoutes:
             last = f"; the last one, round {rounds[-1].round_id}, is {rounds[-1].phase}"
             last += f": {rounds[-1].reason}" if rounds[-1].reason else f" as version {rounds[-1].version}"
         raise Conflict(f"{call} was called before start_weight_update: no round is open{last}")
+
+
+def _open(session: PublisherSession) -> str:
+    """Says which round is open, and for how long if its publisher is gone."""
+    left_s = math.ceil(session.remaining_s)
+    return f"round {session.round_id} is open: finish it, or wait {left_s} s until it is given up"
 
 
 def agreed(answers: Mapping[str, Sequence[Mapping[str, str]]]) -> dict[str, str]:

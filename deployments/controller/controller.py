@@ -152,14 +152,17 @@ class Controller(AdapterCalls):
         async with self._durable.answer(records=True):
             return self._ledger.acquire(publisher, self._durable.now())
 
-    async def session(self, publisher: str) -> PublisherSession:
+    async def session(self, publisher: str, renew: bool) -> PublisherSession:
         """The token and the open round of a publisher whose calls carry no token; acquires if needed.
+
+        Args:
+            renew: whether the call belongs to the open round; others do not keep a lost publisher's round.
 
         Raises:
             Conflict: another publisher holds the lease.
         """
         async with self._durable.answer():
-            return self._ledger.session(publisher, self._durable.now())
+            return self._ledger.session(publisher, self._durable.now(), renew=renew)
 
     async def renew(self, token: int) -> Lease:
         """To be called well within the lease's duration, also while waiting for another call.

@@ -106,8 +106,12 @@ class Publishers:
             self._abort_undecided(f"{publisher!r} took a new lease", now)
         return lease
 
-    def session(self, publisher: str, now: float) -> PublisherSession:
+    def session(self, publisher: str, now: float, *, renew: bool) -> PublisherSession:
         """The session of a publisher whose calls carry no token (vLLM's clients); issues the lease if needed.
+
+        Args:
+            renew: for a call that belongs to the open round. Any other may be another program's, and must
+                not keep the round of one that is gone.
 
         Raises:
             Conflict: another publisher holds it.
@@ -115,10 +119,12 @@ class Publishers:
         self.expire(now)
         held = self._lease.held
         if held is None or held.publisher != publisher:
-            return PublisherSession(token=self.acquire(publisher, now).token, round_id=None)
-        self._lease.renew(held.token, now)
-        current = self._versions.current
-        return PublisherSession(token=held.token, round_id=None if current is None else current.round_id)
+            held = self.acquire(publisher, now)
+        elif renew:
+            self._lease.renew(held.token, now)
+        current, remaining_s = self._versions.current, self._lease.remaining_s(now)
+        round_id = None if current is None else current.round_id
+        return PublisherSession(token=held.token, round_id=round_id, remaining_s=remaining_s)
 
     def renew(self, token: int, now: float) -> Lease:
         """Raises StalePublisher for any token but the current one."""

@@ -139,9 +139,9 @@ class Ledger:
         self._advance(now)
         return lease
 
-    def session(self, publisher: str, now: float) -> PublisherSession:
+    def session(self, publisher: str, now: float, *, renew: bool) -> PublisherSession:
         """The session of a publisher whose calls carry no token; see `Publishers.session`."""
-        session = self._publishers.session(publisher, now)
+        session = self._publishers.session(publisher, now, renew=renew)
         self._advance(now)
         return session
 

@@ -26,6 +26,7 @@ class PublisherSession:
 
     token: int
     round_id: int | None  # the open round
+    remaining_s: float  # of the lease
 
 
 class DrainFallback(StrEnum):

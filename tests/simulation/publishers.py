@@ -172,7 +172,7 @@ class HttpPublisher:
                 async with self._lease.session() as session:
                     self._oracle.holds(session.token)
                     if session.round_id is not None:
-                        await self._controller.abort_round.remote(session.token, session.round_id, "again")
+                        raise Conflict("a round is open")
                     await self._controller.connect.remote(session.token, {})
                 async with self._lease.session() as session:
                     self._oracle.holds(session.token)
@@ -180,14 +180,14 @@ class HttpPublisher:
                         raise Conflict("start_weight_update was called twice")
                     await self._controller.open_round.remote(session.token, RoundOptions(persist=True))
                 for part in range(PARTS):
-                    async with self._lease.session() as session:
+                    async with self._lease.session(of_round=True) as session:
                         payload = {"attempt": attempt, "part": part, "parts": PARTS}
                         if session.round_id is None:
                             raise Conflict("no round is open")
                         send = self._controller.send.remote(session.token, session.round_id, payload)
                         await self._lease.renewing(session.token, send)
                 finishing = True
-                async with self._lease.session() as session:
+                async with self._lease.session(of_round=True) as session:
                     token, round_id = session.token, session.round_id
                     if round_id is None:
                         raise Conflict("no round is open")

@@ -63,6 +63,7 @@ class FakeController(FakeAdapters):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.renewals = 0  # by sessions
         self.fail_next: dict[str, Exception] = {}
         self.dies_before: set[str] = set()
         self.dies_after: set[str] = set()
@@ -91,12 +92,15 @@ class FakeController(FakeAdapters):
         await self._enter("acquire")
         return self._acquire(publisher)
 
-    async def session(self, publisher: str) -> PublisherSession:
+    async def session(self, publisher: str, renew: bool) -> PublisherSession:
         await self._enter("session")
+        self.renewals += renew
         if self.lease is None or self.lease.publisher != publisher:
             self._acquire(publisher)
         assert self.lease is not None
-        return PublisherSession(token=self.lease.token, round_id=self.round_id)
+        return PublisherSession(
+            token=self.lease.token, round_id=self.round_id, remaining_s=self.lease.duration_s
+        )
 
     async def renew(self, token: int) -> Lease:
         await self._enter("renew")

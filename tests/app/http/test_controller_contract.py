@@ -9,7 +9,7 @@ import pytest
 from deployments.controller.controller import Controller
 from deployments.errors import Conflict, StalePublisher
 from deployments.ledger.limits import LedgerConfig
-from deployments.protocol.publishing import Lease, PublisherSession
+from deployments.protocol.publishing import Lease
 from tests.app.http.fake_controller import FakeController
 
 
@@ -29,14 +29,14 @@ async def controller(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
 
 
 async def test_a_session_acquires_and_then_renews_the_same_lease(controller: Any) -> None:
-    first = await controller.session("http")
-    assert first == PublisherSession(token=1, round_id=None)
-    assert await controller.session("http") == first
+    first = await controller.session("http", False)
+    assert (first.token, first.round_id) == (1, None)
+    assert (await controller.session("http", True)).token == first.token
     assert (await controller.renew(first.token)).publisher == "http"
 
 
 async def test_the_lease_is_free_after_a_release(controller: Any) -> None:
-    session = await controller.session("http")
+    session = await controller.session("http", False)
     await controller.release(session.token)
     lease: Lease = await controller.acquire("trainer")
     assert lease.token > session.token
@@ -45,12 +45,12 @@ async def test_the_lease_is_free_after_a_release(controller: Any) -> None:
 async def test_another_publisher_is_a_conflict_that_names_the_holder(controller: Any) -> None:
     await controller.acquire("trainer")
     with pytest.raises(Conflict, match="'trainer'") as caught:
-        await controller.session("http")
+        await controller.session("http", False)
     assert caught.value.detail["holder"] == "trainer"
 
 
 async def test_an_acquired_lease_makes_the_older_token_stale(controller: Any) -> None:
-    session = await controller.session("http")
+    session = await controller.session("http", False)
     await controller.acquire("http")
     for call in (controller.renew(session.token), controller.release(session.token)):
         with pytest.raises(StalePublisher, match=f"token {session.token} is stale"):
@@ -63,7 +63,7 @@ async def test_an_acquired_lease_makes_the_older_token_stale(controller: Any) ->
 
 @pytest.mark.parametrize("method", ["send", "close_round"])
 async def test_a_round_that_is_not_open_is_a_conflict(controller: Any, method: str) -> None:
-    session = await controller.session("http")
+    session = await controller.session("http", False)
     argument: Any = {} if method == "send" else None
     with pytest.raises(Conflict):
         await getattr(controller, method)(session.token, 7, argument)

@@ -100,6 +100,20 @@ async def test_the_lease_is_held_between_calls_only_while_a_round_is_open(
     assert controller.lease is None
 
 
+async def test_a_call_that_an_open_round_refuses_does_not_keep_that_round(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await fleet.post("/start_weight_update")
+    renewed = controller.renewals
+    for path in ("/init_weight_transfer_engine", "/start_weight_update", "/shutdown_weight_transfer_engine"):
+        answer = await fleet.post(path, json={"init_info": {}} if "init" in path else None)
+        assert answer.status_code == 409
+        assert "round 1 is open: finish it, or wait 60 s" in answer.json()["error"]["message"]
+    assert controller.renewals == renewed
+    await fleet.post("/update_weights", json={"update_info": {}})
+    assert controller.renewals == renewed + 2, "when it comes and when it is done"
+
+
 @pytest.mark.parametrize(
     ("path", "method", "body"),
     [

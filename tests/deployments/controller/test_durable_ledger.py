@@ -161,7 +161,7 @@ async def test_a_publisher_without_a_token_is_refused_before_its_round_opens(
     await fleet.admitted("a")
     with full_disk(tmp_path / "state"):
         await use_reserve(fleet.controller)
-        session = await fleet.controller.session("http")
+        session = await fleet.controller.session("http", False)
         await fleet.controller.connect(session.token, {})
         with pytest.raises(FleetUnavailable, match="cannot record updates"):
             await fleet.controller.open_round(session.token)

@@ -84,6 +84,22 @@ def test_an_expired_lease_aborts_its_open_round_and_frees_the_fleet() -> None:
     assert scene.ledger.acquire("other", scene.now).token > scene.token
 
 
+def test_whoever_knocks_does_not_keep_the_round_of_a_publisher_that_is_gone() -> None:
+    scene = Scene(replicas=1, lease_s=30)
+    scene.connect()
+    scene.open()
+    token, gone = scene.token, scene.now
+    assert scene.ledger.session("trainer", scene.now, renew=True).remaining_s == 30
+    while scene.now < gone + 30:  # a trainer that was started anew, and asks every other second
+        session = scene.ledger.session("trainer", scene.now, renew=False)
+        assert session.token == token and session.round_id is not None
+        assert session.remaining_s == pytest.approx(gone + 30 - scene.now)
+        scene.wait(2)
+    session = scene.ledger.session("trainer", scene.now, renew=False)
+    assert session.token > token and session.round_id is None
+    assert scene.ledger.history()[-1].reason.endswith("the lease of 'trainer' expired")
+
+
 def test_the_lease_does_not_run_out_while_its_publisher_waits_for_the_close() -> None:
     scene = Scene(replicas=1, lease_s=5, stage_timeout_s=60)
     scene.replicas[0].hangs_in.add(Verify)
