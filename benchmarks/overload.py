@@ -1,26 +1,30 @@
 """Ten times more clients than places: what is refused, how fast control routes answer, and what stays.
 
     python -m benchmarks.overload
-    python -m benchmarks.overload --places 256 --device cuda --model Qwen/Qwen3-1.7B
+    python -m benchmarks.overload --places 256 --processes 8 --device cuda --model Qwen/Qwen3-1.7B
 
 One fleet and the same measure several times: as many clients as places, ten times as many, half of them
 beside slow readers and clients that go away in mid-stream, and as many again. Control routes are called
-meanwhile. Prints one table; exits with 1 if anything but 200 and 503 with Retry-After was answered.
+meanwhile by a process of its own, since a busy client would measure itself. Prints one table; exits with 1
+if anything but 200 and 503 with Retry-After was answered.
 """
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import statistics
 import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+import httpx
 
 from benchmarks.process_samples import MARK, Sampler
 from benchmarks.servers import CPU, MODEL, Setup, fleet, gpu
@@ -43,13 +47,26 @@ class Seen:
     control_s: list[float] = field(default_factory=list)
     pause_s: list[float] = field(default_factory=list)
 
+    def add(self, other: "Seen") -> None:
+        """What another process saw at the same time."""
+        self.took_s = max(self.took_s, other.took_s)
+        self.tokens += other.tokens
+        self.answers += other.answers
+        self.refused_s += other.refused_s
+        self.control_s += other.control_s
+        self.pause_s += other.pause_s
+
 
 class Clients:
-    """The clients of one measure, which end together."""
+    """The clients of one measure in one process.
 
-    def __init__(self, session: aiohttp.ClientSession, seconds: float) -> None:
+    Args:
+        end: of the measure, by `time.monotonic`, which is the same in all processes of a host.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, end: float) -> None:
         self._session = session
-        self._end = time.monotonic() + seconds
+        self._end = end
         self.seen = Seen()
 
     async def run(self, *clients: Callable[[], Awaitable[None]]) -> Seen:
@@ -125,13 +142,23 @@ def body(max_tokens: int = MAX_TOKENS) -> dict[str, object]:
     }
 
 
-async def measure(url: str, options: argparse.Namespace, sampler: Sampler) -> dict[str, Seen]:
-    """All measures, by name."""
-    timeout = aiohttp.ClientTimeout(total=600)
-    connector = aiohttp.TCPConnector(limit=0)
-    places, seconds = options.places, options.seconds
-    measured = {}
+def share(url: str, end: float, counts: Mapping[str, int]) -> Seen:
+    """Run so many clients of each kind, a method of `Clients`, in this process."""
+    return asyncio.run(_share(url, end, counts))
+
+
+async def _share(url: str, end: float, counts: Mapping[str, int]) -> Seen:
+    timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
+        clients = Clients(session, end)
+        return await clients.run(*[getattr(clients, kind) for kind, n in counts.items() for _ in range(n)])
+
+
+def measure(url: str, options: argparse.Namespace, sampler: Sampler) -> dict[str, Seen]:
+    """All measures, by name."""
+    places, processes = options.places, options.processes
+    measured: dict[str, Seen] = {}
+    with ProcessPoolExecutor(processes + 1, mp_context=multiprocessing.get_context("spawn")) as pool:
         for number, (name, count, awkward) in enumerate(
             [
                 ("as many as places", places, 0),
@@ -141,21 +168,21 @@ async def measure(url: str, options: argparse.Namespace, sampler: Sampler) -> di
                 ("as many again", places, 0),
             ]
         ):
-            clients = Clients(session, seconds)
-            measured[name] = await clients.run(
-                *[clients.whole] * count,
-                *[clients.leaves] * awkward,
-                *[clients.reads_slowly] * awkward,
-                clients.control,
-                clients.pauses,
-            )
-            await asyncio.sleep(2.0)
-            async with session.post("/abort_requests", json={}) as answer:
-                left = (await answer.json())["aborted"]
-            if left:
-                measured[name].answers["left in the engines"] += left
+            counts = {"whole": count, "leaves": awkward, "reads_slowly": awkward}
+            shares = [
+                {kind: len(range(p, n, processes)) for kind, n in counts.items()} for p in range(processes)
+            ]
+            end = time.monotonic() + options.seconds
+            running = [pool.submit(share, url, end, each) for each in [*shares, {"control": 1, "pauses": 1}]]
+            seen = measured[name] = Seen()
+            for each in running:
+                seen.add(each.result())
+            time.sleep(2.0)
+            answer = httpx.post(f"{url}/abort_requests", json={}, timeout=60, trust_env=False)
+            if left := answer.raise_for_status().json()["aborted"]:
+                seen.answers["left in the engines"] += left
             sampler.sample(number)
-            print(f"{name}: {dict(measured[name].answers)}", file=sys.stderr, flush=True)
+            print(f"{name}: {dict(seen.answers)}", file=sys.stderr, flush=True)
     return measured
 
 
@@ -191,6 +218,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--places", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measure")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="of the clients, beside that of control routes"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", type=Path, help="a directory; on a GPU")
     parser.add_argument("--replicas", type=int, default=1)
@@ -201,7 +231,7 @@ def main() -> None:
     sampler = Sampler(mark)
     router = {"max_ongoing_requests": options.places, "max_queued_requests": 0}
     with fleet(options.port, setup=setup, replicas=options.replicas, router=router) as url:
-        measured = asyncio.run(measure(url, options, sampler))
+        measured = measure(url, options, sampler)
         show(measured)
         grown(sampler)
     wrong = {status for seen in measured.values() for status in seen.answers} - {"200", "503"}

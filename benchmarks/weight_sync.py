@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from app.http.ipc_handles import FIELD, refuse_or_restrict
 from deployments.protocol.instructions import Body, Commit, Connect, KvCache, Receive, StagingOptions, Verify
 from deployments.protocol.operations import InFlight
 from deployments.protocol.reports import Staged
@@ -61,7 +62,8 @@ class Ours:
     async def update_weights(self, payload: JsonValue) -> None:
         options = StagingOptions(kv_cache=self.kv_cache, in_flight=InFlight.KEEP)
         # CUDA IPC handles of vLLM's engine travel as the fleet's routes send them on.
-        payload = encode_payload(payload)
+        pickled = isinstance(payload, dict) and FIELD in payload
+        payload = refuse_or_restrict(payload, allowed=True) if pickled else encode_payload(payload)
         await self._run(Receive(round_id=self.version + 1, payload=payload, options=options))
 
     async def finish_weight_update(self) -> None:
