@@ -2,7 +2,7 @@
 
     idle        no round
     staging     the publisher waits in the middle of its tensors; a trainer's round: an engine stands still
-    verifying   the publisher waits before it closes; an engine is made to stand still; then it closes
+    verifying   the publisher waits before it closes; a replica is made to stand still; then it closes
     deciding    the journal has the decision: the controller is made to stand still before it tells anybody
     committing  the journal has the decision: an engine is made to stand still before it can swap
     releasing   a few milliseconds later, the controller is made to stand still
@@ -47,7 +47,10 @@ def strike(arena: Arena, case: Case) -> float:
 
 
 def _victims(arena: Arena, case: Case) -> tuple[list[psutil.Process], psutil.Process]:
-    """The processes of the case, and the engine of another replica, which can hold a round."""
+    """The processes of the case, and one of another replica, which can hold a round: its engine.
+
+    An engine is not asked when a round is verified: it has said what it received. Its replica is.
+    """
     first, *_, last = arena.launched.named("replica")
     of_replica = {"replica": first, "engine": engine_core(first)}
     found = []
@@ -59,7 +62,7 @@ def _victims(arena: Arena, case: Case) -> tuple[list[psutil.Process], psutil.Pro
             found.append(psutil.Process(arena.publisher.process.pid))
         else:
             found.append(arena.launched.named(target)[0])
-    return found, engine_core(last)
+    return found, last if case.phase is Phase.VERIFYING else engine_core(last)
 
 
 @contextmanager
