@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from vllm.lora.peft_helper import PEFTHelper
 
 from deployments.protocol.adapters import Adapter
 from deployments.weights.store.adapter_store import CONFIG, TENSORS, adapter_digest
 from deployments.weights.wire.checkpoint_schema import Schema, TensorSpec, join_reasons, read_schema
+from deployments.weights.wire.digest import is_finite
 
 _PART = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.weight")
 
@@ -115,8 +115,7 @@ def _not_finite(file: Path) -> list[str]:
             return [
                 f"{name!r} has a NaN or an infinity"
                 for name in tensors.offset_keys()
-                if (tensor := tensors.get_tensor(name)).is_floating_point()
-                and not bool(torch.isfinite(tensor).all())
+                if not is_finite(tensors.get_tensor(name))
             ]
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged: {error}") from error

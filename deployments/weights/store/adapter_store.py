@@ -14,6 +14,7 @@ import re
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -108,17 +109,20 @@ def adapter_digest(directory: Path) -> str:
 def _copied(sources: Sequence[Path], targets: Sequence[Path | None]) -> str:
     """Read the files, write them where there is a target, and return their digest."""
     digest = hashlib.sha256()
-    for source, target in zip(sources, targets, strict=True):
-        with source.open("rb") as reader, _opened(target) as writer:
-            length = os.fstat(reader.fileno()).st_size
-            digest.update(struct.pack("<Q", length))
-            while part := reader.read(PART_BYTES):
-                digest.update(part)
+    with ThreadPoolExecutor(1) as beside:  # hashing takes as long as writing, and neither holds the GIL
+        for source, target in zip(sources, targets, strict=True):
+            with source.open("rb") as reader, _opened(target) as writer:
+                length = os.fstat(reader.fileno()).st_size
+                hashed = beside.submit(digest.update, struct.pack("<Q", length))
+                while part := reader.read(PART_BYTES):
+                    hashed.result()
+                    hashed = beside.submit(digest.update, part)
+                    if target is not None:
+                        _write(writer, part)
+                hashed.result()
                 if target is not None:
-                    _write(writer, part)
-            if target is not None:
-                with _writing():
-                    os.fsync(writer.fileno())
+                    with _writing():
+                        os.fsync(writer.fileno())
     return digest.hexdigest()
 
 
