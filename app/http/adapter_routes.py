@@ -6,7 +6,6 @@ another version; what runs ends on the version that it began with.
 
 import uuid
 
-from ray.serve.handle import DeploymentHandle
 from starlette.responses import PlainTextResponse
 
 from app.http.answers import AdapterList, Status
@@ -15,12 +14,13 @@ from app.http.requests import LoadAdapterBody, UnloadAdapterBody
 from deployments.errors import FleetUnavailable
 from deployments.lost_calls import answered, is_lost
 from deployments.protocol.adapters import Adapter
+from deployments.unary import UnaryHandle
 
 
 class AdapterRoutes:
     """The routes that change which adapters requests may name."""
 
-    def __init__(self, controller: DeploymentHandle) -> None:
+    def __init__(self, controller: UnaryHandle) -> None:
         self._controller = controller
 
     def endpoints(self) -> list[Endpoint]:

@@ -3,18 +3,17 @@
 `deployments.passed_routes` names those that a fleet has no meaning for, and what to use there.
 """
 
-from ray.serve.handle import DeploymentHandle
-
 from app.http.answers import Status
 from app.http.auth import Access
 from app.http.endpoint import Endpoint
 from app.http.requests import FinishSessionQuery
+from deployments.unary import UnaryHandle
 
 
 class ClientRoutes:
     """The routes of prime-rl's and SkyRL's servers."""
 
-    def __init__(self, controller: DeploymentHandle) -> None:
+    def __init__(self, controller: UnaryHandle) -> None:
         self._controller = controller
 
     def endpoints(self) -> list[Endpoint]:

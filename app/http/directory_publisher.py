@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from ray.serve.handle import DeploymentHandle
-
 from app.http.lease import CLEAN_UP_TIMEOUT_S, RENEW_S
 from deployments.errors import (
     Conflict,
@@ -30,6 +28,7 @@ from deployments.errors import (
 from deployments.logs import serve_logger
 from deployments.lost_calls import answered, is_lost
 from deployments.protocol.publishing import Lease, RoundOptions, RoundReport
+from deployments.unary import UnaryHandle
 from deployments.weights.store.checkpoint import PART_BYTES, Checkpoint, stated
 
 DISK_S = 120.0  # for all headers, and for each part
@@ -50,7 +49,7 @@ class DirectoryPublisher:
 
     def __init__(
         self,
-        controller: DeploymentHandle,
+        controller: UnaryHandle,
         roots: Sequence[Path],
         *,
         part_bytes: int = PART_BYTES,

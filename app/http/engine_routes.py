@@ -7,7 +7,6 @@ An answer of 200 means that every replica did it.
 from collections.abc import Mapping
 
 from pydantic import JsonValue, TypeAdapter
-from ray.serve.handle import DeploymentHandle
 
 from app.http.answers import AbortedRequests, FellAsleep, PauseState, SleepState, Status, Success, WokeUp
 from app.http.endpoint import Endpoint
@@ -32,6 +31,7 @@ from deployments.protocol.operations import (
     Sleep,
     WakeUp,
 )
+from deployments.unary import UnaryHandle
 
 _COUNTS = TypeAdapter(dict[str, int])  # by replica
 
@@ -39,7 +39,7 @@ _COUNTS = TypeAdapter(dict[str, int])  # by replica
 class EngineRoutes:
     """The routes of the engines' state."""
 
-    def __init__(self, controller: DeploymentHandle, max_body_bytes: int) -> None:
+    def __init__(self, controller: UnaryHandle, max_body_bytes: int) -> None:
         self._controller = controller
         self._max_body_bytes = max_body_bytes
 

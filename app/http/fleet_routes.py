@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
@@ -20,6 +19,7 @@ from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.status import Event, FleetStatus, SizeStatus
 from deployments.router.scrape import Scraped
+from deployments.unary import UnaryHandle
 
 EVENTS_WAIT_S = 10.0
 Scrape = Callable[[], Awaitable[Scraped]]
@@ -41,8 +41,8 @@ class FleetRoutes:
 
     def __init__(
         self,
-        controller: DeploymentHandle,
-        trainer: DeploymentHandle | None,
+        controller: UnaryHandle,
+        trainer: UnaryHandle | None,
         directories: DirectoryPublisher,
         scrape: Scrape = no_others,
     ) -> None:

@@ -32,6 +32,7 @@ from deployments.lost_calls import is_lost
 from deployments.passed_routes import require_passed, route_path
 from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
+from deployments.unary import UnaryHandle
 
 logger = serve_logger()
 
@@ -57,18 +58,19 @@ class Ingress:
         checkpoint_roots: Sequence[Path] = (),
     ) -> None:
         self._router, self._limits = Router(rollout, limits), limits
+        fleet, training = UnaryHandle(controller), None if trainer is None else UnaryHandle(trainer)
         self._guard = Guard(tokens)
         await require_guarded(has_token=self._guard.asks(Access.OPERATOR))
         max_bytes = limits.max_body_bytes
-        directories = DirectoryPublisher(controller, checkpoint_roots)
-        weights = WeightRoutes(controller, max_bytes, directories, allow_pickled_ipc=allow_pickled_ipc)
+        directories = DirectoryPublisher(fleet, checkpoint_roots)
+        weights = WeightRoutes(fleet, max_bytes, directories, allow_pickled_ipc=allow_pickled_ipc)
         self._endpoints = [
-            *FleetRoutes(controller, trainer, directories, self._router.metrics).endpoints(),
-            *ClientRoutes(controller).endpoints(),
+            *FleetRoutes(fleet, training, directories, self._router.metrics).endpoints(),
+            *ClientRoutes(fleet).endpoints(),
             *weights.endpoints(),
-            *EngineRoutes(controller, max_bytes).endpoints(),
-            *AdapterRoutes(controller).endpoints(),
-            *TrainRoutes(trainer, max_bytes).endpoints(),
+            *EngineRoutes(fleet, max_bytes).endpoints(),
+            *AdapterRoutes(fleet).endpoints(),
+            *TrainRoutes(training, max_bytes).endpoints(),
         ]
 
     def reconfigure(self, settings: Mapping[str, float]) -> None:

@@ -11,12 +11,11 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
-from ray.serve.handle import DeploymentHandle
-
 from deployments.errors import SlipstreamError
 from deployments.logs import serve_logger
 from deployments.lost_calls import answered, is_lost
 from deployments.protocol.publishing import PublisherSession
+from deployments.unary import UnaryHandle
 
 PUBLISHER = "http"
 RENEW_S = 5.0
@@ -32,7 +31,7 @@ class HttpLease:
         renew_s: how often it is renewed during a long call; well below the lease's duration.
     """
 
-    def __init__(self, controller: DeploymentHandle, renew_s: float = RENEW_S) -> None:
+    def __init__(self, controller: UnaryHandle, renew_s: float = RENEW_S) -> None:
         self._controller = controller
         self._renew_s = renew_s
 

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from ray.serve.handle import DeploymentHandle
-
 from app.http.endpoint import Endpoint
 from app.http.requests import PublishBody, SaveBody, StepBody
 from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
+from deployments.unary import UnaryHandle
 
 
 class TrainRoutes:
@@ -18,7 +17,7 @@ class TrainRoutes:
         trainer: None where an outside program publishes.
     """
 
-    def __init__(self, trainer: DeploymentHandle | None, max_body_bytes: int) -> None:
+    def __init__(self, trainer: UnaryHandle | None, max_body_bytes: int) -> None:
         self._trainer = trainer
         self._max_body_bytes = max_body_bytes
 

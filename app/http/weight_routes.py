@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
-from ray.serve.handle import DeploymentHandle
 
 from app.http.answers import Checksums, Comparison, Message, NewWeightVersion, WeightInfo, WorldSize
 from app.http.directory_publisher import DirectoryPublisher
@@ -31,6 +30,7 @@ from deployments.lost_calls import answered, is_lost
 from deployments.protocol.operations import WeightChecksums
 from deployments.protocol.publishing import PublisherSession, RoundOptions
 from deployments.protocol.status import FleetStatus
+from deployments.unary import UnaryHandle
 
 CLOSE_TIMEOUT_S = 600.0  # the controller has deadlines of its own; this one ends a call to a hung controller
 # By replica: the checksums of each of its workers, by tensor name.
@@ -48,7 +48,7 @@ class WeightRoutes:
 
     def __init__(
         self,
-        controller: DeploymentHandle,
+        controller: UnaryHandle,
         max_body_bytes: int,
         directories: DirectoryPublisher,
         *,

@@ -33,6 +33,7 @@ from deployments.replica.server.arguments import EngineSpec
 from deployments.replica.server.info import add_server_info
 from deployments.replica_info import ReplicaEndpoint, RoutingStats
 from deployments.scaling import ScalingStats
+from deployments.unary import UnaryHandle
 
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
 
@@ -58,12 +59,12 @@ class Replica:
         slots: DeploymentHandle | None = None,
         cores_shared_by: int | None = None,
     ) -> None:
-        self._controller = controller
+        self._controller = UnaryHandle(controller)
         self._drain_s = drain_s
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._incarnation = uuid.uuid4().hex
         if slots is not None:
-            self._slot = await take_slot(await slots.plan.remote())
+            self._slot = await take_slot(await UnaryHandle(slots).plan.remote())
             use_gpus(self._slot)
         answer = await find_first_weights(self._join)
         spec = engine if answer.path is None else engine.at(answer.path)

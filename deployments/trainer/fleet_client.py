@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ray.serve.handle import DeploymentHandle
-
 from deployments.errors import FleetUnavailable, SlipstreamError, StalePublisher, TransferAborted
 from deployments.logs import serve_logger
 from deployments.lost_calls import REPEAT_S, RESTART_WAIT_S, is_lost, repeated
 from deployments.protocol.publishing import LACKING, Lease, RoundOptions, RoundReport
 from deployments.protocol.status import FleetStatus
+from deployments.unary import UnaryHandle
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
 
 CALL_TIMEOUT_S = 600.0  # the controller has deadlines of its own; this one ends a call to a hung controller
@@ -52,7 +51,7 @@ class FleetWeightSyncClient:
 
     def __init__(
         self,
-        controller: DeploymentHandle,
+        controller: UnaryHandle,
         publisher: str,
         options: RoundOptions,
         clock: Callable[[], float] = time.monotonic,

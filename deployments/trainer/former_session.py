@@ -7,20 +7,19 @@ which makes the dead worker's token stale: should a call of it still be on its w
 
 import asyncio
 
-from ray.serve.handle import DeploymentHandle
-
 from deployments.errors import SlipstreamError
 from deployments.logs import serve_logger
 from deployments.lost_calls import RESTART_WAIT_S, answered, is_lost
 from deployments.protocol.status import FleetStatus
 from deployments.trainer.spec import PUBLISHER
+from deployments.unary import UnaryHandle
 
 _OPEN = "open"
 
 logger = serve_logger()
 
 
-async def end_former_session(controller: DeploymentHandle) -> None:
+async def end_former_session(controller: UnaryHandle) -> None:
     """End the round and the lease of a worker that is gone. What fails is logged: the lease expires then.
 
     A round that was closed is left alone: it needs its publisher no more, and may commit.

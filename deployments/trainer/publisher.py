@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import torch
-from ray.serve.handle import DeploymentHandle
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
 
@@ -17,6 +16,7 @@ from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.trainer.snapshots import Snapshot, Snapshots
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
+from deployments.unary import UnaryHandle
 from deployments.vllm_plugin import register
 from deployments.weights.transports.registry import (
     TRANSPORTS,
@@ -119,7 +119,7 @@ class Publisher:
         spec: TrainerSpec,
         rank: int,
         source: ParameterSource,
-        controller: DeploymentHandle,
+        controller: UnaryHandle,
         lacking: Sequence[str] = (),
     ) -> None:
         self._spec = spec

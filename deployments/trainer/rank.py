@@ -7,13 +7,13 @@ from pathlib import Path
 import ray
 import torch
 from pydantic import JsonValue
-from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import InvalidRequest
 from deployments.lost_calls import repeated
 from deployments.protocol.status import FleetStatus
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.spec import TrainerSpec
+from deployments.unary import UnaryHandle
 from trainers.learner import Learner, Metrics
 from trainers.policy import Policy
 from trainers.settings import LoraConfig, Strategy
@@ -29,7 +29,7 @@ class TrainerRank:
     _policy: Policy
     _learner: Learner
 
-    def __init__(self, spec: TrainerSpec, rank: int, controller: DeploymentHandle) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
         self._spec = spec
         self._rank = rank
         self._controller = controller

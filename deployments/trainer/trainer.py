@@ -26,6 +26,7 @@ from deployments.trainer.turns import Turns
 from deployments.trainer.worker import TrainerWorker
 from deployments.trainer.worker_group import WorkerGroup
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
+from deployments.unary import UnaryHandle
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from trainers.learner import Metrics
 
@@ -53,20 +54,20 @@ class Trainer:
     ) -> None:
         self._spec = spec
         self._step_timeout_s = spec.config.step_timeout_s
-        self._controller = controller
+        self._controller = fleet = UnaryHandle(controller)
         self._turns = Turns()
         self._last_step: Metrics = {}
         self._last_round: RoundReport | None = None
         self._lora = spec.config.lora
         self._last_adapter: AdapterReport | None = None
-        plan = None if slots is None else await answered(lambda: slots.plan.remote(), "slots")
+        plan = None if slots is None else await answered(lambda: UnaryHandle(slots).plan.remote(), "slots")
         if self._lora is not None:
             pass  # an adapter needs no lease and no connection, so no former trainer has left one
         elif TRANSPORTS[spec.transport].same_gpu is SameGpu.REQUIRED:  # replicas open the trainer's memory
             await self._free_shared_memory()
         else:
-            await end_former_session(controller)
-        self._group, self._loaded = await WorkerGroup.start(spec, controller, plan)
+            await end_former_session(fleet)
+        self._group, self._loaded = await WorkerGroup.start(spec, fleet, plan)
         self._version = self._loaded.version
         self._step = self._loaded.step
         self._adapter_version = self._loaded.adapter_version
@@ -74,7 +75,7 @@ class Trainer:
         if self._lora is None:
             self._watch = asyncio.create_task(
                 watch(
-                    lambda: answered(lambda: controller.fleet.remote(), "fleet"),
+                    lambda: answered(lambda: fleet.fleet.remote(), "fleet"),
                     self.publish,
                     lambda: self._version,
                 )

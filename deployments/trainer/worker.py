@@ -6,7 +6,6 @@ from pathlib import Path
 
 import ray
 import torch
-from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
@@ -22,6 +21,7 @@ from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.state_file import StateFile, resume
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import SavedCheckpoint
+from deployments.unary import UnaryHandle
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
@@ -36,7 +36,7 @@ class TrainerWorker(TrainerRank):
     """A Ray actor: one rank. Every method is called on all ranks alike, except `store_status` (rank 0) and
     those that `TrainerRank` names."""
 
-    def __init__(self, spec: TrainerSpec, rank: int, controller: DeploymentHandle) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
         super().__init__(spec, rank, controller)
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)

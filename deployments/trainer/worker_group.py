@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.handle import DeploymentHandle
 from ray.util.placement_group import get_placement_group
 
 from deployments.errors import FleetUnavailable, SlipstreamError
@@ -23,6 +22,7 @@ from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
+from deployments.unary import UnaryHandle
 
 PING_TIMEOUT_S = 20.0  # shorter than Serve's own limit: the reason must be known when it replaces the trainer
 # After one rank has failed, the others may be blocked in a collective for good.
@@ -45,7 +45,7 @@ class WorkerGroup:
 
     @classmethod
     async def start(
-        cls, spec: TrainerSpec, controller: DeploymentHandle, slots: SlotPlan | None = None
+        cls, spec: TrainerSpec, controller: UnaryHandle, slots: SlotPlan | None = None
     ) -> tuple["WorkerGroup", LoadedTrainer]:
         """Start the ranks; returns when all of them have loaded the model, with rank 0's report.
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 import ray
+from ray import serve
 
-from tests.fleet.losing import kill_a_replica, members
+from tests.fleet.losing import kill_a_replica, members, process_of
 from tests.fleet.session_fleet import MAX_IN_FLIGHT, Fleet
 from tests.fleet.talk import ask, body, complete, on_every_replica, train_and_publish
 
@@ -119,6 +120,30 @@ def test_events_tell_of_a_round_as_it_happens(fleet: Fleet) -> None:
 def test_the_page_is_served(fleet: Fleet) -> None:
     answer = httpx.get(f"{fleet.url}/")
     assert answer.status_code == 200 and "<title>Slipstream</title>" in answer.text
+
+
+@pytest.mark.parametrize("deployment", ["rollout", "trainer", "router"])
+def test_a_process_that_stands_still_stops_the_controller_for_nobody(fleet: Fleet, deployment: str) -> None:
+    """It stands still in the middle of a call to the controller: replicas wait there for instructions, and
+    the others are caught in one of theirs."""
+    stopped = process_of(deployment)
+    controller = serve.get_deployment_handle("controller", app_name="slipstream")
+    with fleet.client() as client:
+        ids = members(client)
+        stopped.suspend()
+        try:
+            end = time.monotonic() + 8
+            while time.monotonic() < end:
+                status = controller.fleet.remote().result(timeout_s=3)
+                time.sleep(0.2)
+        finally:
+            stopped.resume()
+        silent = sorted(member.silent_s for member in status.members)
+        assert silent[0] < 3, "the other replica reports as ever"
+        if deployment == "rollout":
+            assert silent[-1] > 5, "not the process that was meant"
+        assert members(client) == ids
+        train_and_publish(client)
 
 
 @pytest.mark.chaos

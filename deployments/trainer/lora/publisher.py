@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ray.serve.handle import DeploymentHandle
 from safetensors import SafetensorError, safe_open
 
 from deployments.errors import Conflict, FleetUnavailable
@@ -25,6 +24,7 @@ from deployments.lost_calls import is_lost, repeated
 from deployments.protocol.adapters import Adapter as LoadedAdapter
 from deployments.protocol.adapters import AdapterStatus
 from deployments.trainer_reports import AdapterReport
+from deployments.unary import UnaryHandle
 from deployments.weights.store.adapter_store import TENSORS, adapter_digest
 from trainers.lora import Adapter
 
@@ -56,7 +56,7 @@ class AdapterPublisher:
     def __init__(
         self,
         name: str,
-        controller: DeploymentHandle,
+        controller: UnaryHandle,
         directory: Path,
         *,
         fleet_id: str,

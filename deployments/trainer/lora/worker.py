@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import ray
-from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import Conflict, InvalidRequest
 from deployments.logs import serve_logger
@@ -24,6 +23,7 @@ from deployments.trainer.spec import TrainerSpec, adapter_directory
 from deployments.trainer.state_file import State, StateFile
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint
+from deployments.unary import UnaryHandle
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
 from trainers.lora import Adapter
@@ -37,7 +37,7 @@ logger = serve_logger()
 class LoraWorker(TrainerRank):
     """A Ray actor with the calls of `TrainerWorker`, but for those about versions of all weights."""
 
-    def __init__(self, spec: TrainerSpec, rank: int, controller: DeploymentHandle) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
         super().__init__(spec, rank, controller)
         self._store = Store(Path(spec.store_dir))
         self._base = BaseCheckpoint(Path(spec.model))
