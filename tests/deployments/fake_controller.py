@@ -36,7 +36,7 @@ RESTART_S = 5.0
 
 
 class FakeController:
-    """Stands where a `DeploymentHandle` does: `handle.method.remote(...).result()`, or awaited.
+    """Stands where a `UnaryHandle` does: `handle.method.remote(...).result()`, or awaited.
 
     Attributes for tests: `abort_next` is raised by the next close; `takes_s` has the duration of calls by
     method; `calls` has the methods in the order in which they began; `dies_in` names methods in whose next

@@ -18,15 +18,11 @@ def members(client: httpx.Client) -> set[str]:
 
 
 def a_replica(application: str = "slipstream") -> psutil.Process:
-    return next(
-        process
-        for process in psutil.process_iter(["name"])
-        if f"ServeReplica:{application}:rollout" in " ".join(process.cmdline()[:1])
-    )
+    return process_of("rollout", application)
 
 
 def process_of(deployment: str, application: str = "slipstream") -> psutil.Process:
-    """The process of a deployment of one replica."""
+    """The process of a deployment, or one of its processes."""
     wanted = f"ServeReplica:{application}:{deployment}"
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):  # also a zombie

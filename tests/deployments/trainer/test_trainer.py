@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -52,9 +53,11 @@ def spec(tmp_path: Path) -> TrainerSpec:
 @contextlib.asynccontextmanager
 async def running(spec: TrainerSpec, controller: FakeController | None = None) -> Any:
     trainer = Trainer.__new__(Trainer)
-    await trainer.__init__(  # type: ignore[misc]  # as Serve does it
-        spec, FakeController() if controller is None else controller
-    )
+    # The fake stands where a `UnaryHandle` does.
+    with patch("deployments.trainer.trainer.UnaryHandle", lambda handle: handle):
+        await trainer.__init__(  # type: ignore[misc]  # as Serve does it
+            spec, FakeController() if controller is None else controller
+        )
     try:
         yield trainer
     finally:
