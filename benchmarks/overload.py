@@ -159,6 +159,7 @@ def measure(url: str, options: argparse.Namespace, sampler: Sampler) -> dict[str
     places, processes = options.places, options.processes
     measured: dict[str, Seen] = {}
     with ProcessPoolExecutor(processes + 1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(time.sleep, [1.0] * (processes + 1)))  # all have started
         for number, (name, count, awkward) in enumerate(
             [
                 ("as many as places", places, 0),
