@@ -91,6 +91,7 @@ def _tokens(args: AppConfig) -> Tokens:
 
 
 def _controller(args: AppConfig) -> Application:
+    replicas = ServeReplicas(ROLLOUT)
     return _single("controller", Controller, max_ongoing_requests=UNLIMITED).bind(
         config=args.weights.ledger(),
         state_dir=str(args.state_dir),
@@ -99,7 +100,8 @@ def _controller(args: AppConfig) -> Application:
         adapter_roots=args.adapter_roots,
         max_versions=args.store.keep,
         outside_versions=args.store.outside_versions,
-        is_alive=ServeReplicas(ROLLOUT),
+        is_alive=replicas.exists,
+        end=replicas.end,
         size=args.fleet_size,
         room=GpuRoom(per_replica=replica_gpus(args), others=trainer_gpus(args)),
     )

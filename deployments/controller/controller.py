@@ -18,7 +18,7 @@ from deployments.controller.adapter_calls import AdapterCalls
 from deployments.controller.adapter_files import AdapterKeeper
 from deployments.controller.disk import Disk
 from deployments.controller.durable_ledger import DurableLedger
-from deployments.controller.liveness import IsAlive
+from deployments.controller.liveness import End, IsAlive
 from deployments.controller.room import Room, no_limit
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.errors import FleetUnavailable, InvalidRequest
@@ -48,7 +48,8 @@ class Controller(AdapterCalls):
         adapters: what is allowed of adapters; `adapter_roots`: directories below which they are.
         outside_versions: whether replicas write those that their publisher does not write.
         size: how many replicas there may be; `room`: how many the cluster's GPUs hold.
-        is_alive: whether the process of a replica (by id) exists; called in a thread.
+        is_alive: whether the process of a replica (by id) exists; called in a thread, as `end` is.
+        end: ends the process of a replica that is lost because it stood still.
         poll_s: how long a poll without updates waits.
         silent_s: the process of a member that has not polled for this long is looked up; more than `poll_s`.
         clock: seconds, monotonic.
@@ -65,6 +66,7 @@ class Controller(AdapterCalls):
         state_dir: str,
         store_dir: str,
         is_alive: IsAlive,
+        end: End,
         size: SizeLimits = FIXED,
         room: Room = no_limit,
         adapters: AdapterLimits | None = None,
@@ -88,6 +90,7 @@ class Controller(AdapterCalls):
             ledger,
             Path(state_dir),
             is_alive=is_alive,
+            end=end,
             silent_s=silent_s,
             tick_s=tick_s,
             clock=clock,

@@ -3,7 +3,7 @@
     call     changes the ledger ─► wakes everything that waits ─► answers once its decisions are durable
     disk     decisions to the journal, one write and one sync for all that came meanwhile, in a thread
     ticker   deadlines and leases
-    watcher  whether the processes of silent members still exist
+    watcher  whether the processes of silent members still exist; ends those that stand still
 
 The event loop never waits for the disk: replicas are heard while it is slow. What is answered waits for every
 decision that the answer may depend on, so nobody can learn of a decision that is not on disk. While the disk
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from deployments.controller.disk import Disk
 from deployments.controller.journal import Journal
-from deployments.controller.liveness import IsAlive, Lookups
+from deployments.controller.liveness import End, IsAlive, Processes
 from deployments.controller.log_lines import LogLines
 from deployments.errors import FleetUnavailable
 from deployments.ledger.decisions import Decision
@@ -55,6 +55,7 @@ class DurableLedger:
         state_dir: Path,
         *,
         is_alive: IsAlive,
+        end: End,
         silent_s: float,
         tick_s: float,
         clock: Callable[[], float],
@@ -62,7 +63,7 @@ class DurableLedger:
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._ledger = ledger
-        self._lookups = Lookups(is_alive)
+        self._processes = Processes(is_alive, end)
         self._silent_s = silent_s
         self._tick_s = tick_s
         self._clock = clock
@@ -260,8 +261,10 @@ class DurableLedger:
         while self._failure is None:
             await asyncio.sleep(self._tick_s)
             try:
-                self._ledger.tick(self.now())
+                silent = self._ledger.tick(self.now())
                 self.change()
+                for replica_id in silent:
+                    self._processes.end(replica_id)
                 if self._durable == self._made:  # what it removes must not be what a successor knows
                     self._on_tick()
             except Exception:  # the ticker enforces every deadline: it must go on
@@ -277,7 +280,7 @@ class DurableLedger:
 
     async def _check_silent(self) -> None:
         silent = self._ledger.silent_since(self.now() - self._silent_s)
-        for replica_id, incarnation in await self._lookups.gone(silent):
+        for replica_id, incarnation in await self._processes.gone(silent):
             self._ledger.lost(replica_id, incarnation, "its process is gone", self.now())
             self.change()
 
@@ -292,7 +295,7 @@ class DurableLedger:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        self._lookups.close()
+        self._processes.close()
         try:
             await self._on_disk(self._journal.close)
         except TimeoutError as error:

@@ -1,14 +1,20 @@
-"""Whether a rollout replica's process is still there: asked of Ray, when the replica has gone quiet."""
+"""Whether a rollout replica's process is still there: asked of Ray, when the replica has gone quiet.
+
+One that is there and stands still is ended, once it counts as lost. Serve would do that only after three
+health checks of 30 s, and would wait for it to drain; meanwhile it holds its GPU.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable
 
 import ray
 from ray import serve
+from ray.actor import ActorHandle
 
 from deployments.logs import serve_logger
 
 IsAlive = Callable[[str], bool]  # a replica id, as it reports it; may block
+End = Callable[[str], None]  # likewise
 
 PREFIX = "SERVE_REPLICA::"
 NAMESPACE = "serve"
@@ -18,7 +24,7 @@ logger = serve_logger()
 
 
 class ServeReplicas:
-    """Looks replicas up by the names that Serve gives their actors.
+    """Replicas by the names that Serve gives their actors.
 
     Args:
         deployment: the rollout deployment of the application that asks.
@@ -27,22 +33,32 @@ class ServeReplicas:
     def __init__(self, deployment: str) -> None:
         self._deployment = deployment
 
-    def __call__(self, replica_id: str) -> bool:
+    def exists(self, replica_id: str) -> bool:
+        return self._find(replica_id) is not None
+
+    def end(self, replica_id: str) -> None:
+        """Kill its process, also one that is stopped."""
+        actor = self._find(replica_id)
+        if actor is not None:
+            ray.kill(actor)
+
+    def _find(self, replica_id: str) -> ActorHandle | None:
         app_name = serve.get_replica_context().app_name
         name = f"{PREFIX}{app_name}#{self._deployment}#{replica_id}"
         try:
-            ray.get_actor(name, namespace=NAMESPACE)
+            return ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:  # Ray: no actor of this name, or it is dead
-            return False
-        return True
+            return None
 
 
-class Lookups:
-    """Looks the processes of silent replicas up, each in a thread that Ray may hold up."""
+class Processes:
+    """Looks the processes of silent replicas up and ends them, each in a thread that Ray may hold up."""
 
-    def __init__(self, is_alive: IsAlive) -> None:
+    def __init__(self, is_alive: IsAlive, end: End) -> None:
         self._is_alive = is_alive
+        self._end = end
         self._asked: dict[tuple[str, str], asyncio.Task[bool]] = {}  # by replica id and incarnation
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def gone(self, silent: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """Those among these replicas (id, incarnation), and those asked for before, that do not exist.
@@ -68,10 +84,21 @@ class Lookups:
             )
         return [member for member, asked in answered.items() if not _result(asked)]
 
+    def end(self, replica_id: str) -> None:
+        """End the process of a replica that is lost for good; nothing waits for it."""
+        self._ending.add(task := asyncio.get_running_loop().create_task(self._try_end(replica_id)))
+        task.add_done_callback(self._ending.discard)
+
+    async def _try_end(self, replica_id: str) -> None:
+        try:
+            await asyncio.to_thread(self._end, replica_id)
+        except Exception as error:  # Serve's own health check ends it, minutes later
+            logger.warning("replica %s could not be ended: %s: %s", replica_id, type(error).__name__, error)
+
     def close(self) -> None:
         """Wait for no answer."""
-        for asked in self._asked.values():
-            asked.cancel()
+        for task in (*self._asked.values(), *self._ending):
+            task.cancel()
 
 
 def _result(asked: asyncio.Task[bool]) -> bool:

@@ -234,12 +234,17 @@ class Ledger:
 
     # -- time and memory ----------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
-        """Time has passed: check deadlines and the lease."""
-        self._membership.check_deadlines(now)
+    def tick(self, now: float) -> list[str]:
+        """Time has passed: check deadlines and the lease.
+
+        Returns:
+            Ids of replicas that are lost because they were silent: their processes may still exist.
+        """
+        silent = self._membership.check_deadlines(now)
         self._advance(now)
         self._publishers.expire(now)
         self._advance(now)
+        return silent
 
     def credit(self, stalled_s: float, now: float) -> None:
         """The controller stood still for so long, until now: nobody could poll, acknowledge or renew."""

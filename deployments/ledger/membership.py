@@ -209,14 +209,17 @@ class Membership:
             self._decide_fence(member)
         self._dispatch.stop_waiting_for(member, certain=True)
 
-    def check_deadlines(self, now: float) -> None:
-        """Fence members that missed a deadline, and lose silent ones."""
+    def check_deadlines(self, now: float) -> list[str]:
+        """Fence members that missed a deadline, and lose silent ones; returns the ids of those."""
+        silent = []
         for member in self.all():
             if (reason := self._dispatch.missed_deadline(member, now)) is not None:
                 self.fence(member, reason, now)
             silent_s = now - member.last_poll
             if silent_s > self.config.heartbeat_timeout_s:
                 self.lose(member, f"silent for {silent_s:.1f} s", now)
+                silent.append(member.replica_id)
+        return silent
 
     def credit(self, stalled_s: float) -> None:
         """Nobody could poll for so long."""

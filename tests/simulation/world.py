@@ -211,6 +211,13 @@ class World:
         replica = self.replicas.get(replica_id)
         return replica is not None and replica.process.alive
 
+    def end(self, replica_id: str) -> None:
+        """What Ray does to a process that stands still."""
+        replica = self.replicas.get(replica_id)
+        if replica is not None and replica.process.alive:
+            self.log("{} is ended", replica_id)
+            self.kill(replica.process)
+
     def write(self, version: int, weights: str) -> str:
         assert self.store_dir is not None
         if self.disk.full:
