@@ -97,6 +97,8 @@ def _phase(arena: Arena, case: Case, brake: psutil.Process) -> Iterator[None]:
 
 def _held(arena: Arena, case: Case, brake: psutil.Process) -> Iterator[None]:
     if any(target in OF_TRAINER for target in case.targets):
+        refused = arena.train()  # so that it is connected with all members: an engine has to answer that
+        assert refused is None, refused
         with _standing_still(brake) as go, _round(arena, case):
             until(lambda: arena.phase() == "open", HELD_S, "the trainer's round")
             yield

@@ -1,10 +1,14 @@
 """A fleet as `make serve` starts it: a Ray of its own, HAProxy in front, ended by Ctrl-C."""
 
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -13,7 +17,7 @@ import yaml
 
 from app.command.cluster import free_ports
 from tests.environment import users_environment
-from tests.fleet.losing import kill_a_replica, members, wait_for_another
+from tests.fleet.losing import kill_a_replica, members, process_of, wait_for_another
 from tests.fleet.session_fleet import MODEL, Fleet
 from tests.fleet.talk import PROMPT, body, complete, train_and_publish
 from tests.tiny_models import save_tiny_llama
@@ -103,3 +107,49 @@ def test_it_answers_streams_learns_and_replaces_what_is_lost(launched: Fleet) ->
         )
         with client.stream("GET", "/fleet/events") as events:
             assert next(line for line in events.iter_lines() if line.startswith("data:"))
+        while_its_router_stands_still_nobody_answers_for(launched)
+        assert complete(client, PROMPT, 24).token_ids == after.token_ids
+
+
+def while_its_router_stands_still_nobody_answers_for(fleet: Fleet) -> None:
+    """Ray gives the fallback proxy of every cluster the port 8500, and proxies share ports: another cluster's
+    proxy would answer."""
+    router = process_of("router", APPLICATION)
+    answers: list[str] = []
+    with somebody_elses_proxy(8500):
+        router.suspend()
+        try:
+            end = time.monotonic() + 20  # HAProxy notices after two checks, 5 s apart
+            while time.monotonic() < end:
+                with suppress(httpx.TimeoutException):
+                    answers.append(httpx.get(f"{fleet.url}/fleet", timeout=1).text)
+        finally:
+            router.resume()
+    assert not [text for text in answers if "somebody else" in text]
+
+
+@contextmanager
+def somebody_elses_proxy(port: int) -> Iterator[None]:
+    """A server that shares its port with others, as Serve's proxies do."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"somebody else")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Answer, bind_and_activate=False)
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    server.server_bind()
+    server.server_activate()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
