@@ -60,18 +60,22 @@ class Admission:
         self, replica_id: str, incarnation: str, unloadable: Unloadable | None, now: float
     ) -> JoinAnswer:
         """What a starting replica loads: the newest stored version, or, if it cannot, the checkpoint of the
-        start. It is behind then, and the next round or the next stored version brings it up to date."""
+        start. It is behind then, and the next round or the next stored version brings it up to date.
+
+        A question that comes again has the same answer: the replica may be loading what the first one said.
+        """
         if unloadable is not None:
             self._promises.refuse(replica_id, incarnation, unloadable.version, unloadable.reason, now)
-        stored = self._versions.stored
-        if stored is None or self._promises.refused(incarnation, stored.version):
+        made, stored = self._promises.made(incarnation), self._versions.stored
+        told = made if made is not None and made.path else stored
+        if told is None or self._promises.refused(incarnation, told.version):
             return JoinAnswer(version=0, path=None)
-        self._promises.promise(replica_id, incarnation, stored.version, now)
+        self._promises.promise(replica_id, incarnation, told.version, told.path, now)
         return JoinAnswer(
-            version=stored.version,
-            path=stored.path,
-            fleet_id=self._versions.owner_of(stored.version),
-            digest=self._versions.digest_of(stored.version),
+            version=told.version,
+            path=told.path,
+            fleet_id=self._versions.owner_of(told.version),
+            digest=self._versions.digest_of(told.version),
         )
 
     # -- polls --------------------------------------------------------------------------------
@@ -101,6 +105,8 @@ class Admission:
             self._commit_phase.on_return(member, report, now)
         self._dispatch.on_acknowledgements(member, report.acknowledgements, now)
         self._dispatch.run_completed(now)
+        if report.failed:  # in an instruction of a controller that has died, else it is fenced already
+            self._membership.fence(member, report.failed, now)
         self._check_version(member, now)
         self._drop_leftovers(member, report, now)
         if report.ended:
@@ -223,7 +229,7 @@ class Admission:
             return  # the next round, or the next stored version, brings it up to date
         if self._promises.refused(member.incarnation, stored.version):
             return
-        self._promises.promise(member.replica_id, member.incarnation, stored.version, now)
+        self._promises.promise(member.replica_id, member.incarnation, stored.version, stored.path, now)
         body = CatchUp(
             version=stored.version,
             path=stored.path,

@@ -132,6 +132,7 @@ class Promised:
     replica_id: str
     incarnation: str
     version: int
+    path: str = ""  # of the version; empty: a journal that did not say it
     kind: Literal["promised"] = "promised"
 
 

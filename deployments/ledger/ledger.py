@@ -187,7 +187,7 @@ class Ledger:
 
     def close_round(self, token: int, round_id: int, label: str | None, now: float) -> PendingCall:
         """The call's result is a RoundReport. One that comes again is answered from the record."""
-        call = self._versions.closed(round_id)
+        call = self._versions.closed(round_id, label)
         if call is None:
             self.renew(token, now)
             call = self._staging.close(round_id, label, now)

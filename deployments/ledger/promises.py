@@ -69,9 +69,14 @@ class Promises:
                 return f"{each.replica_id} cannot load version {each.version} from the store: {each.reason}"
         return None
 
-    def promise(self, replica_id: str, incarnation: str, version: int, now: float) -> None:
+    def made(self, incarnation: str) -> Promised | None:
+        """What this process was promised, if anything."""
+        promise = self._promises.get(incarnation)
+        return None if promise is None else promise.promised
+
+    def promise(self, replica_id: str, incarnation: str, version: int, path: str, now: float) -> None:
         """This process is told to load a stored version; an earlier promise to it ends."""
-        promised = Promised(replica_id=replica_id, incarnation=incarnation, version=version)
+        promised = Promised(replica_id=replica_id, incarnation=incarnation, version=version, path=path)
         before = self._promises.get(incarnation)
         if before is None or before.promised != promised:
             self._decisions.append(promised)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from deployments.errors import InvalidRequest, RoundAborted, TransferAborted
+from deployments.errors import Conflict, InvalidRequest, RoundAborted, TransferAborted
 from deployments.ledger.connection import Connection
 from deployments.ledger.dispatch import still_running
 from deployments.ledger.limits import LedgerConfig
@@ -260,3 +260,17 @@ def transfer_failed(current: Round, replicas: dict[str, str]) -> TransferAborted
         f"{join_reasons(replicas)}",
         {"round_id": current.round_id, "send_again": True, "replicas": replicas},
     )
+
+
+def require_label(round_id: int, closed: str | None, label: str | None) -> None:
+    """Whoever closes a round again closes it with its label.
+
+    Raises:
+        Conflict: it is another one.
+    """
+    if closed != label:
+        raise Conflict(
+            f"round {round_id} was closed with the label {closed!r}, by another publisher: what was to be "
+            f"published as {label!r} was not; publish it again",
+            {"round_id": round_id, "expected": closed, "actual": label},
+        )

@@ -19,7 +19,7 @@ from deployments.ledger.decisions import (
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import PendingCall
-from deployments.ledger.round import Round, RoundPhase
+from deployments.ledger.round import Round, RoundPhase, require_label
 from deployments.protocol.publishing import RoundReport
 
 CONTROLLER_RESTARTED = "the controller restarted"  # why it aborts the round that its predecessor had open
@@ -126,13 +126,19 @@ class VersionState:
             {"round_id": round_id, "committed_version": self._committed_version},
         )
 
-    def closed(self, round_id: int) -> PendingCall | None:
+    def closed(self, round_id: int, label: str | None) -> PendingCall | None:
         """How a round ends that its publisher has closed, or a predecessor has ended; None: it has not been.
 
         For a close that comes again: the controller restarted before its publisher had the answer.
+
+        Raises:
+            Conflict: it was closed with another label, so by another publisher. All who call over HTTP share
+                one lease, and a call that comes late is only told apart by its label.
         """
         current = self._current
         if current is not None and current.round_id == round_id:
+            if current.close is not None or current.decided:
+                require_label(round_id, current.label, label)
             if current.close is None and current.decided:  # decided by a predecessor
                 current.close = PendingCall(name="close_round", round_id=round_id)
             return current.close
@@ -141,6 +147,7 @@ class VersionState:
             return None
         call = PendingCall(name="close_round", round_id=round_id)
         if report.phase == RoundPhase.COMMITTED:
+            require_label(round_id, report.label, label)
             call.finish(result=report)
         else:
             call.finish(error=self._errors.get(round_id, _aborted(report)))

@@ -142,7 +142,7 @@ class Follower:
         self._fenced: str | None = None
         self._reports = 0
         self._directive: Directive | None = None
-        self._uncertain = False  # its weights may be a mixture: no request until the controller has fenced it
+        self._failed = ""  # its weights may be a mixture: no request until a controller has fenced it
         self._clock = clock
         self.last_contact = clock()
 
@@ -188,7 +188,7 @@ class Follower:
         return directive
 
     def _trusted(self, directive: Directive) -> Directive:
-        return replace(directive, admitted=False) if self._uncertain else directive
+        return replace(directive, admitted=False) if self._failed else directive
 
     def _state(self, *, ended: bool = False) -> Report:
         self._reports += 1
@@ -206,6 +206,7 @@ class Follower:
             adapters=self._member.adapters,
             acknowledgements=tuple(self._acknowledgements.values()),
             number=self._reports,
+            failed=self._failed,
             fenced=self._fenced is not None,
             leaving=self._member.leaving,
             drained=self._member.drained,
@@ -284,7 +285,7 @@ class Follower:
             outcome, message = Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}"
         changes_weights = isinstance(instruction.body, Commit | CatchUp) or self._member.partially_updated
         if outcome is Outcome.REPLICA_FAILED and changes_weights:
-            self._uncertain = True  # the fence takes a while to come
+            self._failed = f"{name}: {message}"  # the fence takes a while to come
             if self._directive is not None:
                 self._member.on_directive(self._trusted(self._directive))
         self._acknowledgements[instruction.seq] = Acknowledgement(

@@ -61,7 +61,7 @@ def deploy_live_settings(arena: Arena) -> None:
     before = {name: [each.pid for each in arena.launched.named(name)] for name in names}
     document = yaml.safe_load((arena.launched.output.parent / "serve.yaml").read_text())
     args = document["applications"][0]["args"]
-    args["weights"] = {"min_replicas": 2}
+    args["weights"] = {**args["weights"], "min_replicas": 2}
     args["router"] = {**args["router"], "max_queued_requests": 7}
     file = arena.launched.output.parent / "changed.yaml"
     file.write_text(yaml.safe_dump(document))

@@ -216,6 +216,8 @@ class World:
         replica = self.replicas.get(replica_id)
         if replica is not None and replica.process.alive:
             self.log("{} is ended", replica_id)
+            if self.innocent:
+                self.violation = Violation(f"{replica_id} was ended, and nothing was wrong with it")
             self.kill(replica.process)
 
     def write(self, version: int, weights: str) -> str:

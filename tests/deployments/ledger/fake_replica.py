@@ -59,7 +59,7 @@ class FakeReplica:
     staged_round: int | None = None
     receiving_round: int | None = None  # whose payloads are staged, complete or not
     verified: bool = False  # what it received is complete
-    uncertain: bool = False  # its weights may be a mixture: it takes no request until it is fenced
+    failed: str = ""  # how; its weights may be a mixture: it takes no request until it is fenced
     staging_intact: bool = False  # no sleep has discarded what the session staged
     retains: bool = True  # False: staging 'none', which has nothing to retain
     retaining: int | None = None  # what the open session is to retain
@@ -109,6 +109,7 @@ class FakeReplica:
             adapters=self.adapters.state(),
             acknowledgements=tuple(self.acknowledgements.values()),
             number=self.reports,
+            failed=self.failed,
             fenced=self.fenced is not None,
             leaving=self.leaving,
             drained=self.drained,
@@ -121,7 +122,7 @@ class FakeReplica:
         for seq in directive.acknowledged:
             self.acknowledgements.pop(seq, None)
         self.fenced = directive.fenced
-        self.admitted = directive.admitted and self.fenced is None and not self.uncertain
+        self.admitted = directive.admitted and self.fenced is None and not self.failed
         self.may_leave, self.wanted = directive.may_leave, directive.wish.wanted
         hangs = False
         if self.fenced is not None:
@@ -155,7 +156,7 @@ class FakeReplica:
                 outcome, message = failure.outcome, str(failure)
         changes_weights = isinstance(instruction.body, Commit | CatchUp) or self.partially_updated
         if outcome is Outcome.REPLICA_FAILED and changes_weights:
-            self.uncertain, self.admitted = True, False
+            self.failed, self.admitted = f"{instruction.body.name}: {message}", False
         self.acknowledgements[instruction.seq] = Acknowledgement(
             seq=instruction.seq,
             outcome=outcome,

@@ -35,7 +35,7 @@ def says_nothing_new(seat: Seat) -> bool:
         return True
     return (
         answer.fenced is None
-        and (answer.admitted and not replica.uncertain) == replica.admitted
+        and (answer.admitted and not replica.failed) == replica.admitted
         and not set(answer.acknowledged) & set(replica.acknowledgements)
         and all(each.seq in replica.seen for each in answer.instructions)
     )
@@ -99,7 +99,7 @@ def _seat(seat: Seat, fleet: SmallFleet) -> Any:
         replica.staged_round,
         replica.receiving_round,
         replica.verified,
-        replica.uncertain,
+        bool(replica.failed),
         replica.admitted,
         replica.held,
         replica.fenced is not None,

@@ -2,15 +2,15 @@
 
 import pytest
 
-from deployments.errors import RoundAborted, StalePublisher, TransferAborted
+from deployments.errors import Conflict, RoundAborted, StalePublisher, TransferAborted
 from deployments.ledger.decisions import Ended, compact, decode, encode
 from deployments.ledger.members import PendingCall
 from deployments.protocol.instructions import Commit, Verify
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 
-def close_again(scene: Scene, token: int, round_id: int) -> PendingCall:
-    return scene.ledger.close_round(token, round_id, None, scene.now)
+def close_again(scene: Scene, token: int, round_id: int, label: str | None = None) -> PendingCall:
+    return scene.ledger.close_round(token, round_id, label, scene.now)
 
 
 @pytest.mark.parametrize("restarts", [0, 1, 2])
@@ -19,9 +19,34 @@ def test_a_committed_round_is_answered_with_its_report(restarts: int) -> None:
     report = report_of(scene.publish(label="one"))
     for _ in range(restarts):
         scene.restart()
-    again = close_again(scene, scene.token, report.round_id)
+    again = close_again(scene, scene.token, report.round_id, "one")
     assert report_of(again) == report
     assert scene.ledger.committed_version == 1
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("label", ["two", None])
+def test_who_closes_it_with_another_label_is_told_that_theirs_is_not_published(
+    restarts: int, label: str | None
+) -> None:
+    """Two trainers over HTTP share a lease: a close that comes late meets the other one's round."""
+    scene = Scene(replicas=2)
+    report = report_of(scene.publish(label="one"))
+    for _ in range(restarts):
+        scene.restart()
+    with pytest.raises(Conflict, match=f"with the label 'one', by another publisher.* as {label!r} was not"):
+        close_again(scene, scene.token, report.round_id, label)
+    assert report_of(close_again(scene, scene.token, report.round_id, "one")) == report
+
+
+def test_nobody_closes_with_another_label_what_is_being_closed() -> None:
+    scene = Scene(replicas=2)
+    for replica in scene.replicas:
+        replica.hangs_in.add(Verify)
+    closing = scene.publish(label="one")
+    with pytest.raises(Conflict, match="by another publisher"):
+        close_again(scene, scene.token, 1, "two")
+    assert close_again(scene, scene.token, 1, "one") is closing
 
 
 def test_a_decided_round_is_answered_when_the_successor_has_finished_it() -> None:
@@ -31,8 +56,8 @@ def test_a_decided_round_is_answered_when_the_successor_has_finished_it() -> Non
     first = scene.publish(label="one")
     assert not first.done
     scene.restart()
-    again = close_again(scene, scene.token, 1)
-    assert not again.done and close_again(scene, scene.token, 1) is again
+    again = close_again(scene, scene.token, 1, "one")
+    assert not again.done and close_again(scene, scene.token, 1, "one") is again
     for replica in scene.replicas:
         replica.hangs_in.clear()
     scene.poll(8)
@@ -112,7 +137,7 @@ def test_a_round_whose_entry_in_the_history_was_not_written_is_known_all_the_sam
     last = max(index for index, each in enumerate(scene.journal) if isinstance(each, Ended))
     del scene.journal[last:]  # a torn end
     scene.restart()
-    call = close_again(scene, scene.token, 1 if decided else 2)
+    call = close_again(scene, scene.token, 1, "one") if decided else close_again(scene, scene.token, 2)
     if decided:
         assert report_of(call).version == 1 and report_of(call).label == "one"
     else:

@@ -122,6 +122,26 @@ def test_a_participant_that_never_returns_does_not_hold_a_resumed_round_for_ever
     assert set(scene.ledger.history()[-1].fenced) == {gone.replica_id}
 
 
+def test_a_swap_that_fails_for_a_controller_that_has_died_is_not_forgotten() -> None:
+    """Its successor does not know the instruction. The replica takes no request any more, and nobody would
+    replace it."""
+    scene = Scene(replicas=2)
+    one, other = scene.replicas
+    for replica in scene.replicas:
+        replica.hangs_in.add(Commit)
+    scene.publish()
+    one.outcomes[Commit] = Outcome.REPLICA_FAILED
+    for replica in scene.replicas:
+        replica.hangs_in.clear()
+    scene.poll(1)  # they swap, and the controller restarts before it learns what came of it
+    assert one.failed and one.fenced is None
+    one.outcomes.clear()
+    scene.restart()
+    scene.poll(6)
+    assert one.fenced is not None and "replica_failed here" in one.fenced
+    assert other.admitted and scene.ledger.committed_version == other.version == 1
+
+
 def test_no_round_opens_after_a_restart_before_all_who_served_have_polled() -> None:
     scene = Scene(replicas=2)
     scene.restart()

@@ -65,6 +65,27 @@ def test_a_joiner_finds_what_it_was_promised_and_serves_after_the_next_round() -
     assert scene.disk == {20, 21, 22}
 
 
+def test_a_question_that_comes_again_has_the_same_answer() -> None:
+    """The first one may come last; whichever answer is heard, its version is there when the engine is up."""
+    scene = StoreScene(replicas=1)
+    scene.round()
+    answer = scene.begin()
+    for _ in range(5):
+        scene.round()
+    assert scene.begin() == answer
+    scene.restart()
+    scene.journal = compact(scene.journal)
+    scene.restart()
+    scene.poll()
+    for _ in range(5):
+        scene.round()
+    assert scene.begin() == answer
+    late = scene.up(answer)
+    for _ in range(5):
+        scene.round()
+    assert late.version == 16 and 1 not in scene.disk
+
+
 def test_a_restarted_controller_keeps_its_promises() -> None:
     scene = StoreScene(replicas=1)
     scene.round()

@@ -252,3 +252,5 @@ async def test_weights_that_may_be_a_mixture_take_no_request_before_the_fence_co
     follower = Follower(replica_id="r", incarnation="i", member=member, poll=script, retry_s=0.01)
     await asyncio.wait_for(follower.run(), 10)
     assert admitted == [True, True, False, False, False, False]
+    said = [report.failed for report in script.reports]
+    assert said[:2] == ["", ""] and all(body.name in words for words in said[2:]), "until a fence has come"
