@@ -72,6 +72,7 @@ class Publisher:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.digits = 1  # of the mark in a label
         self._mark = 0  # of the round begun last
         self._now = Started(url).ready()
         self._spare = Started(url)
@@ -92,7 +93,7 @@ class Publisher:
         """Begin a round, after the one that may still run, of which nothing is heard any more."""
         self.ensure()
         self._mark = mark
-        self._tell(json.dumps({"mark": mark, "hold": hold}))
+        self._tell(json.dumps({"mark": mark, "hold": hold, "digits": self.digits}))
 
     def until(self, key: str, timeout_s: float) -> dict[str, Any]:
         """What it says under this key of the round begun last; empty if that ended, or the process did,

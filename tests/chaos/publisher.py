@@ -2,9 +2,9 @@
 
     python -m tests.chaos.publisher URL
 
-Reads lines of JSON, `{"mark": 7, "hold": "tensors"}`, and publishes the weights of the mark, labelled
-`mark-7`. With `hold` it stops before the last tensors or before the round is closed, says so, and goes on at
-the next line. After each round it prints one line: `{"mark": 7, "ended": true, "error": null}`.
+Reads lines of JSON, `{"mark": 7, "hold": "tensors", "digits": 3}`, and publishes the weights of the mark,
+labelled `mark-007`. With `hold` it stops before the last tensors or before the round is closed, says so, and
+goes on at the next line. After each round it prints one line: `{"mark": 7, "ended": true, "error": null}`.
 """
 
 import json
@@ -61,20 +61,21 @@ class Source(WeightSource):
 class Client(HTTPVLLMWeightSyncClient):
     """vLLM's client, which labels a version with its mark."""
 
-    def __init__(self, url: str, mark: int, hold: str | None) -> None:
+    def __init__(self, url: str, mark: int, hold: str | None, digits: int) -> None:
         super().__init__(url, timeout=TIMEOUT_S)
         self._mark = mark
+        self._digits = digits
         self._hold = hold
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         if self._hold == "finish":
             held(self._mark, "finish")
-        super().finish_weight_update(f"mark-{self._mark}")
+        super().finish_weight_update(f"mark-{self._mark:0{self._digits}d}")
 
 
-def publish(url: str, mark: int, hold: str | None) -> None:
+def publish(url: str, mark: int, hold: str | None, digits: int) -> None:
     info = ShmTrainerInitInfo(rank=0, chunk_bytes=CHUNK_BYTES)
-    client = Client(url, mark, hold)
+    client = Client(url, mark, hold, digits)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source(mark, hold))
     engine.send_weights()
 
@@ -85,7 +86,7 @@ def main() -> None:
     while line := sys.stdin.readline():
         wanted = json.loads(line)
         try:
-            publish(sys.argv[1], wanted["mark"], wanted.get("hold"))
+            publish(sys.argv[1], wanted["mark"], wanted["hold"], wanted["digits"])
         except requests.RequestException as error:
             answer = getattr(error, "response", None)
             why = f"{error}" if answer is None else answer.text[:400]

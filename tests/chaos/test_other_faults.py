@@ -42,6 +42,16 @@ def full(disk: Path) -> Iterator[None]:
         filler.unlink()
 
 
+@contextmanager
+def long_labels(publisher: Publisher) -> Iterator[None]:
+    """The journal goes on in the space that it has reserved: half a MiB, hundreds of ordinary rounds."""
+    publisher.digits = 2000
+    try:
+        yield
+    finally:
+        publisher.digits = 1
+
+
 def kill_a_replica(arena: Arena) -> None:
     arena.launched.named("replica")[0].kill()
     until(lambda: not arena.whole(), 30, "the loss of a replica")
@@ -51,12 +61,12 @@ def kill_a_replica(arena: Arena) -> None:
 def test_on_a_full_disk_publishers_are_refused_and_the_fleet_serves(arena: Arena, killed: bool) -> None:
     if not arena.launched.own_disk:
         pytest.skip("only root can mount a small disk")
-    with watched(arena, may_lose=int(killed)):
+    with watched(arena, may_lose=int(killed)), long_labels(arena.publisher):
         told = len(arena.refused)
         with full(arena.launched.state):
             if killed:
                 kill_a_replica(arena)
-            until(lambda: len(arena.refused) > told + 3, 60, "refused publishers")
+            until(lambda: len(arena.refused) > told + 3, 400, "refused publishers")
             version = arena.committed()
             time.sleep(5.0)
             assert arena.committed() <= version + 1, "what cannot be recorded is not done"
