@@ -104,14 +104,14 @@ def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
         raise InvalidRequest(
             f"update_info: expected an object or a list of objects, got {type(payload).__name__}"
         )
-    if FIELD not in payload:
-        return payload
+    rest = {name: value for name, value in payload.items() if name != FIELD}
+    if payload.get(FIELD) is None:  # as vLLM's own payload says that its handles are not pickled
+        return rest
     if not allowed:
         raise InvalidRequest(
             f"{FIELD} is pickled, and this fleet does not unpickle what it receives over HTTP; "
             "set weights.allow_pickled_ipc_over_http to allow CUDA IPC handles"
         )
-    rest = {name: value for name, value in payload.items() if name != FIELD}
     return rest | {"ipc_handles": read_handles(payload[FIELD])}
 
 
