@@ -38,7 +38,8 @@ MARK = "SLIPSTREAM_CLUSTER"
 _NODE_ADDRESS = "127.0.0.2"
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 15.0
-_START_SLOW = "timed out during startup"  # in Ray's log: it gives a node 30 s; a busy machine needs more
+# In Ray's log: it gives a node, and parts of it, 30 s; a busy machine needs more.
+_START_SLOW = ("timed out during startup", "Timed out waiting for node info")
 
 
 class ClusterError(RuntimeError):
@@ -77,7 +78,7 @@ class LocalCluster:
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         self._start_head()
         while not self._answers():
-            if _START_SLOW in self._end_of_log() and self._head_has_ended():
+            if self._head_has_ended() and any(words in self._end_of_log() for words in _START_SLOW):
                 print("Ray took more than its own 30 s to start: starting it again", flush=True)
                 self._end_processes()
                 self._start_head()

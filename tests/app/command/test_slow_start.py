@@ -7,7 +7,10 @@ import pytest
 
 from app.command.cluster import ClusterError, LocalCluster, free_ports
 
-GIVES_UP = "print('The current node timed out during startup.'); raise SystemExit(1)"
+GIVES_UP = [
+    "print('The current node timed out during startup.'); raise SystemExit(1)",
+    "print('RuntimeError: Timed out waiting for node info for node_id=24.'); raise SystemExit(1)",
+]
 FAILS = "print('no such option'); raise SystemExit(2)"
 SERVES = """
 import sys
@@ -34,8 +37,9 @@ class Head(LocalCluster):
         return [sys.executable, "-c", self._scripts.pop(0), str(self.port)]
 
 
-def test_a_node_that_ray_gave_up_is_started_again(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Head(GIVES_UP, SERVES)
+@pytest.mark.parametrize("gives_up", GIVES_UP)
+def test_a_node_that_ray_gave_up_is_started_again(gives_up: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = Head(gives_up, SERVES)
     try:
         cluster.start()
     finally:
