@@ -212,12 +212,10 @@ class World:
         return replica is not None and replica.process.alive
 
     def end(self, replica_id: str) -> None:
-        """What Ray does to a process that stands still."""
+        """What Ray does to a process that stands still; one that runs unheard is cut off, from Ray too."""
         replica = self.replicas.get(replica_id)
-        if replica is not None and replica.process.alive:
+        if replica is not None and replica.process.alive and replica.process.stopped:
             self.log("{} is ended", replica_id)
-            if self.innocent:
-                self.violation = Violation(f"{replica_id} was ended, and nothing was wrong with it")
             self.kill(replica.process)
 
     def write(self, version: int, weights: str) -> str:
