@@ -35,6 +35,13 @@ class StoreScene(Scene):
     def remove_old(self) -> None:
         self.disk -= set(removable(self.ledger, self.disk, KEEP))
 
+    def restart_twice(self) -> None:
+        """From the journal as it was written, then from a compacted one."""
+        self.restart()
+        self.journal = compact(self.journal)
+        self.restart()
+        self.poll()
+
     def begin(self, name: str = "late", unloadable: Unloadable | None = None) -> JoinAnswer:
         """A process that starts; it polls when its engine is up, see `up`."""
         answer = self.ledger.join(name, f"{name}-1", self.now, unloadable)
@@ -73,10 +80,7 @@ def test_a_question_that_comes_again_has_the_same_answer() -> None:
     for _ in range(5):
         scene.round()
     assert scene.begin() == answer
-    scene.restart()
-    scene.journal = compact(scene.journal)
-    scene.restart()
-    scene.poll()
+    scene.restart_twice()
     for _ in range(5):
         scene.round()
     assert scene.begin() == answer
@@ -90,10 +94,7 @@ def test_a_restarted_controller_keeps_its_promises() -> None:
     scene = StoreScene(replicas=1)
     scene.round()
     answer = scene.begin()
-    scene.restart()
-    scene.journal = compact(scene.journal)
-    scene.restart()
-    scene.poll()
+    scene.restart_twice()
     for _ in range(5):
         scene.round()
     scene.up(answer)
