@@ -1,4 +1,8 @@
-"""Advantages: the reward of each answer relative to the other answers to the same prompt."""
+"""Advantages: the reward of each answer relative to others, to the same prompt or in the same batch.
+
+Also the other pure functions between rewards and a step: which groups teach anything, and what an answer
+loses that is too long.
+"""
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -12,6 +16,8 @@ class AdvantageEstimator(StrEnum):
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
     RLOO = "rloo"
+    REINFORCE_PP = "reinforce_pp"
+    REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
 
 
 def group_normalised(rewards: torch.Tensor, *, epsilon: float = 1e-6) -> torch.Tensor:
@@ -48,20 +54,89 @@ ESTIMATORS: dict[AdvantageEstimator, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+# Their advantages depend on the whole batch.
+OF_BATCHES = frozenset({AdvantageEstimator.REINFORCE_PP, AdvantageEstimator.REINFORCE_PP_BASELINE})
+
+
 def group_advantages(
     rewards: Sequence[float], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
 ) -> list[float]:
     """Advantages of one group of answers to one prompt; all zero if all rewards are equal.
 
     Raises:
-        ValueError: fewer than two rewards (there is nothing to compare with), or one that is not finite.
+        ValueError: fewer than two rewards (there is nothing to compare with), one that is not finite, or an
+            estimator that needs the whole batch.
     """
+    if estimator in OF_BATCHES:
+        raise ValueError(f"advantages {estimator.value!r} need a batch of groups: call batch_advantages")
     if len(rewards) < 2:
         raise ValueError(f"a group needs at least 2 rewards, got {len(rewards)}")
-    group = torch.tensor(rewards, dtype=torch.float64)
-    if not bool(torch.isfinite(group).all()):
-        raise ValueError(f"rewards must be finite numbers, got {list(rewards)}")
-    # Equal rewards differ from their mean by rounding errors, which division by a tiny deviation amplifies.
-    if bool((group == group[0]).all()):
+    if not has_signal(rewards):
         return [0.0] * len(rewards)
-    return [float(value) for value in ESTIMATORS[estimator](group)]
+    return [float(value) for value in ESTIMATORS[estimator](_finite(rewards))]
+
+
+def batch_advantages(
+    groups: Sequence[Sequence[float]], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
+) -> list[list[float]]:
+    """Advantages of all groups of a batch, in their order; the rewards of a group are for one prompt.
+
+    REINFORCE++: Hu et al. 2025, https://arxiv.org/abs/2501.03262, normalises over the batch: prompts with few
+    answers have no reliable deviation of their own, and one answer to each prompt is enough. Its variant with
+    a baseline subtracts the mean of the group first, where prompts differ more than the answers to one.
+
+    Raises:
+        ValueError: as `group_advantages`; REINFORCE++ needs two rewards in the batch, and not in each group.
+    """
+    if estimator not in OF_BATCHES:
+        return [group_advantages(rewards, estimator) for rewards in groups]
+    rewards = [_finite(group) for group in groups]
+    if sum(len(group) for group in rewards) < 2:
+        raise ValueError(f"a batch needs at least 2 rewards, got {sum(len(group) for group in rewards)}")
+    if estimator is AdvantageEstimator.REINFORCE_PP_BASELINE:
+        if any(len(group) < 2 for group in rewards):
+            raise ValueError("a group needs at least 2 rewards for a baseline, got a group with fewer")
+        # Exact zeros for groups without signal, as above.
+        rewards = [centred(group) if has_signal(group.tolist()) else group * 0.0 for group in rewards]
+    values = torch.cat(rewards)
+    if not has_signal(values.tolist()):
+        return [[0.0] * len(group) for group in rewards]
+    parts = group_normalised(values).split([len(group) for group in rewards])
+    return [part.tolist() for part in parts]
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether the answers of a group differ in reward; if not, GRPO and its kin learn nothing from them.
+
+    DAPO's dynamic sampling: Yu et al. 2025, https://arxiv.org/abs/2503.14476, section 3.2: leave such groups
+    out, and sample until the batch is full of others.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    # Equal rewards differ from their mean by rounding errors, which division by a tiny deviation amplifies.
+    group = _finite(rewards)
+    return len(group) > 0 and not bool((group == group[0]).all())
+
+
+def overlong_penalty(length: int, *, max_tokens: int, buffer_tokens: int) -> float:
+    """What the reward of an answer of `length` tokens loses for its length, 0.0 down to -1.0.
+
+    Nothing up to max_tokens - buffer_tokens, then linearly more, and all of it at max_tokens, where an answer
+    is cut off. DAPO: https://arxiv.org/abs/2503.14476, equation 13.
+
+    Raises:
+        ValueError: the buffer is not within 1 and max_tokens.
+    """
+    if not 1 <= buffer_tokens <= max_tokens:
+        raise ValueError(f"buffer_tokens must lie in [1, {max_tokens}], got {buffer_tokens}")
+    excess = length - (max_tokens - buffer_tokens)
+    return -min(1.0, max(0.0, excess / buffer_tokens))
+
+
+def _finite(rewards: Sequence[float]) -> torch.Tensor:
+    """float64 [G]."""
+    values = torch.tensor(rewards, dtype=torch.float64)
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"rewards must be finite numbers, got {list(rewards)}")
+    return values

@@ -1,17 +1,18 @@
-"""Batching: from trajectories of any length to padded tensors and micro-batches of bounded size.
+"""Batching: from trajectories of any length to micro-batches of bounded size.
 
 Answers to one prompt can share it: a row is a prompt and up to G answers side by side, which attend to
 the prompt and to themselves but not to each other, at the positions they would have alone. With eight
 answers of a few tokens to a prompt of a hundred, this is a sixth of the work of eight separate rows,
-with the same result. Prompts are padded on the left and answers on the right, so every answer starts in
-the same column of every row. One selection of columns then has every answer token of the batch, and no
-logits are computed for prompts (they would be the largest tensor of a step).
+with the same result. Prompts are padded on the left and answers on the right.
 
     columns   0 ............ P-1 | P ...... P+T-1 | P+T ... P+2T-1
     row 0     pad pad p0 p1 p2   | r0 r1 r2 pad   | s0 s1 pad pad
     row 1     p0  p1  p2 p3 p4   | r0 pad pad pad | pad pad pad pad
 
 With G = 1 this is the plain layout, whose mask every attention kernel accepts.
+
+The layout is known here alone. Losses and metrics see the M learned tokens of a micro-batch, one after the
+other, without padding; `predictors` says at which position of the layout each of them is predicted.
 """
 
 import math
@@ -23,24 +24,30 @@ import torch
 from trainers.trajectory import Trajectory
 
 Row = tuple[int, ...]  # indices of trajectories with one prompt
+UNKNOWN_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """Padded tensors of R rows: P prompt columns, then G answers of T columns; L = P + G * T.
+    """R rows of L positions, and the M tokens of their A answers that are learned.
 
-    Answer g of row r is entry r * G + g of every tensor whose first dimension is R * G. An unused slot
-    is an answer without tokens.
+    The tokens of an answer are contiguous and in order. An answer may have none.
     """
 
     input_ids: torch.Tensor  # int64 [R, L]
     attention_mask: torch.Tensor  # int64 [R, L] if G is 1, else bool [R, 1, L, L], true where attended
     position_ids: torch.Tensor  # int64 [R, L]; 0 at the first real token
-    predictors: torch.Tensor  # int64 [G * T]: the column whose logits predict each answer column
-    response_ids: torch.Tensor  # int64 [R * G, T]
-    response_mask: torch.Tensor  # bool [R * G, T]
-    rollout_logprobs: torch.Tensor  # float32 [R * G, T]; 0 where padded
-    advantages: torch.Tensor  # float32 [R * G]
+    predictors: (
+        torch.Tensor
+    )  # int64 [M]: of the R * L positions, the one whose hidden state predicts the token
+    targets: torch.Tensor  # int64 [M]: the tokens
+    answers: torch.Tensor  # int64 [M]: the answer of each token, 0 to A - 1
+    lengths: torch.Tensor  # int64 [A]: learned tokens of each answer
+    rollout_logprobs: torch.Tensor  # float32 [M]
+    advantages: torch.Tensor  # float32 [M]
+    versions: (
+        torch.Tensor
+    )  # int64 [M]: of the weights that sampled the token; UNKNOWN_VERSION where nobody said
 
 
 def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool) -> list[Row]:
@@ -114,7 +121,7 @@ def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> l
 def collate(
     trajectories: Sequence[Trajectory], rows: Sequence[Row], *, pad_token_id: int, device: torch.device
 ) -> TokenBatch:
-    """Pad rows of trajectories to one rectangle, see the picture in the module's docstring.
+    """Lay out rows of trajectories, see the picture in the module's docstring; answers in the order of rows.
 
     Raises:
         ValueError: there are no rows.
@@ -124,31 +131,58 @@ def collate(
     P = max(len(trajectories[row[0]].prompt_token_ids) for row in rows)
     G = max(len(row) for row in rows)
     T = max(len(trajectories[index].token_ids) for row in rows for index in row)
-    input_ids = torch.full((len(rows), P + G * T), pad_token_id, dtype=torch.int64)
+    L = P + G * T
+    input_ids = torch.full((len(rows), L), pad_token_id, dtype=torch.int64)
     real = torch.zeros_like(input_ids, dtype=torch.bool)
     positions = torch.zeros_like(input_ids)
-    rollout_logprobs = torch.zeros(len(rows), G, T)
-    advantages = torch.zeros(len(rows), G)
+    predictors: list[torch.Tensor] = []
     for r, row in enumerate(rows):
         prompt = trajectories[row[0]].prompt_token_ids
         _write(input_ids[r], real[r], positions[r], prompt, column=P - len(prompt), position=0)
         for g, index in enumerate(row):
-            answer = trajectories[index]
-            _write(
-                input_ids[r], real[r], positions[r], answer.token_ids, column=P + g * T, position=len(prompt)
-            )
-            rollout_logprobs[r, g, : len(answer.token_ids)] = torch.tensor(answer.logprobs)
-            advantages[r, g] = answer.advantage
+            tokens, column = trajectories[index].token_ids, P + g * T
+            _write(input_ids[r], real[r], positions[r], tokens, column=column, position=len(prompt))
+            before = r * L + column - 1 + torch.arange(len(tokens))
+            before[0] = r * L + P - 1  # the prompt's last column predicts the first token of every answer
+            predictors.append(before)
+    answers = [trajectories[index] for row in rows for index in row]
+    learned = torch.cat([_mask(answer) for answer in answers])
+    lengths = torch.tensor([answer.learned_tokens for answer in answers])
+
+    def of_learned(values: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(values))[learned].to(device)
+
     return TokenBatch(
         input_ids=input_ids.to(device),
         attention_mask=(real.long() if G == 1 else _side_by_side(real, P, G, T)).to(device),
         position_ids=positions.to(device),
-        predictors=_predictors(P, G, T).to(device),
-        response_ids=input_ids[:, P:].reshape(-1, T).to(device),
-        response_mask=real[:, P:].reshape(-1, T).to(device),
-        rollout_logprobs=rollout_logprobs.reshape(-1, T).to(device),
-        advantages=advantages.reshape(-1).to(device),
+        predictors=of_learned(predictors),
+        targets=of_learned(torch.tensor(answer.token_ids) for answer in answers),
+        answers=torch.arange(len(answers)).repeat_interleave(lengths).to(device),
+        lengths=lengths.to(device),
+        rollout_logprobs=of_learned(torch.tensor(answer.logprobs) for answer in answers),
+        advantages=of_learned(_advantages(answer) for answer in answers),
+        versions=of_learned(_versions(answer) for answer in answers),
     )
+
+
+def _mask(answer: Trajectory) -> torch.Tensor:
+    """bool [tokens of the answer]."""
+    mask = answer.loss_mask
+    return torch.ones(len(answer.token_ids), dtype=torch.bool) if mask is None else torch.tensor(mask)
+
+
+def _advantages(answer: Trajectory) -> torch.Tensor:
+    """float32 [tokens of the answer]."""
+    return torch.tensor(answer.advantage, dtype=torch.float32).expand(len(answer.token_ids))
+
+
+def _versions(answer: Trajectory) -> torch.Tensor:
+    """int64 [tokens of the answer]."""
+    versions = torch.full((len(answer.token_ids),), UNKNOWN_VERSION, dtype=torch.int64)
+    for span in answer.weight_versions:
+        versions[span.start : span.end] = span.version
+    return versions
 
 
 def _write(
@@ -174,10 +208,3 @@ def _side_by_side(real: torch.Tensor, P: int, G: int, T: int) -> torch.Tensor:
     allowed = visible & torch.ones(length, length, dtype=torch.bool).tril()
     # A padded column attends to itself: a softmax over nothing is NaN, and NaN spreads through gradients.
     return (allowed & real[:, None, None, :]) | torch.eye(length, dtype=torch.bool)
-
-
-def _predictors(P: int, G: int, T: int) -> torch.Tensor:
-    """int64 [G * T]; the prompt's last column predicts the first token of every answer."""
-    columns = P + torch.arange(G * T).reshape(G, T) - 1
-    columns[:, 0] = P - 1
-    return columns.reshape(-1)

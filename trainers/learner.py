@@ -17,13 +17,14 @@ from trainers.learner_state import (
     restore_weights,
     round_to_model,
 )
-from trainers.losses import LossTerms, policy_loss, token_weights
+from trainers.losses.interface import LearnedTokens
+from trainers.losses.policy_loss import policy_loss, token_weights
+from trainers.losses.registry import load_loss
 from trainers.optimizer import build_optimizer, learning_rate_factor
 from trainers.policy import DTYPES, Policy, TokenScores
 from trainers.settings import Dtype, LearnerConfig
+from trainers.step_metrics import Metrics, StepTotals
 from trainers.trajectory import Trajectory
-
-Metrics = dict[str, float | int | bool]
 
 
 class Reference(Protocol):
@@ -40,7 +41,8 @@ class Learner:
     trajectories, because the collectives inside need all ranks.
 
     Raises:
-        ValueError: a reference policy without a KL coefficient, or a coefficient without a reference.
+        ValueError: a reference policy without a KL coefficient, or a coefficient without a reference; a loss
+            that cannot be loaded.
     """
 
     def __init__(self, policy: Policy, config: LearnerConfig, *, reference: Reference | None = None) -> None:
@@ -54,22 +56,33 @@ class Learner:
         self.config = config
         self.steps_done = 0
         self._reference = reference
+        self._loss = load_loss(config.loss)
+        self._published: int | None = None  # the version that the policy was after so many steps
+        self._published_step: int | None = None
         self._optimizer, self._schedule = build_optimizer(policy.parameters(), config.optimizer)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
 
-    def step(self, trajectories: Sequence[Trajectory]) -> Metrics:
+    def step(self, trajectories: Sequence[Trajectory], *, published: int | None = None) -> Metrics:
         """Run `updates_per_step` optimizer steps on the policy loss of these trajectories.
 
         An update whose loss or gradient is not finite is not applied: `skipped` is true in the metrics,
         and the schedule does not advance.
 
+        Args:
+            published: the newest version that the trainer published; the metrics' staleness is counted from
+                it. None: it published none.
+
         Raises:
-            ValueError: there are no trajectories.
+            ValueError: there are no trajectories, or no token of them is learned from.
         """
-        if not trajectories:
-            raise ValueError("a step needs at least one trajectory, got none")
+        if not any(trajectory.learned_tokens for trajectory in trajectories):
+            raise ValueError(
+                f"a step needs at least one token that is learned from, got {len(trajectories)} trajectories"
+            )
         started = time.perf_counter()
+        if published != self._published:
+            self._published, self._published_step = published, self.steps_done
         if self.policy.adapter is not None:
             self.policy.adapter.seed_dropout(self.steps_done, self._rank)
         micro_batches = self._micro_batches(trajectories)
@@ -143,8 +156,10 @@ class Learner:
             self._schedule.state_dict() | {"last_epoch": steps_done, "_last_lr": rates}
         )
         self.steps_done = steps_done
+        self._published_step = None
 
     def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[TokenBatch, bool]]:
+        trajectories = [trajectory for trajectory in trajectories if trajectory.learned_tokens]
         plan: list[list[Row]] = plan_micro_batches(
             trajectories,
             token_budget=self.config.max_tokens_per_microbatch,
@@ -166,54 +181,31 @@ class Learner:
         old: Sequence[torch.Tensor] | None,
         trajectories: Sequence[Trajectory],
     ) -> Metrics:
-        total_tokens = sum(len(trajectory.token_ids) for trajectory in trajectories)
-        terms: list[LossTerms] = []
-        entropy = 0.0
+        total_tokens = sum(trajectory.learned_tokens for trajectory in trajectories)
+        totals = StepTotals(
+            self.config.loss,
+            published=self._published,
+            is_published=self._published_step == self.steps_done,
+            device=self.policy.device,
+        )
         for number, (batch, counts) in enumerate(micro_batches):
             reference = self._reference_logprobs(batch)
             scores = self.policy.scores(batch, with_entropies=True)
             before = old[number] if old is not None else None
-            term = self._loss(batch, scores.logprobs, before, reference, total_tokens, len(trajectories))
+            tokens = _learned_tokens(batch, scores.logprobs, before, reference)
+            made = policy_loss(tokens, self.config.loss, self._loss)
+            weights = token_weights(batch.lengths, total_tokens, len(trajectories), self.config.loss)
+            loss = (made.values * weights[batch.answers]).sum()
             # FSDP2 averages gradients over ranks, but the loss is normalised over all ranks: scale it back.
-            (term.loss * (self._world_size if counts else 0.0)).backward()
+            (loss * (self._world_size if counts else 0.0)).backward()
             if counts:
-                terms.append(term)
                 assert scores.entropies is not None
-                entropy += float(scores.entropies[batch.response_mask].sum())
-        return self._apply(self._over_ranks(LossTerms.sums(terms) | {"entropy": entropy}))
+                totals.add(tokens, loss=loss, entropies=scores.entropies, clipped=made.clipped)
+        return self._apply(totals.metrics())
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor | None:
         return None if self._reference is None else self._reference.scores(batch).logprobs
-
-    def _loss(
-        self,
-        batch: TokenBatch,
-        logprobs: torch.Tensor,
-        old: torch.Tensor | None,
-        reference: torch.Tensor | None,
-        tokens: int,
-        sequences: int,
-    ) -> LossTerms:
-        counts = batch.response_mask.sum(dim=1).clamp(min=1)
-        return policy_loss(
-            logprobs=logprobs,
-            # With one update per step the policy is still the old one: the ratio is 1.
-            old_logprobs=logprobs.detach() if old is None else old,
-            rollout_logprobs=batch.rollout_logprobs,
-            advantages=batch.advantages,
-            mask=batch.response_mask,
-            weights=token_weights(counts, tokens, sequences, self.config.loss),
-            config=self.config.loss,
-            reference_logprobs=reference,
-        )
-
-    def _over_ranks(self, sums: dict[str, float]) -> dict[str, float]:
-        if self._world_size == 1:
-            return sums
-        values = torch.tensor(list(sums.values()), dtype=torch.float64, device=self.policy.device)
-        dist.all_reduce(values)
-        return dict(zip(sums, values.tolist(), strict=True))
 
     def _average_gradients(self) -> None:
         """FSDP2 averages the gradients of what it shards. An adapter is whole on every rank."""
@@ -228,27 +220,30 @@ class Learner:
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
 
-    def _apply(self, sums: dict[str, float]) -> Metrics:
+    def _apply(self, metrics: Metrics) -> Metrics:
         """Clip the gradient and step the optimizer, unless the loss or the gradient is not finite."""
         self._average_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         learning_rate = float(self._schedule.get_last_lr()[0])
-        skipped = not (math.isfinite(sums["loss"]) and math.isfinite(grad_norm))
+        skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
         if not skipped:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        tokens = sums["tokens"]
-        return {
-            "loss": sums["loss"],
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "tokens": int(tokens),
-            "entropy": sums["entropy"] / tokens,
-            "importance_mean": sums["importance"] / tokens,
-            "truncated_fraction": sums["truncated"] / tokens,
-            "ratio_mean": sums["ratio"] / tokens,
-            "clipped_fraction": sums["clipped"] / tokens,
-            "rollout_kl": sums["rollout_kl"] / tokens,
-            "skipped": skipped,
-        }
+        return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": skipped}
+
+
+def _learned_tokens(
+    batch: TokenBatch, logprobs: torch.Tensor, old: torch.Tensor | None, reference: torch.Tensor | None
+) -> LearnedTokens:
+    return LearnedTokens(
+        logprobs=logprobs,
+        # With one update per step the policy is still the old one: the ratio is 1.
+        old_logprobs=logprobs.detach() if old is None else old,
+        rollout_logprobs=batch.rollout_logprobs,
+        advantages=batch.advantages,
+        answers=batch.answers,
+        lengths=batch.lengths,
+        versions=batch.versions,
+        reference_logprobs=reference,
+    )

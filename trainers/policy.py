@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainers.batching import TokenBatch
 from trainers.lora import Adapter
+from trainers.output_head import logits_at
 from trainers.settings import Dtype, LoraConfig
 from trainers.sources import load_parameters, names_without_aliases, tied_names
 
@@ -30,15 +31,16 @@ MODEL_FILES: Sequence[str] = (
     "generation_config.json",
     "*.py",  # remote code, also of a tokenizer
 )
+_ENTROPY_TOKENS = 512  # whose entropies are computed at once
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """The model's log-probabilities of a batch's answers; both float32 [R * G, T], undefined where padded."""
+    """The model's log-probabilities of a batch's learned tokens; both float32 [M]."""
 
     logprobs: torch.Tensor
-    entropies: torch.Tensor | None  # in nats, without gradient
+    entropies: torch.Tensor | None  # where they are predicted, in nats, without gradient
 
 
 class Policy:
@@ -143,21 +145,19 @@ class Policy:
         return list(self.model.parameters()) if self.adapter is None else self.adapter.parameters()
 
     def scores(self, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
-        """Log-probabilities of every answer token, with gradient unless gradients are disabled."""
+        """Log-probabilities of every learned token, with gradient unless gradients are disabled."""
         if self.adapter is not None:
             self.adapter.drop(torch.is_grad_enabled())
-        rows = batch.input_ids.shape[0]
-        logits = self.model(
+        logits = logits_at(
+            self.model,
+            batch.predictors,
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
-            logits_to_keep=batch.predictors,
-            use_cache=False,
-        ).logits.float()  # [R, G * T, V]
-        targets = batch.response_ids.reshape(rows, -1, 1)
-        logprobs = logits.gather(-1, targets).squeeze(-1) - logits.logsumexp(-1)
-        entropies = _entropies(logits.detach()).reshape(batch.response_ids.shape) if with_entropies else None
-        return TokenScores(logprobs=logprobs.reshape(batch.response_ids.shape), entropies=entropies)
+        ).float()  # [M, V]
+        logprobs = logits.gather(-1, batch.targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+        entropies = _entropies(logits.detach()) if with_entropies else None
+        return TokenScores(logprobs=logprobs, entropies=entropies)
 
     def save_pretrained(self, directory: Path) -> None:
         """An ordinary Hugging Face checkpoint: config, weights as safetensors, `MODEL_FILES`."""
@@ -225,7 +225,10 @@ def _disable_dropout(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _entropies(logits: torch.Tensor) -> torch.Tensor:
-    """float [R, N, V] -> [R, N]; row by row, because it copies its input, the largest tensor of a step."""
-    return torch.stack(
-        [torch.distributions.Categorical(logits=row, validate_args=False).entropy() for row in logits]
+    """float [M, V] -> [M]; part by part, because it copies its input, the largest tensor of a step."""
+    return torch.cat(
+        [
+            torch.distributions.Categorical(logits=part, validate_args=False).entropy()
+            for part in logits.split(_ENTROPY_TOKENS)
+        ]
     )

@@ -20,6 +20,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from trainers.loss_settings import LossConfig
+
 
 class Strategy(StrEnum):
     """How the trainer's ranks hold the model."""
@@ -34,20 +36,6 @@ class Schedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
     COSINE = "cosine"
-
-
-class Aggregation(StrEnum):
-    """The weight of one token in the loss of a batch.
-
-    TOKEN: all tokens of the batch have the same weight (DAPO: Yu et al. 2025,
-    https://arxiv.org/abs/2503.14476, section 3.3). SEQUENCE: all answers have the same weight, whatever
-    their length (GRPO: https://arxiv.org/abs/2402.03300). CONSTANT: the sum is divided by the number of
-    answers times `max_tokens`, so length has no effect (Dr. GRPO: https://arxiv.org/abs/2503.20783).
-    """
-
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-    CONSTANT = "constant"
 
 
 Dtype = Literal["float32", "bfloat16"]
@@ -99,21 +87,6 @@ class OptimizerConfig(_Settings):
         return self
 
 
-class LossConfig(_Settings):
-    """The policy loss: clipping, importance weights, the KL penalty.
-
-    Raises:
-        ValidationError: a value out of range.
-    """
-
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.2  # DAPO's "clip higher" is 0.28
-    importance_cap: PositiveFloat = 2.0  # truncated importance sampling on rollout log-probabilities
-    kl_coefficient: NonNegativeFloat = 0.0  # 0: no reference model is loaded
-    aggregation: Aggregation = Aggregation.TOKEN
-    max_tokens: PositiveInt = 1024  # of one answer; the divisor of Aggregation.CONSTANT
-
-
 class LearnerConfig(_Settings):
     """One optimisation step.
 
@@ -126,6 +99,9 @@ class LearnerConfig(_Settings):
     max_grad_norm: PositiveFloat = 1.0
     max_tokens_per_microbatch: PositiveInt = 8192  # padded tokens of one forward: bounds activation memory
     updates_per_step: PositiveInt = 1  # optimizer steps on one batch; clipping has no effect on the first
+    # A warning is logged where rollout engine and trainer differ by more than this in the log-probability of
+    # a token under the same weights, on average over a step.
+    logprob_drift_bound: PositiveFloat = 0.05
     share_prompts: bool = True  # where the model's attention allows it, see trainers.batching
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Self
 
 MAX_NAMED = 3  # problems that an error message names; it counts the rest
@@ -19,28 +20,40 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sampled answer and its advantage within its group."""
+    """One sampled answer and its advantage within its group.
+
+    An answer of several turns is one trajectory: what tools and users said in between is part of `token_ids`,
+    and masked.
+    """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of token_ids, as the rollout engine computed them when it sampled
-    advantage: float
+    # Of token_ids, as the rollout engine computed them when it sampled; any number where the mask is false.
+    logprobs: tuple[float, ...]
+    advantage: float | tuple[float, ...]  # of the answer, or of each of token_ids
     weight_versions: tuple[VersionSpan, ...] = ()
+    loss_mask: tuple[bool, ...] | None = None  # of token_ids: whether it is learned from; None: all are
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Self:
+    def from_json(cls, entry: Mapping[str, Any], *, sampled: bool = True) -> Self:
         """Read the JSON form: the same names, lists instead of tuples.
+
+        Args:
+            sampled: false for an answer that is imitated: `logprobs` and `advantage` may be missing.
 
         Raises:
             ValueError: a field is missing or of the wrong type; the message names it.
         """
         try:
+            if not sampled:
+                entry = {"logprobs": (0.0,) * len(entry["token_ids"]), "advantage": 0.0} | dict(entry)
             return cls(
                 prompt_token_ids=_integers(entry["prompt_token_ids"], "prompt_token_ids"),
                 token_ids=_integers(entry["token_ids"], "token_ids"),
-                logprobs=tuple(float(value) for value in entry["logprobs"]),
-                advantage=float(entry["advantage"]),
+                logprobs=_numbers(entry["logprobs"], "logprobs"),
+                advantage=_advantage(entry["advantage"]),
                 weight_versions=tuple(_span(span) for span in entry.get("weight_versions", ())),
+                loss_mask=_mask(entry.get("loss_mask")),
             )
         except KeyError as error:
             raise ValueError(
@@ -52,11 +65,41 @@ class Trajectory:
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.token_ids)
 
+    @property
+    def learned_tokens(self) -> int:
+        """How many of its tokens are learned from."""
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
+
 
 def _span(fields: Any) -> VersionSpan:
     span = VersionSpan(**fields)
     _integers((span.version, span.start, span.end), "weight_versions")
     return span
+
+
+def _numbers(values: Iterable[Any], field: str) -> tuple[float, ...]:
+    numbers = tuple(values)
+    for value in numbers:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise TypeError(f"{field} must hold numbers, got {value!r}")
+    return tuple(float(value) for value in numbers)
+
+
+def _advantage(value: Any) -> float | tuple[float, ...]:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return _numbers(value, "advantage")
+    (number,) = _numbers((value,), "advantage")
+    return number
+
+
+def _mask(values: Any) -> tuple[bool, ...] | None:
+    if values is None:
+        return None
+    mask = tuple(values)
+    for value in mask:
+        if not isinstance(value, bool) and value not in (0, 1):
+            raise TypeError(f"loss_mask must hold booleans, got {value!r}")
+    return tuple(bool(value) for value in mask)
 
 
 def _integers(values: Iterable[Any], field: str) -> tuple[int, ...]:
@@ -67,8 +110,13 @@ def _integers(values: Iterable[Any], field: str) -> tuple[int, ...]:
     return integers
 
 
-def parse_trajectories(entries: Any, *, vocabulary_size: int, max_length: int) -> list[Trajectory]:
+def parse_trajectories(
+    entries: Any, *, vocabulary_size: int, max_length: int, sampled: bool = True
+) -> list[Trajectory]:
     """Read and check a whole batch; every problem is collected before one error is raised.
+
+    Args:
+        sampled: as in `Trajectory.from_json`.
 
     Raises:
         ValueError: what was expected and what came, for the first problems, with trajectory numbers.
@@ -80,7 +128,7 @@ def parse_trajectories(entries: Any, *, vocabulary_size: int, max_length: int) -
         try:
             if not isinstance(entry, Mapping):
                 raise ValueError(f"expected an object, got {_describe(entry)}")
-            trajectory = Trajectory.from_json(entry)
+            trajectory = Trajectory.from_json(entry, sampled=sampled)
         except ValueError as error:
             found.append(f"trajectory {number}: {error}")
             continue
@@ -89,6 +137,8 @@ def parse_trajectories(entries: Any, *, vocabulary_size: int, max_length: int) -
             f"trajectory {number}: {problem}"
             for problem in problems(trajectory, vocabulary_size=vocabulary_size, max_length=max_length)
         ]
+    if not found and not any(trajectory.learned_tokens for trajectory in trajectories):
+        found.append(f"none of {len(trajectories)} trajectories has a token whose loss_mask is true")
     if found:
         rest = len(found) - MAX_NAMED
         raise ValueError("; ".join(found[:MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else ""))
@@ -111,12 +161,16 @@ def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int) -
         found.append(
             f"logprobs must have {count} entries, one for each token id, got {len(trajectory.logprobs)}"
         )
-    if not all(math.isfinite(value) for value in trajectory.logprobs):
+    mask = trajectory.loss_mask
+    if mask is not None and len(mask) != count:
+        found.append(f"loss_mask must have {count} entries, one for each token id, got {len(mask)}")
+        mask = None
+    learned = trajectory.logprobs if mask is None else tuple(compress(trajectory.logprobs, mask))
+    if not all(math.isfinite(value) for value in learned):
         found.append("logprobs must be finite numbers, got NaN or infinity")
-    elif any(value > 1e-3 for value in trajectory.logprobs):  # a little above 0 is rounding
-        found.append(f"logprobs must not be above 0, got {max(trajectory.logprobs)}")
-    if not math.isfinite(trajectory.advantage):
-        found.append(f"advantage must be a finite number, got {trajectory.advantage}")
+    elif any(value > 1e-3 for value in learned):  # a little above 0 is rounding
+        found.append(f"logprobs must not be above 0, got {max(learned)}")
+    found += _problems_of_advantage(trajectory.advantage, count)
     outside = [t for t in trajectory.prompt_token_ids + trajectory.token_ids if not 0 <= t < vocabulary_size]
     if outside:
         found.append(f"token ids must lie in [0, {vocabulary_size}), got {outside[0]}")
@@ -126,3 +180,13 @@ def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int) -
         if not 0 <= span.start <= span.end <= count:
             found.append(f"a version span must lie in [0, {count}], got [{span.start}, {span.end}]")
     return found
+
+
+def _problems_of_advantage(advantage: float | tuple[float, ...], count: int) -> list[str]:
+    values = (advantage,) if isinstance(advantage, float | int) else advantage
+    if isinstance(advantage, tuple) and len(advantage) != count:
+        return [
+            f"advantage must be a number, or {count} of them, one for each token id, got {len(advantage)}"
+        ]
+    wrong = [value for value in values if not math.isfinite(value)]
+    return [f"advantage must be a finite number, got {wrong[0]}"] if wrong else []

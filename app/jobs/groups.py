@@ -1,4 +1,4 @@
-"""Groups of answers on their way from the fleet to the trainer, and how old they may be.
+"""Groups of attempts on their way from the fleet to the trainer, and how old they may be.
 
     producers ── put (waits while full) ──► GroupQueue ── take (drops stale groups) ──► trainer
 
@@ -11,42 +11,61 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from app.client.completions import Answer
-from trainers.advantages import AdvantageEstimator, group_advantages
+from app.jobs.attempts import Attempt
+from trainers.advantages import OF_BATCHES, AdvantageEstimator, batch_advantages, has_signal
 from trainers.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Answers to one prompt, and their rewards."""
+    """Attempts at one problem."""
 
     number: int  # of the problem
-    prompt_token_ids: Sequence[int]
-    answers: Sequence[Answer]
-    rewards: Sequence[float]
+    attempts: Sequence[Attempt]
 
     @property
     def oldest_version(self) -> int:
         """Of the weights behind any of its tokens."""
-        return min(answer.oldest_version for answer in self.answers)
+        return min(sample.oldest_version for attempt in self.attempts for sample in attempt.samples)
 
     @property
     def tokens(self) -> int:
-        return sum(len(answer.token_ids) for answer in self.answers)
+        """That the model said."""
+        return sum(attempt.sampled_tokens for attempt in self.attempts)
 
     @property
     def mean_reward(self) -> float:
-        return sum(self.rewards) / len(self.rewards)
+        return sum(attempt.reward for attempt in self.attempts) / len(self.attempts)
 
-    def trajectories(self, estimator: AdvantageEstimator) -> list[Trajectory]:
-        """What the trainer learns from; empty if all rewards are equal, for then it can learn nothing."""
-        advantages = group_advantages(self.rewards, estimator)
-        if not any(advantages):
-            return []
-        return [
-            answer.trajectory(self.prompt_token_ids, advantage)
-            for answer, advantage in zip(self.answers, advantages, strict=True)
-        ]
+    @property
+    def shaped_rewards(self) -> list[float]:
+        """With what attempts lose for their length."""
+        return [attempt.reward + attempt.penalty for attempt in self.attempts]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether its rewards differ; if not, there is nothing to learn but by comparison with others."""
+        return has_signal(self.shaped_rewards)
+
+
+def trajectories(groups: Sequence[Group], estimator: AdvantageEstimator) -> list[Trajectory]:
+    """What the trainer learns from.
+
+    Groups whose rewards are equal are left out, except where advantages are those of the whole batch; then
+    the result is empty if all rewards of the batch are equal.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    advantages = batch_advantages([group.shaped_rewards for group in groups], estimator)
+    whole = estimator in OF_BATCHES and any(any(group) for group in advantages)
+    return [
+        sample.trajectory(advantage)
+        for group, of_group in zip(groups, advantages, strict=True)
+        if whole or any(of_group)
+        for attempt, advantage in zip(group.attempts, of_group, strict=True)
+        for sample in attempt.samples
+    ]
 
 
 @dataclass
@@ -61,7 +80,7 @@ class GroupQueue:
 
     capacity: int
     max_staleness: int
-    dropped: int = 0
+    dropped: list[int] = field(default_factory=list)  # numbers of the problems
     _waiting: deque[Group] = field(default_factory=deque)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -103,6 +122,7 @@ class GroupQueue:
     def _drop_stale(self, version: int) -> None:
         fresh = [group for group in self._waiting if version - group.oldest_version <= self.max_staleness]
         if len(fresh) < len(self._waiting):
-            self.dropped += len(self._waiting) - len(fresh)
+            numbers = {group.number for group in fresh}
+            self.dropped += [group.number for group in self._waiting if group.number not in numbers]
             self._waiting = deque(fresh)
             self._changed.notify_all()

@@ -1,12 +1,15 @@
 """The run's record: one JSON line a step, appended after the step and read by `--resume`."""
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import JsonValue, TypeAdapter
+
+from app.jobs.evaluation import Evaluation
 
 RUNS = Path("~/.cache/slipstream/runs")
 
@@ -29,10 +32,13 @@ class StepRecord:
     wait_s: float  # for fresh groups
     publish_s: float
     elapsed_s: float  # since the run began
-    next_problem: int
+    next_problem: int  # every problem before it is consumed
     seed: int
     trainer: Mapping[str, JsonValue]  # the trainer's metrics; empty if there was nothing to learn
     example: str  # the text of one answer
+    consumed_ahead: tuple[int, ...] = ()  # problems after `next_problem` that are consumed too
+    groups_filtered: int = 0  # left out by --dynamic-sampling since the step before
+    evaluation: Evaluation | None = None  # of `version`
 
     def line(self) -> str:
         """The record for a person."""
@@ -44,8 +50,30 @@ class StepRecord:
             f"loss {shown}  {self.step_s:.1f} s  {self.example!r}"
         )
 
+    def values(self) -> dict[str, float]:
+        """Its numbers by name, for a tracker."""
+        found = {
+            name: float(value)
+            for name, value in asdict(self).items()
+            if isinstance(value, int | float) and name not in ("step", "seed")
+        }
+        found |= {f"trainer/{n}": float(v) for n, v in self.trainer.items() if isinstance(v, int | float)}
+        if self.evaluation is not None:
+            found["evaluation/reward"] = self.evaluation.reward
+            found |= {f"evaluation/pass@{k}": value for k, value in self.evaluation.pass_at.items()}
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A step that the trainer was asked for: a job that is killed meanwhile does not know what came of it."""
+
+    record: StepRecord  # as it will be, but for what the trainer says
+    trainer_step: int  # optimizer steps that the trainer had done before
+
 
 _RECORD = TypeAdapter(StepRecord)
+_PENDING = TypeAdapter(Pending)
 
 
 def new_metrics_file() -> Path:
@@ -70,6 +98,36 @@ def append(path: Path, record: StepRecord) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(asdict(record)) + "\n")
+
+
+def write_pending(path: Path, pending: Pending) -> None:
+    """Write down what the trainer is asked for, beside the record; replaces what was written before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = _pending_file(path).with_suffix(".new")
+    with new.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(asdict(pending)))
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.replace(_pending_file(path))
+
+
+def pending(path: Path) -> Pending | None:
+    """What was written last, None if nothing was.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    file = _pending_file(path)
+    try:
+        return _PENDING.validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{file}: expected a step that was under way: {error}") from error
+
+
+def _pending_file(path: Path) -> Path:
+    return path.with_name(path.name + ".pending")
 
 
 def records(path: Path) -> list[StepRecord]:

@@ -1,7 +1,7 @@
 """The RL job's options: each one is a field of `Options`, and typer makes the command line of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +9,16 @@ import typer
 
 from app.client.connection import LOCAL_URL
 from app.client.options import Url, json_object
+from app.jobs.environments.environment import (
+    BUILT_IN,
+    Conversations,
+    Environment,
+    Single,
+    load_environment,
+)
 from app.jobs.rewards import EXTRACTORS, Extraction, load_reward
 from app.jobs.tasks import PromptFileTask, ReasoningGymTask, Task
+from app.jobs.trackers import Tracking
 from trainers.advantages import AdvantageEstimator
 
 DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
@@ -50,6 +58,41 @@ class Options:
     reward: Annotated[
         str | None, typer.Option(help="package.module:function(entry, answer) -> float, for --prompts")
     ] = None
+    environment: Annotated[
+        str | None,
+        typer.Option(help="of several turns: calculator, or package.module:factory; instead of --task"),
+    ] = None
+    environment_settings: Annotated[str, typer.Option(help="of --environment, as JSON")] = "{}"
+    max_turns: Annotated[int, typer.Option(min=1, help="of an attempt in --environment")] = 8
+    dynamic_sampling: Annotated[
+        bool,
+        typer.Option("--dynamic-sampling", help="leave groups of equal rewards out, and sample others"),
+    ] = False
+    overlong_buffer: Annotated[
+        int,
+        typer.Option(min=0, help="tokens before --max-tokens in which the reward falls by up to 1; 0: no"),
+    ] = 0
+    eval_every: Annotated[int, typer.Option(min=0, help="steps; 0: no evaluation")] = 0
+    eval_problems: Annotated[int, typer.Option(min=1, help="held out, attempted in an evaluation")] = 64
+    eval_attempts: Annotated[int, typer.Option(min=1, help="at each of them, for pass@k")] = 4
+    eval_prompts: Annotated[
+        Path | None, typer.Option(help="held-out prompts for --prompts, a file of the same form")
+    ] = None
+    solved_from: Annotated[float, typer.Option(help="the reward from which an attempt is right")] = 1.0
+    keep_best: Annotated[
+        Path | None,
+        typer.Option(help="a directory on the trainer's host for the version that evaluates best"),
+    ] = None
+    publish_best: Annotated[
+        bool,
+        typer.Option(
+            "--publish-best", help="move the fleet to it at the end; needs security.checkpoint_roots"
+        ),
+    ] = False
+    log: Annotated[
+        list[Tracking] | None,
+        typer.Option(help="also write the metrics there; may be given more than once", show_default="none"),
+    ] = None
     seed: Annotated[int, typer.Option(help="of the problems")] = 0
     metrics: Annotated[
         Path | None,
@@ -62,6 +105,42 @@ class Options:
     @property
     def stop_strings(self) -> Sequence[str]:
         return ("\n",) if self.stop is None else self.stop
+
+    @property
+    def longest(self) -> int:
+        """Tokens that an attempt may say."""
+        return self.max_tokens * (1 if self.environment is None else self.max_turns)
+
+    def load_environments(self) -> tuple[Environment, Environment]:
+        """Where the problems come from, and the held-out ones.
+
+        Raises:
+            ValueError: as `load_task`; or the environment, its settings or the held-out prompts are.
+        """
+        if self.eval_every == 0 and (self.keep_best is not None or self.publish_best):
+            raise ValueError("--keep-best and --publish-best need --eval-every")
+        if self.publish_best and self.keep_best is None:
+            raise ValueError("--publish-best needs --keep-best")
+        if self.overlong_buffer > self.longest:
+            raise ValueError(
+                f"--overlong-buffer must be at most {self.longest} tokens, got {self.overlong_buffer}"
+            )
+        if self.environment is not None:
+            if self.prompts is not None or self.reward is not None:
+                raise ValueError("--environment has prompts and rewards of its own: leave --prompts out")
+            settings = json_object(self.environment_settings, "--environment-settings")
+            if self.environment in BUILT_IN:
+                settings = {"seed": self.seed} | settings
+            talks = Conversations(load_environment(self.environment, settings), self.max_turns)
+            return talks, talks
+        task = self.load_task()
+        if self.prompts is None:
+            return Single(task), Single(task)
+        if self.eval_every and self.eval_prompts is None:
+            raise ValueError("--eval-every with --prompts needs held-out prompts: --eval-prompts")
+        if self.eval_prompts is None:
+            return Single(task), Single(task)
+        return Single(task), Single(replace(self, prompts=self.eval_prompts).load_task())
 
     def load_task(self) -> Task:
         """Where the prompts come from, and what scores their answers.

@@ -47,7 +47,7 @@ class Training:
         before = (await self._client.send(calls.train_status())).step
 
         async def metrics() -> dict[str, JsonValue] | None:
-            status = await self._settled()
+            status = await self.settled()
             return dict(status.last_step) if status.step == before + 1 else None
 
         return await self._once(calls.step(trajectories), metrics)
@@ -64,7 +64,7 @@ class Training:
         """
 
         async def report() -> RoundReport | AdapterReport | None:
-            status = await self._settled()
+            status = await self.settled()
             last = status.last_round if status.adapter is None else status.last_adapter
             own = last is not None and last.label == label and last.version > newer_than
             return last if own else None
@@ -92,7 +92,7 @@ class Training:
             if found is not None:
                 return found
 
-    async def _settled(self) -> TrainerStatus:
+    async def settled(self) -> TrainerStatus:
         """The trainer's status when it does nothing, at least not for long."""
         deadline = time.monotonic() + self._patience_s
         while True:

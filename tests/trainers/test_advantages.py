@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.advantages import AdvantageEstimator, group_advantages
+from trainers.advantages import (
+    ESTIMATORS,
+    AdvantageEstimator,
+    batch_advantages,
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+)
 
 REWARDS = st.lists(st.floats(min_value=-100, max_value=100), min_size=2, max_size=16)
 
@@ -28,7 +35,7 @@ def test_rloo_compares_with_the_others() -> None:
 
 
 @settings(deadline=None)  # other processes share the cores
-@given(REWARDS, st.sampled_from(AdvantageEstimator))
+@given(REWARDS, st.sampled_from(sorted(ESTIMATORS)))
 def test_advantages_of_a_group_sum_to_zero_and_the_best_answer_has_the_highest(
     rewards: list[float], estimator: AdvantageEstimator
 ) -> None:
@@ -52,3 +59,57 @@ def test_a_group_of_one_is_refused() -> None:
 def test_a_reward_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         group_advantages([1.0, float("nan")])
+
+
+@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
+def test_a_batch_of_groups_is_its_groups_for_estimators_of_groups(estimator: AdvantageEstimator) -> None:
+    groups = [[0.0, 1.0, 1.0], [2.0, 5.0], [3.0, 3.0]]
+    assert batch_advantages(groups, estimator) == [group_advantages(group, estimator) for group in groups]
+
+
+def test_reinforce_pp_normalises_over_the_batch() -> None:
+    deviation = math.sqrt(((0 - 3) ** 2 + (2 - 3) ** 2 + (4 - 3) ** 2 + (6 - 3) ** 2) / 3)
+    first, second, third = batch_advantages([[0.0], [2.0, 4.0], [6.0]], AdvantageEstimator.REINFORCE_PP)
+    assert [*first, *second, *third] == pytest.approx([each / deviation for each in (-3, -1, 1, 3)], rel=1e-5)
+
+
+def test_reinforce_pp_with_a_baseline_subtracts_the_groups_mean_first() -> None:
+    groups = [[0.0, 2.0], [100.0, 104.0], [7.0, 7.0]]
+    deviation = math.sqrt((1 + 1 + 4 + 4) / 5)
+    first, second, third = batch_advantages(groups, AdvantageEstimator.REINFORCE_PP_BASELINE)
+    expected = [each / deviation for each in (-1, 1, -2, 2)]
+    assert [*first, *second] == pytest.approx(expected, rel=1e-5) and third == [0.0, 0.0]
+
+
+def test_a_batch_of_equal_rewards_has_no_advantage() -> None:
+    assert batch_advantages([[0.1], [0.1, 0.1]], AdvantageEstimator.REINFORCE_PP) == [[0.0], [0.0, 0.0]]
+
+
+def test_reinforce_pp_refuses_what_it_cannot_normalise() -> None:
+    with pytest.raises(ValueError, match="need a batch of groups: call batch_advantages"):
+        group_advantages([1.0, 2.0], AdvantageEstimator.REINFORCE_PP)
+    with pytest.raises(ValueError, match="at least 2 rewards, got 1"):
+        batch_advantages([[1.0], []], AdvantageEstimator.REINFORCE_PP)
+    with pytest.raises(ValueError, match="a group with fewer"):
+        batch_advantages([[1.0], [2.0, 3.0]], AdvantageEstimator.REINFORCE_PP_BASELINE)
+    with pytest.raises(ValueError, match="finite"):
+        batch_advantages([[1.0, math.inf]], AdvantageEstimator.REINFORCE_PP)
+
+
+def test_a_group_teaches_something_if_its_rewards_differ() -> None:
+    assert has_signal([0.0, 0.0, 1.0]) and not has_signal([0.3, 0.3]) and not has_signal([1.0])
+    with pytest.raises(ValueError, match="finite"):
+        has_signal([math.nan, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (120, -1.0)]
+)
+def test_an_answer_near_the_limit_loses_reward(length: int, penalty: float) -> None:
+    assert overlong_penalty(length, max_tokens=100, buffer_tokens=20) == pytest.approx(penalty)
+
+
+@pytest.mark.parametrize("buffer_tokens", [0, 101])
+def test_a_buffer_outside_the_answer_is_refused(buffer_tokens: int) -> None:
+    with pytest.raises(ValueError, match=r"buffer_tokens must lie in \[1, 100\]"):
+        overlong_penalty(50, max_tokens=100, buffer_tokens=buffer_tokens)

@@ -20,9 +20,9 @@ CONFIG = LearnerConfig(
     optimizer=OptimizerConfig(learning_rate=1e-3), max_tokens_per_microbatch=8, share_prompts=False
 )
 BATCH = [
-    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
-    tiny.trajectory((3, 4), (7, 1), advantage=-1.0),
-    tiny.trajectory((8, 9, 10), (11, 12, 13), advantage=0.5),
+    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0, version=4),
+    tiny.trajectory((3, 4), (7, 1), advantage=-1.0, version=3),
+    tiny.trajectory((8, 9, 10), (11, 12, 13), advantage=0.5, version=1),
 ]
 
 
@@ -41,7 +41,7 @@ def sharded_rank(rank: int, directory: Path, kind: str) -> None:
         source = ParameterSource(policy.model)
         before = {name: tensor.clone() for name, tensor in source}
         learner = Learner(policy, CONFIG)
-        metrics = [learner.step(BATCH), learner.step(BATCH)]
+        metrics = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
         after = {name: tensor.clone() for name, tensor in source}
         local = sum(p.to_local().numel() for p in policy.model.parameters())  # type: ignore[attr-defined]
         policy.load_weights(directory)
@@ -65,13 +65,15 @@ def test_two_ranks_learn_and_publish_what_one_process_does(tmp_path: Path, kind:
     assert list(before) == list(original) == [name for name, _, _ in specs]
     assert all(torch.equal(before[name], tensor) for name, tensor in original.items())
     learner = Learner(policy, CONFIG)
-    expected = [learner.step(BATCH), learner.step(BATCH)]
+    expected = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
     for name, tensor in source:
         torch.testing.assert_close(after[name], tensor, rtol=1e-3, atol=1e-5)
     assert all(torch.equal(restored[name], tensor) for name, tensor in original.items())
     for mine, theirs in zip(expected, metrics, strict=True):
-        for name in ("loss", "grad_norm", "tokens", "importance_mean", "entropy"):
-            assert theirs[name] == pytest.approx(mine[name], rel=1e-3), name
+        assert theirs.keys() == mine.keys() and mine["staleness_max"] == 3
+        for name in mine.keys() - {"step_s"}:
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6), name
+    assert "logprob_difference_max" in expected[0] and "logprob_difference_max" not in expected[1]
     total = sum(p.numel() for p in policy.model.parameters())
     assert local == pytest.approx(total / 2, rel=0.1)
 

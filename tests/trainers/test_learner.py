@@ -7,9 +7,10 @@ import torch
 
 from tests.trainers import tiny
 from trainers.learner import Learner
+from trainers.loss_settings import DEFAULTS, LossConfig
 from trainers.policy import Policy
-from trainers.settings import LearnerConfig, LossConfig, OptimizerConfig
-from trainers.trajectory import Trajectory
+from trainers.settings import LearnerConfig, OptimizerConfig
+from trainers.trajectory import Trajectory, VersionSpan
 
 CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=3))
 PROMPT = (3, 4, 5)
@@ -132,8 +133,41 @@ def test_a_missing_reference_and_an_empty_batch_are_refused(tmp_path: Path) -> N
     policy = tiny.policy(tmp_path)
     with pytest.raises(ValueError, match="reference policy is needed"):
         Learner(policy, LearnerConfig(loss=LossConfig(kl_coefficient=0.1)))
-    with pytest.raises(ValueError, match="at least one trajectory"):
+    with pytest.raises(ValueError, match="at least one token that is learned from, got 0 trajectories"):
         Learner(policy, CONFIG).step([])
+
+
+def test_masked_tokens_and_answers_have_no_gradient_and_count_nowhere(tmp_path: Path) -> None:
+    """Whatever is behind them: a tool's tokens have no log-probability, and no advantage."""
+    plain, masked = tiny.policy(tmp_path), Policy.load(tmp_path)
+    first, *others = on_policy(plain, ANSWERS)
+    tool = (20, 21)
+    longer = replace(
+        first,
+        token_ids=first.token_ids + tool,
+        logprobs=(*first.logprobs, 0.0, float("nan")),
+        advantage=(1.0, 1.0, 1.0, float("nan"), 5.0),
+        loss_mask=(True, True, True, False, False),
+    )
+    silent = replace(others[0], loss_mask=(False,) * len(others[0].token_ids))
+    for config in (CONFIG, with_changes(share_prompts=False, max_tokens_per_microbatch=8)):
+        expected = Learner(plain, config).step([first, *others])
+        actual = Learner(masked, config).step([longer, *others, silent])
+        assert actual["tokens"] == expected["tokens"] == 8
+        assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    with pytest.raises(ValueError, match="got 1 trajectories"):
+        Learner(masked, CONFIG).step([silent])
+
+
+def test_each_token_is_moved_by_its_own_advantage(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    (answer,) = on_policy(policy, {(6, 7): 1.0})
+    Learner(policy, with_changes(optimizer=OptimizerConfig(learning_rate=1e-3))).step(
+        [replace(answer, advantage=(1.0, -1.0))]
+    )
+    (after,) = on_policy(policy, {(6, 7): 1.0})
+    assert after.logprobs[0] > answer.logprobs[0] and after.logprobs[1] < answer.logprobs[1]
 
 
 def test_a_learner_restarted_without_moments_continues_its_schedule(tmp_path: Path) -> None:
@@ -174,3 +208,74 @@ def test_a_restored_learner_has_the_configured_decay_and_epsilon(tmp_path: Path)
         resumed.step(batch)
         results.append(state(resumed.policy))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_staleness_is_counted_from_what_the_trainer_published_last(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    learner = Learner(policy, CONFIG)
+    fresh, old, unknown = on_policy(policy, ANSWERS)
+    fresh = replace(fresh, weight_versions=(VersionSpan(version=5, start=0, end=3),))
+    old = replace(old, weight_versions=(VersionSpan(version=2, start=0, end=2),))
+    first = learner.step([fresh, old, unknown], published=5)
+    assert (first["staleness_mean"], first["staleness_max"]) == (pytest.approx(2 * 3 / 5), 3)
+    assert (first["tokens_staleness_0"], first["tokens_staleness_2_plus"]) == (3, 2)
+    assert "tokens_staleness_1" not in first
+    assert first["logprob_difference_max"] == pytest.approx(0.0, abs=1e-4)
+    second = learner.step([fresh, old, unknown], published=5)
+    assert "logprob_difference_mean" not in second, "the policy has changed since it was published"
+    moved = learner.step([fresh], published=6)
+    assert moved["staleness_mean"] == 1.0
+    assert "staleness_mean" not in learner.step([fresh, old, unknown])
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_every_loss_makes_what_it_should_likelier(tmp_path: Path, name: str) -> None:
+    policy = tiny.policy(tmp_path)
+    before = {t.token_ids: sum(t.logprobs) for t in on_policy(policy, ANSWERS)}
+    metrics = Learner(policy, with_changes(loss=LossConfig(name=name))).step(on_policy(policy, ANSWERS))
+    after = {t.token_ids: sum(t.logprobs) for t in on_policy(policy, ANSWERS)}
+    assert after[(6, 7, 1)] > before[(6, 7, 1)] and metrics["skipped"] is False
+    assert (after[(8, 1)] > before[(8, 1)]) == (name == "sft"), "it imitates the bad answer too"
+    assert ("importance_mean" in metrics) == (name != "sft")
+
+
+def test_sfts_loss_is_transformers_own(tmp_path: Path) -> None:
+    policy, other = tiny.policy(tmp_path), Policy.load(tmp_path)
+    batch = [
+        replace(each, loss_mask=(True, *(False, True)[: len(each.token_ids) - 1]))
+        for each in (on_policy(policy, ANSWERS))
+    ]
+    longest = max(map(len, batch))
+    ids, labels = torch.zeros(2, len(batch), longest, dtype=torch.int64)
+    labels.fill_(-100)
+    for row, each in enumerate(batch):
+        ids[row, : len(each)] = torch.tensor(each.prompt_token_ids + each.token_ids)
+        learned = torch.tensor((False,) * len(PROMPT) + (each.loss_mask or ()))
+        labels[row, : len(each)][learned] = ids[row, : len(each)][learned]
+    loss = other.model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    gradients = [p.grad for p in other.model.parameters() if p.grad is not None]
+    metrics = Learner(policy, with_changes(loss=LossConfig(name="sft"))).step(batch)
+    assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-4)
+
+
+def test_sft_needs_neither_advantages_nor_logprobs(tmp_path: Path) -> None:
+    policy, other = tiny.policy(tmp_path), Policy.load(tmp_path)
+    batch = on_policy(policy, ANSWERS)
+    config = with_changes(loss=LossConfig(name="sft"))
+    blank = [replace(each, advantage=0.0, logprobs=(0.0,) * len(each.token_ids)) for each in batch]
+    assert Learner(policy, config).step(batch)["loss"] == Learner(other, config).step(blank)["loss"]
+    assert all(torch.equal(a, b) for a, b in zip(state(policy), state(other), strict=True))
+
+
+def test_a_loss_of_ones_own_trains(tmp_path: Path) -> None:
+    policy, other = tiny.policy(tmp_path), Policy.load(tmp_path)
+    batch = on_policy(policy, ANSWERS)
+    own = LossConfig(name="tests.trainers.losses.own_losses:plain")
+    Learner(policy, with_changes(loss=own)).step(batch)
+    Learner(other, CONFIG).step(batch)
+    for left, right in zip(state(policy), state(other), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="cannot be imported"):
+        Learner(policy, with_changes(loss=LossConfig(name="no.such:loss")))

@@ -19,8 +19,9 @@ from trainers.batching import collate, plan_micro_batches
 from trainers.fsdp2 import shard_policy
 from trainers.learner import Learner
 from trainers.lora import CONFIG, PREFIX, TENSORS
+from trainers.loss_settings import LossConfig
 from trainers.policy import BaseOf, Policy
-from trainers.settings import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
+from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig
 
 pytestmark = pytest.mark.timeout(300)
 

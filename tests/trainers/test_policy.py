@@ -36,21 +36,18 @@ def test_scores_of_a_padded_batch_equal_those_of_each_answer_alone(
     batch = collate(ANSWERS, rows, pad_token_id=policy.pad_token_id, device=policy.device)
     scores = policy.scores(batch, with_entropies=True)
     assert scores.entropies is not None and not scores.entropies.requires_grad
-    slots = len(batch.advantages) // len(rows)
-    for r, row in enumerate(rows):
-        for g, index in enumerate(row):
-            entry = r * slots + g
-            expected = alone(policy, ANSWERS[index])
-            torch.testing.assert_close(
-                scores.logprobs[entry][batch.response_mask[entry]], expected, rtol=1e-4, atol=1e-4
-            )
+    assert scores.entropies.shape == scores.logprobs.shape
+    for answer, index in enumerate(index for row in rows for index in row):
+        expected = alone(policy, ANSWERS[index])
+        actual = scores.logprobs[batch.answers == answer]
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_padded_batch_gives_finite_gradients(tmp_path: Path) -> None:
     policy = tiny.policy(tmp_path)
     (rows,) = plan_micro_batches(ANSWERS, token_budget=1000, share_prompts=True)
     batch = collate(ANSWERS, rows, pad_token_id=0, device=policy.device)
-    torch.where(batch.response_mask, policy.scores(batch).logprobs, 0.0).sum().backward()
+    policy.scores(batch).logprobs.sum().backward()
     assert all(bool(torch.isfinite(p.grad).all()) for p in policy.model.parameters() if p.grad is not None)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from trainers.loss_settings import LossConfig
 from trainers.settings import (
     LearnerConfig,
     LoraConfig,
-    LossConfig,
     OptimizerConfig,
     Schedule,
     Strategy,

@@ -1,3 +1,6 @@
+import json
+from dataclasses import asdict
+
 import pytest
 
 from trainers.trajectory import Trajectory, VersionSpan, parse_trajectories
@@ -41,11 +44,53 @@ def test_a_trajectory_is_read_from_json() -> None:
         ({"prompt_token_ids": [1] * 7}, "at most 8 tokens, got 9"),
         ({"weight_versions": [{"version": 1, "start": 0, "end": 3}]}, r"must lie in \[0, 2\]"),
         ({"weight_versions": [{"version": 1}]}, "wrong type"),
+        ({"loss_mask": [True]}, "loss_mask must have 2 entries, one for each token id, got 1"),
+        ({"loss_mask": [True, "no"]}, "loss_mask must hold booleans, got 'no'"),
+        ({"loss_mask": 1}, "wrong type"),
+        ({"logprobs": [-0.5, None]}, "logprobs must hold numbers, got None"),
+        ({"logprobs": [0.5, 0.0], "loss_mask": [True, False]}, "must not be above 0, got 0.5"),
+        ({"advantage": [1.0]}, "advantage must be a number, or 2 of them, one for each token id, got 1"),
+        ({"advantage": [1.0, float("nan")]}, "advantage must be a finite number, got nan"),
+        ({"advantage": [1.0, "x"]}, "advantage must hold numbers, got 'x'"),
+        ({"advantage": "1.0"}, "advantage must hold numbers, got '1.0'"),
     ],
 )
 def test_a_bad_trajectory_is_refused_by_number(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=f"trajectory 1: .*{sentence}"):
         parse(GOOD, GOOD | change)
+
+
+def test_masks_and_advantages_of_each_token_are_read() -> None:
+    (read,) = parse(GOOD | {"loss_mask": [False, True], "advantage": [0, 0.5], "logprobs": [7.0, -1.0]})
+    assert read.loss_mask == (False, True) and read.advantage == (0.0, 0.5)
+    assert read.learned_tokens == 1 and parse(GOOD)[0].learned_tokens == 2
+
+
+def test_an_answer_may_be_masked_whole_and_a_batch_may_not() -> None:
+    masked = GOOD | {"loss_mask": [False, False]}
+    assert [read.learned_tokens for read in parse(masked, GOOD)] == [0, 2]
+    with pytest.raises(ValueError, match="none of 2 trajectories has a token whose loss_mask is true"):
+        parse(masked, masked)
+
+
+def test_an_answer_that_is_imitated_needs_tokens_alone() -> None:
+    def imitated(entry: dict[str, object]) -> Trajectory:
+        (read,) = parse_trajectories([entry], vocabulary_size=10, max_length=8, sampled=False)
+        return read
+
+    bare = {name: GOOD[name] for name in ("prompt_token_ids", "token_ids")}
+    assert (imitated(bare).logprobs, imitated(bare).advantage) == ((0.0, 0.0), 0.0)
+    assert imitated(GOOD) == parse(GOOD)[0]
+    with pytest.raises(ValueError, match="wrong type"):
+        imitated(bare | {"token_ids": 3})
+    with pytest.raises(ValueError, match="needs the field 'token_ids'"):
+        imitated({"prompt_token_ids": [1]})
+
+
+def test_a_written_trajectory_is_read_again() -> None:
+    (read,) = parse(GOOD | {"loss_mask": [False, True], "advantage": [0, 0.5]})
+    assert parse(json.loads(json.dumps(asdict(read)))) == [read]
+    assert parse(json.loads(json.dumps(asdict(parse(GOOD)[0])))) == parse(GOOD)
 
 
 def test_a_missing_field_is_named() -> None:

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from trainers.policy import Policy
-from trainers.trajectory import Trajectory
+from trainers.trajectory import Trajectory, VersionSpan
 
 SIZES = {
     "vocab_size": 40,
@@ -61,10 +61,13 @@ def trajectory(
     *,
     advantage: float = 1.0,
     logprobs: tuple[float, ...] | None = None,
+    version: int | None = None,
 ) -> Trajectory:
+    span = () if version is None else (VersionSpan(version=version, start=0, end=len(answer)),)
     return Trajectory(
         prompt_token_ids=prompt,
         token_ids=answer,
         logprobs=logprobs if logprobs is not None else (-1.0,) * len(answer),
         advantage=advantage,
+        weight_versions=span,
     )

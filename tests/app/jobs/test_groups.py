@@ -1,11 +1,13 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.client.completions import Answer
-from app.jobs.groups import Group, GroupQueue
+from app.jobs.attempts import Attempt
+from app.jobs.groups import Group, GroupQueue, trajectories
 from trainers.advantages import AdvantageEstimator
 from trainers.trajectory import VersionSpan, problems
 
@@ -14,7 +16,8 @@ def group(number: int, *versions: int, rewards: tuple[float, ...] = (0.0, 1.0)) 
     spans = [VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(versions)]
     tokens = len(versions)
     answer = Answer(token_ids=[3] * tokens, logprobs=[-1.0] * tokens, text="", weight_versions=spans)
-    return Group(number=number, prompt_token_ids=(1, 2), answers=[answer] * len(rewards), rewards=rewards)
+    attempts = [Attempt.of_answer((1, 2), answer, reward) for reward in rewards]
+    return Group(number=number, attempts=attempts)
 
 
 async def test_groups_come_out_in_order() -> None:
@@ -42,7 +45,7 @@ async def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
     await queue.put(group(0, 3, 4, 5))  # began at version 3: two behind
     await queue.put(group(1, 4, 5))
     assert [g.number for g in await queue.take(1, version=5)] == [1]
-    assert queue.dropped == 1
+    assert queue.dropped == [0]
 
 
 async def test_a_dropped_group_makes_room_for_a_waiting_producer() -> None:
@@ -51,7 +54,7 @@ async def test_a_dropped_group_makes_room_for_a_waiting_producer() -> None:
     waiting = asyncio.ensure_future(queue.put(group(1, 2)))
     taken = await asyncio.wait_for(queue.take(1, version=2), 5)
     await waiting
-    assert [g.number for g in taken] == [1] and queue.dropped == 1
+    assert [g.number for g in taken] == [1] and queue.dropped == [0]
 
 
 async def test_more_than_the_queue_holds_cannot_be_taken() -> None:
@@ -77,13 +80,13 @@ def test_nothing_too_old_is_ever_taken_and_nothing_fresh_is_lost(
         fresh = [n for n, v in enumerate(versions) if current - v <= max_staleness]
         taken = await queue.take(len(fresh), current)
         assert [g.number for g in taken] == fresh
-        assert queue.dropped == len(versions) - len(fresh)
+        assert queue.dropped == [n for n in range(len(versions)) if n not in fresh]
 
     asyncio.run(run())
 
 
 def test_trajectories_carry_the_spans_and_satisfy_the_trainer() -> None:
-    made = group(0, 4, 5).trajectories(AdvantageEstimator.DR_GRPO)
+    made = trajectories([group(0, 4, 5)], AdvantageEstimator.DR_GRPO)
     assert [trajectory.advantage for trajectory in made] == [-0.5, 0.5]
     assert all(problems(each, vocabulary_size=10, max_length=10) == [] for each in made)
     assert made[0].weight_versions == (
@@ -93,4 +96,20 @@ def test_trajectories_carry_the_spans_and_satisfy_the_trainer() -> None:
 
 
 def test_the_trainer_learns_nothing_from_equal_rewards() -> None:
-    assert group(0, 1, rewards=(1.0, 1.0)).trajectories(AdvantageEstimator.GRPO) == []
+    groups = [group(0, 1, rewards=(1.0, 1.0)), group(1, 1)]
+    assert len(trajectories(groups, AdvantageEstimator.GRPO)) == 2
+
+
+def test_over_the_whole_batch_a_group_of_equal_rewards_is_compared_with_the_others() -> None:
+    groups = [group(0, 1, rewards=(1.0, 1.0)), group(1, 1, rewards=(0.0, 0.0))]
+    advantages = [made.advantage for made in trajectories(groups, AdvantageEstimator.REINFORCE_PP)]
+    assert advantages == pytest.approx([0.866, 0.866, -0.866, -0.866], abs=0.01)
+    same = [group(0, 1, rewards=(1.0, 1.0)), group(1, 1, rewards=(1.0, 1.0))]
+    assert trajectories(same, AdvantageEstimator.REINFORCE_PP) == []
+
+
+def test_what_an_attempt_loses_for_its_length_counts_for_its_advantage_and_not_for_its_reward() -> None:
+    one = group(0, 1, rewards=(1.0, 1.0))
+    long = replace(one, attempts=[one.attempts[0], replace(one.attempts[1], penalty=-0.5)])
+    assert long.mean_reward == 1.0 and long.has_signal
+    assert [t.advantage for t in trajectories([long], AdvantageEstimator.DR_GRPO)] == [0.25, -0.25]

@@ -12,10 +12,15 @@ import pytest
 from app.client.connection import AsyncFleetClient, FleetError
 from app.client.options import parse
 from app.jobs import metrics
+from app.jobs.environments.environment import Single
 from app.jobs.groups import GroupQueue
-from app.jobs.grpo import Run, learn, produce, require_fleet, resume, run_together
+from app.jobs.grpo import require_fleet, run_together
+from app.jobs.learning import learn, publish_best, resume
 from app.jobs.metrics import StepRecord
 from app.jobs.options import Options
+from app.jobs.progress import Progress
+from app.jobs.rollouts import Policy, Sampling
+from app.jobs.run import Run, produce
 from app.jobs.tasks import Problem
 from tests.app.http.fake_controller import report
 from tests.app.http.fake_trainer import STATUS, adapter_report
@@ -115,12 +120,19 @@ async def run_job(fleet: FakeFleet, path: Path, *arguments: str, resuming: bool 
     given = ["--groups-per-step", "2", "--answers-per-group", "3", "--metrics", str(path), *arguments]
     options = parse(Options, given)
     async with fleet.client() as client:
-        model, version = await require_fleet(client)
+        model, version, is_adapter = await require_fleet(client)
         queue = GroupQueue(capacity=2, max_staleness=options.max_staleness)
-        run = Run(options, CountingTask(), client, model, path, queue, version)
+        sampling = Sampling(answers=3, max_tokens=options.max_tokens)
+        policy = Policy(client=client, model=model, sampling=sampling, is_adapter=is_adapter)
+        environment = Single(CountingTask())
+        run = Run(options, environment, environment, policy, path, queue, version)
         if resuming:
-            resume(run, metrics.records(path))
-        await asyncio.wait_for(run_together(learn(run), [produce(run) for _ in range(2)]), 20)
+            await resume(run, metrics.records(path))
+        with Progress(steps=options.steps, done=run.step, state=run.state) as progress:
+            run.say = progress.say
+            others = [produce(run) for _ in range(2)]
+            await asyncio.wait_for(run_together(learn(run, progress, ()), others), 20)
+            await publish_best(run)
     return metrics.records(path)
 
 
@@ -268,3 +280,157 @@ async def test_a_trainer_that_restarts_is_waited_for_and_the_step_is_done(
     assert [record.version for record in records] == [5, 6] and len(fleet.batches) == 2
     out = capsys.readouterr().out
     assert out.count("/train/step: trying again for up to 10 s") == 1
+
+
+class Killed(Exception):
+    """The job, where a test kills it."""
+
+
+class KillingFleet(FakeFleet):
+    """The job does not live to see the answer to one of its calls, done or not."""
+
+    def __init__(self, path: str, *, done: bool) -> None:
+        super().__init__()
+        self.kills: str | None = path
+        self.done = done
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        kills = self.kills == request.url.path and len(self.labels) == 1
+        answer = await super().answer(request) if self.done or not kills else None
+        if answer is None or kills:
+            self.kills = None
+            raise Killed
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "done"),
+    [("/train/step", True), ("/train/step", False), ("/train/publish", True), ("/train/publish", False)],
+)
+async def test_a_job_that_was_killed_in_a_step_learns_from_each_problem_once(
+    path: str, done: bool, tmp_path: Path
+) -> None:
+    fleet = KillingFleet(path, done=done)
+    with pytest.raises(Killed):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4")
+    assert len(metrics.records(tmp_path / "m.jsonl")) == 1
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4", resuming=True)
+    assert [record.step for record in records] == [1, 2, 3, 4]
+    assert len(fleet.batches) == 4, "one batch a step, and none twice"
+    assert fleet.labels == ["step 1", "step 2", "step 3", "step 4"]
+    assert [record.version for record in records] == [5, 6, 7, 8]
+    assert records[-1].next_problem + len(records[-1].consumed_ahead) == 8, "four steps of two problems"
+
+
+async def test_a_group_without_signal_is_replaced_and_counts_in_the_reward(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    fleet.same = True
+    completion = fleet.completion
+
+    def sometimes(request: dict[str, Any]) -> dict[str, Any]:
+        fleet.same = int(request["messages"][0]["content"]) % 2 == 0
+        return completion(request)
+
+    fleet.completion = sometimes  # type: ignore[method-assign]
+    (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1", "--dynamic-sampling")
+    assert record.groups == 2 == record.groups_with_signal
+    assert record.groups_filtered >= 1 and record.reward == 2.0
+    assert len(fleet.batches[0]["trajectories"]) == 6
+
+
+async def test_a_task_without_any_signal_ends_dynamic_sampling_with_a_sentence(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    fleet.same = True
+    with pytest.raises(ValueError, match="--dynamic-sampling left out 100 groups for one step"):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1", "--dynamic-sampling")
+
+
+async def test_an_evaluation_is_of_the_served_version_and_in_the_record(tmp_path: Path) -> None:
+    given = ["--steps", "3", "--eval-every", "2", "--eval-problems", "2", "--eval-attempts", "2"]
+    records = await run_job(FakeFleet(), tmp_path / "m.jsonl", *given)
+    made = [record.evaluation for record in records]
+    assert made[0] is None
+    assert [each.version for each in made[1:] if each is not None] == [6, 7]
+    assert all(each.reward == 1.5 and each.problems == 2 for each in made[1:] if each is not None)
+
+
+async def test_what_is_too_long_loses_reward_for_its_advantage_alone(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    given = ["--steps", "1", "--max-tokens", "3", "--overlong-buffer", "2", "--advantage", "dr_grpo"]
+    (record,) = await run_job(fleet, tmp_path / "m.jsonl", *given)
+    assert record.reward == 2.0
+    # rewards 1, 2, 3 and penalties 0, -0.5, -1
+    assert [t["advantage"] for t in fleet.batches[0]["trajectories"][:3]] == [-0.5, 0.0, 0.5]
+
+
+def test_the_state_says_what_is_in_flight_and_ready(tmp_path: Path) -> None:
+    options = parse(Options, [])
+    policy = Policy(client=FakeFleet().client(), model="m", sampling=Sampling(answers=8, max_tokens=1))
+    queue = GroupQueue(capacity=12, max_staleness=2)
+    environment = Single(CountingTask())
+    run = Run(options, environment, environment, policy, tmp_path / "m", queue, version=4, in_flight=6)
+    shown = run.state()
+    assert "step 1 of 20: waiting for answers; 6 prompts in flight (48 answers), 0 of 12 groups" in shown
+    assert "version 4" in shown
+
+
+class KeepingFleet(FakeFleet):
+    """Its trainer saves, and it takes a directory as its next version. Answers get worse after version 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[str] = []
+        self.published: list[dict[str, Any]] = []
+        self.full = False
+
+    def completion(self, request: dict[str, Any]) -> dict[str, Any]:
+        made = super().completion(request)
+        if self.version > 6:
+            for choice in made["choices"]:
+                choice["message"]["content"] = choice["message"]["content"][1:]
+        return made
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else {}
+        match request.url.path:
+            case "/train/save" if self.full:
+                error = {"type": "invalid_request", "message": "the disk is full"}
+                return httpx.Response(400, json={"error": error})
+            case "/train/save":
+                self.saved.append(body["path"])
+                return httpx.Response(200, json={"path": body["path"], "step": 1, "save_s": 0.1})
+            case "/fleet/publish":
+                self.published.append(body)
+                return httpx.Response(200, json=asdict(report(9, 9, body["label"])))
+        return await super().answer(request)
+
+
+BEST = ["--steps", "4", "--eval-every", "1", "--eval-problems", "2", "--eval-attempts", "2", "--publish-best"]
+
+
+async def test_the_best_version_is_kept_and_published_at_the_end_with_its_reward(tmp_path: Path) -> None:
+    fleet = KeepingFleet()
+    await run_job(fleet, tmp_path / "m.jsonl", *BEST, "--keep-best", str(tmp_path / "best"))
+    kept = str(tmp_path / "best" / "m-step-1")
+    assert fleet.saved == [kept], "later versions are no better"
+    assert fleet.published == [{"path": kept, "label": "best of m: reward 1.500"}]
+
+
+async def test_a_version_that_cannot_be_kept_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = KeepingFleet()
+    fleet.full = True
+    records = await run_job(fleet, tmp_path / "m.jsonl", *BEST, "--keep-best", str(tmp_path / "best"))
+    assert len(records) == 4 and fleet.published == []
+    assert "the best version could not be kept" in capsys.readouterr().out
+
+
+async def test_a_resumed_run_knows_which_version_was_best(tmp_path: Path) -> None:
+    fleet = KeepingFleet()
+    given = [*BEST, "--keep-best", str(tmp_path / "best")]
+    await run_job(fleet, tmp_path / "m.jsonl", *given, "--steps", "2")
+    fleet.published.clear()
+    await run_job(fleet, tmp_path / "m.jsonl", *given, resuming=True)
+    assert len(fleet.saved) == 1
+    assert [body["path"] for body in fleet.published] == fleet.saved

@@ -1,9 +1,12 @@
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from app.client.connection import LOCAL_URL
 from app.client.options import parse
+from app.jobs.environments.calculator import Calculator
+from app.jobs.environments.environment import Conversations, Single
 from app.jobs.options import Options
 from app.jobs.rewards import EXTRACTORS, Extraction
 from app.jobs.tasks import ReasoningGymTask
@@ -46,3 +49,42 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         Options(reward="a:b").load_task()
     with pytest.raises(ValueError, match="--task-settings: expected a JSON object"):
         dataclasses.replace(Options(), task_settings="[]").load_task()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--keep-best", "/x"], "need --eval-every"),
+        (["--eval-every", "2", "--publish-best"], "--publish-best needs --keep-best"),
+        (["--overlong-buffer", "17"], "at most 16 tokens, got 17"),
+        (["--environment", "calculator", "--prompts", "x"], "prompts and rewards of its own"),
+        (["--environment", "calculator", "--environment-settings", "3"], "--environment-settings: expected"),
+    ],
+)
+def test_environments_that_cannot_be_are_refused(given: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(Options, given).load_environments()
+
+
+def test_held_out_prompts_are_a_file_of_their_own(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / name).write_text('{"prompt": "' + name + '"}')
+    given = ["--prompts", str(tmp_path / "train"), "--reward", "tests.app.jobs.test_options:no_reward"]
+    given += ["--eval-every", "1"]
+    with pytest.raises(ValueError, match="--eval-prompts"):
+        parse(Options, given).load_environments()
+    learned, held_out = parse(Options, [*given, "--eval-prompts", str(tmp_path / "test")]).load_environments()
+    assert isinstance(learned, Single) and isinstance(held_out, Single)
+    assert learned.task.problem(0).messages[0]["content"] == "train"
+    assert held_out.task.problem(0).messages[0]["content"] == "test"
+
+
+def no_reward(entry: object, answer: str) -> float:
+    return 0.0
+
+
+def test_an_environment_of_several_turns_has_the_runs_seed() -> None:
+    options = parse(Options, ["--environment", "calculator", "--seed", "5", "--max-turns", "2"])
+    learned, _ = options.load_environments()
+    assert learned == Conversations(Calculator(seed=5), max_turns=2)
+    assert options.longest == 32

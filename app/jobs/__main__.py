@@ -1,0 +1,22 @@
+"""`python -m app.jobs [options]`: the RL job. It prints a line before it loads anything large."""
+
+import sys
+import time
+
+from app.jobs.progress import announced
+
+
+def run() -> int:
+    """The exit status of the job."""
+    began = time.monotonic()
+    if "--help" in sys.argv:
+        from app.jobs import grpo
+    else:
+        # torch, reasoning-gym: seconds, and a minute from a cold disk
+        with announced("RL job: loading its programs"):
+            from app.jobs import grpo
+    return grpo.run(began)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

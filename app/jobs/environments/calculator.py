@@ -1,0 +1,62 @@
+"""A small environment of two turns with a tool: sums that are too large for the model, and a calculator.
+
+The model writes a sum in its first turn, and is told what it comes to. The answer of its second turn alone is
+rewarded. The built-in model can copy numbers and hardly add them: it has to learn to write the sum down
+for the tool, and to believe the tool.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from app.jobs.environments.environment import Reply
+from app.jobs.rewards import last_number
+from app.jobs.tasks import Message
+
+_SUM = re.compile(r"\d+(?: ?[+-] ?\d+)+")
+
+
+@dataclass
+class CalculatorConversation:
+    """One problem."""
+
+    messages: Sequence[Message]
+    expected: int
+    _asked: bool = False
+
+    async def reply(self, answer: str) -> Reply:
+        """The calculator's line after the first turn, the reward after the second."""
+        if self._asked:
+            return Reply(reward=1.0 if last_number(answer) == str(self.expected) else 0.0, done=True)
+        self._asked = True
+        told = {"role": "user", "content": f"Calculator: {calculated(answer)}. What is the answer?"}
+        return Reply(messages=[told])
+
+
+@dataclass(frozen=True)
+class Calculator:
+    """Sums of two numbers with so many digits."""
+
+    digits: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= 12:
+            raise ValueError(f"digits must lie in [1, 12], got {self.digits}")
+
+    def start(self, number: int) -> CalculatorConversation:
+        draw = Random(f"{self.seed} {number}")
+        low, high = 10 ** (self.digits - 1), 10**self.digits - 1
+        a, b = draw.randint(low, high), draw.randint(low, high)
+        asked = f"What is {a} + {b}? Write the sum for the calculator."
+        return CalculatorConversation(messages=[{"role": "user", "content": asked}], expected=a + b)
+
+
+def calculated(text: str) -> str:
+    """What the last sum of a text comes to, as the calculator writes it."""
+    found = _SUM.findall(text)
+    if not found:
+        return "no sum was given"
+    written = found[-1].replace(" ", "")
+    return f"{written} = {sum(int(term) for term in re.findall(r'[+-]?[0-9]+', written))}"

@@ -1,0 +1,164 @@
+"""Environments: what a model is asked, what it is told in between, and the reward.
+
+    Environment.attempts(number, count) ──► attempts at one problem
+        Single         one prompt, `count` answers in one request, scored by a task
+        Conversations  `count` conversations beside each other, each a session of the fleet
+
+A user's environment of several turns is a `TurnEnvironment`: it starts a conversation, and replies to what
+the model says until it is done. Tools run there.
+"""
+
+import asyncio
+import importlib
+import uuid
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from app.client.connection import FleetError
+from app.jobs.attempts import Attempt
+from app.jobs.environments.transcript import Transcript, between, probes
+from app.jobs.rewards import checked
+from app.jobs.rollouts import Policy
+from app.jobs.tasks import Message, Task
+
+T = TypeVar("T")
+BUILT_IN = {"calculator": "app.jobs.environments.calculator:Calculator"}
+
+
+class Environment(Protocol):
+    """A source of problems that the model attempts."""
+
+    async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
+        """`count` attempts at this problem, which is the same for the same number in every process.
+
+        Raises:
+            Unanswered: the fleet does not answer this problem.
+            Moved: the policy's version is not served any more.
+            FleetError: the fleet refuses.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What comes after something that the model said.
+
+    Attributes:
+        messages: for its next turn, of users or tools; not learned from.
+        reward: added to that of the attempt.
+    """
+
+    messages: Sequence[Message] = field(default_factory=tuple)
+    reward: float = 0.0
+    done: bool = False
+
+
+class Conversation(Protocol):
+    """One attempt of several turns."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Those that it begins with."""
+
+    async def reply(self, answer: str) -> Reply:
+        """Carry out what the model said."""
+
+
+class TurnEnvironment(Protocol):
+    """Conversations about problems."""
+
+    def start(self, number: int) -> Conversation:
+        """A new attempt at this problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """The environment of a task: one prompt, one answer."""
+
+    task: Task
+
+    async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
+        problem = self.task.problem(number)
+        completion = await policy.answers(problem.messages, count)
+        return [
+            Attempt.of_answer(
+                completion.prompt_token_ids, answer, reward=self.task.score(problem, answer.text)
+            )
+            for answer in completion.answers
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """The environment of conversations of at most `max_turns` turns."""
+
+    environment: TurnEnvironment
+    max_turns: int
+
+    async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
+        return await all_of(self._attempt(number, policy) for _ in range(count))
+
+    async def _attempt(self, number: int, policy: Policy) -> Attempt:
+        conversation = self.environment.start(number)
+        transcript = Transcript(await policy.tokenize(conversation.messages))
+        session = uuid.uuid4().hex
+        reward, said = 0.0, []
+        for turn in range(1, self.max_turns + 1):
+            try:
+                answer = await policy.turn(transcript.seen, session)
+            except FleetError as error:
+                if turn == 1 or error.status != 400:
+                    raise
+                break  # the conversation has become longer than the engine takes
+            transcript.said(answer)
+            said.append(answer.text)
+            reply = await conversation.reply(answer.text)
+            reward += checked(reply.reward, "the environment")
+            if reply.done or turn == self.max_turns:
+                break
+            first, second = probes(reply.messages)
+            told = between(await policy.tokenize(first), await policy.tokenize(second))
+            transcript.told(told)
+        return Attempt(samples=[transcript.sample()], reward=reward, text=" | ".join(said))
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order, done at once; when one fails the others are cancelled.
+
+    Raises:
+        Exception: what the first one raised that failed.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def load_environment(path: str, settings: Mapping[str, Any]) -> TurnEnvironment:
+    """A built-in environment, or one by its import path, `package.module:factory`.
+
+    Args:
+        settings: arguments of the factory, by name.
+
+    Raises:
+        ValueError: no such module or factory, or one that refuses the settings or makes no `start`.
+    """
+    module_name, _, name = BUILT_IN.get(path, path).partition(":")
+    if not module_name or not name:
+        raise ValueError(
+            f"--environment must be one of {sorted(BUILT_IN)} or look like package.module:factory, "
+            f"got {path!r}"
+        )
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--environment {path!r} cannot be imported: {error}") from error
+    try:
+        made: TurnEnvironment = factory(**settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--environment {path!r} refuses {dict(settings)}: {error}") from error
+    if not callable(getattr(made, "start", None)):
+        raise ValueError(f"--environment {path!r} must make an object with start(number), got {made!r}")
+    return made

@@ -1,0 +1,216 @@
+"""The learner: take a batch, step, publish, evaluate, record; and what a killed job left behind.
+
+    write_pending ─► /train/step ─► /train/publish ─► evaluation ─► the step's record
+
+A job may be killed between any two of them. The next one asks the trainer what it has done: a step that was
+done is published and recorded, and its problems are consumed; one that was not is forgotten, and its problems
+are sampled again.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pydantic import JsonValue
+
+from app.client import calls
+from app.client.connection import FleetError
+from app.jobs import metrics
+from app.jobs.evaluation import Evaluation, evaluate
+from app.jobs.groups import Group, trajectories
+from app.jobs.metrics import Pending, StepRecord
+from app.jobs.progress import Progress
+from app.jobs.rollouts import Moved
+from app.jobs.run import Run
+from app.jobs.trackers import Tracker
+from trainers.trajectory import Trajectory
+
+
+async def learn(run: Run, progress: Progress, trackers: Sequence[Tracker]) -> None:
+    """Step after step until the wanted number is done.
+
+    Raises:
+        FleetError: the fleet refuses a step, or a round aborts again and again.
+    """
+    while run.step < run.options.steps:
+        record = await learn_once(run)
+        metrics.append(run.path, record)
+        for tracker in trackers:
+            tracker.log(record.step, record.values())
+        progress.advance()
+        run.say(record.line())
+
+
+async def learn_once(run: Run) -> StepRecord:
+    """One batch: a step, a round, and the evaluation if it is due.
+
+    Raises:
+        FleetError: as `learn`.
+    """
+    began, tokens_before = time.monotonic(), run.generated_tokens
+    run.doing = "waiting for answers"
+    groups = await run.queue.take(run.options.groups_per_step, run.version)
+    waited_s = time.monotonic() - began
+    sampled = [*groups, *run.filtered]
+    batch = trajectories(groups, run.options.advantage)
+    run.positions.consume([group.number for group in groups] + run.queue.dropped)
+    record = recorded(run, groups, sampled, waited_s)
+    run.filtered = []
+    if batch:  # else there is nothing to learn, and nothing to publish
+        record = await trained(run, batch, record)
+    run.step = record.step
+    record = replace(record, evaluation=await evaluated(run))
+    wall_s = time.monotonic() - began
+    return replace(
+        record,
+        step_s=wall_s,
+        tokens_per_s=(run.generated_tokens - tokens_before) / wall_s,
+        elapsed_s=time.monotonic() - run.started,
+    )
+
+
+def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited_s: float) -> StepRecord:
+    """The record of the next step, but for what the trainer says; `sampled` has those that were left out."""
+    staleness = [run.version - group.oldest_version for group in groups]
+    return StepRecord(
+        step=run.step + 1,
+        reward=sum(group.mean_reward for group in sampled) / len(sampled),
+        version=run.version,
+        staleness_mean=sum(staleness) / len(staleness),
+        staleness_max=max(staleness),
+        groups=len(groups),
+        groups_with_signal=sum(group.has_signal for group in groups),
+        groups_dropped=len(run.queue.dropped),
+        groups_filtered=len(sampled) - len(groups),
+        answer_tokens_mean=sum(g.tokens for g in groups) / sum(len(g.attempts) for g in groups),
+        tokens_per_s=0.0,
+        step_s=waited_s,
+        wait_s=waited_s,
+        publish_s=0.0,
+        elapsed_s=time.monotonic() - run.started,
+        next_problem=run.positions.next_problem,
+        consumed_ahead=tuple(sorted(run.positions.ahead)),
+        seed=run.options.seed,
+        trainer={},
+        example=groups[0].attempts[0].text,
+    )
+
+
+async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> StepRecord:
+    """A step and a round; its record.
+
+    Raises:
+        FleetError: as `learn`.
+    """
+    training = run.training()
+    run.doing = f"the trainer learns from {len(batch)} answers"
+    status = await training.settled()
+    metrics.write_pending(run.path, Pending(record=record, trainer_step=status.step))
+    made: dict[str, JsonValue] = await training.step(batch)
+    began = time.monotonic()
+    run.doing = "the fleet is updated"
+    run.version = await training.publish(f"step {record.step}", newer_than=run.version)
+    return replace(record, version=run.version, trainer=made, publish_s=time.monotonic() - began)
+
+
+async def evaluated(run: Run) -> Evaluation | None:
+    """The evaluation of the served version, if it is due after this step; the best one is kept.
+
+    Raises:
+        FleetError: as `learn`.
+    """
+    every = run.options.eval_every
+    if every == 0 or (run.step % every and run.step != run.options.steps):
+        return None
+    run.doing = f"evaluating version {run.version} on {run.options.eval_problems} held-out problems"
+    try:
+        made = await evaluate(
+            run.held_out,
+            replace(run.policy, version=run.version),
+            problems=run.options.eval_problems,
+            attempts=run.options.eval_attempts,
+            in_flight=run.options.groups_in_flight,
+            solved_from=run.options.solved_from,
+        )
+    except Moved as error:
+        run.say(f"no evaluation after step {run.step}: another program publishes too: {error}")
+        return None
+    run.say(made.line())
+    if run.best is not None and made.reward <= run.best.reward:
+        return made
+    run.best = replace(made, kept_in=await keep(run, made))
+    return run.best
+
+
+async def keep(run: Run, best: Evaluation) -> str | None:
+    """Save the version where `--keep-best` says, in a directory of its own; the directory."""
+    if run.options.keep_best is None:
+        return None
+    place = run.options.keep_best.absolute() / f"{run.path.stem}-step-{run.step}"
+    run.doing = "saving the best version"
+    try:
+        saved = await run.policy.client.send(calls.save(str(place)))
+    except FleetError as error:
+        run.say(f"the best version could not be kept: {error}")
+        return None
+    run.say(f"the best so far: version {best.version}, kept in {saved.path}")
+    return saved.path
+
+
+async def publish_best(run: Run) -> None:
+    """Move the fleet to the best version, with a label that says which it is.
+
+    Raises:
+        FleetError: the fleet refuses the directory.
+    """
+    best = run.best
+    if not run.options.publish_best or best is None or best.kept_in is None:
+        return
+    run.doing = "publishing the best version"
+    label = f"best of {run.path.stem}: reward {best.reward:.3f}"
+    report = await run.policy.client.send(calls.publish_directory(best.kept_in, label))
+    run.say(f"the fleet serves the best version again, as version {report.version}: {best.kept_in}")
+
+
+async def resume(run: Run, past: Sequence[StepRecord]) -> None:
+    """Continue after the last step of a run's record, and after one that was done and not recorded.
+
+    Raises:
+        ValueError: the record is of other problems.
+        FleetError: the fleet has no trainer, or does not answer.
+    """
+    left = metrics.pending(run.path)
+    if past:
+        continue_after(run, past[-1])
+        evaluations = [each.evaluation for each in past if each.evaluation is not None]
+        run.best = max(evaluations, key=lambda made: made.reward, default=None)
+    if left is None or left.record.step != run.step + 1:
+        return
+    training = run.training()
+    status = await training.settled()
+    if status.step != left.trainer_step + 1:
+        run.say(f"step {left.record.step} was not done: its problems are sampled again")
+        return
+    label = f"step {left.record.step}"
+    last = status.last_round if status.adapter is None else status.last_adapter
+    if last is not None and last.label == label and last.version > left.record.version:
+        version = last.version
+    else:
+        version = await training.publish(label, newer_than=run.version)
+    record = replace(left.record, version=version, trainer=dict(status.last_step))
+    metrics.append(run.path, record)
+    continue_after(run, record)
+    run.version = max(run.version, version)
+    run.say(f"step {record.step} was done when the job was killed: version {version}")
+
+
+def continue_after(run: Run, last: StepRecord) -> None:
+    """Go on after this step.
+
+    Raises:
+        ValueError: it is of other problems.
+    """
+    if last.seed != run.options.seed:
+        raise ValueError(f"the run to resume has --seed {last.seed}, got {run.options.seed}")
+    run.step = last.step
+    run.positions = type(run.positions)(last.next_problem, set(last.consumed_ahead))

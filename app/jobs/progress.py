@@ -1,0 +1,79 @@
+"""What a job shows while it runs: never silent for more than a few seconds, in a terminal or in a log file.
+
+In a terminal there is a bar, with the state beside it. A log file cannot be overwritten: there the state is a
+line, whenever nothing else was printed for a while.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from tqdm import tqdm
+
+QUIET_S = 4.0  # without a line
+LOOK_S = 0.5
+
+
+@contextmanager
+def announced(what: str, quiet_s: float = QUIET_S) -> Iterator[None]:
+    """Print what is being done before it blocks, and again while it lasts."""
+    began = time.monotonic()
+    print(what, flush=True)
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(quiet_s):
+            print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class Progress:
+    """The bar of a run, and its lines.
+
+    Args:
+        state: what the job is doing, in one line.
+        done: of `steps`, before it began.
+    """
+
+    def __init__(self, *, steps: int, done: int, state: Callable[[], str], quiet_s: float = QUIET_S) -> None:
+        self._state = state
+        self._quiet_s = quiet_s
+        self._said = time.monotonic()
+        self._bar = tqdm(total=steps, initial=done, unit="step", desc="grpo", disable=not sys.stderr.isatty())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._bar.close()
+
+    def say(self, line: str) -> None:
+        """Print a line, above the bar."""
+        tqdm.write(line)
+        sys.stdout.flush()
+        self._said = time.monotonic()
+
+    def advance(self) -> None:
+        """One step is done."""
+        self._bar.update()
+
+    async def watch(self) -> None:
+        """Show the state while nothing else is printed; ends only by cancellation."""
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._quiet_s))
+            if not self._bar.disable:
+                self._bar.set_postfix_str(self._state())
+            elif time.monotonic() - self._said >= self._quiet_s:
+                self.say(self._state())

@@ -1,0 +1,165 @@
+"""Conversations with a fleet that renders like a chat template and answers with given tokens."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from app.client.connection import AsyncFleetClient
+from app.jobs.environments.calculator import Calculator, calculated
+from app.jobs.environments.environment import Conversations, load_environment
+from app.jobs.environments.transcript import between
+from app.jobs.rollouts import Moved, Policy, Sampling
+from trainers.trajectory import VersionSpan, problems
+
+END, START = 2, 1  # of a turn
+
+
+def tokens(text: str) -> list[int]:
+    return [10 + ord(letter) % 200 for letter in text]
+
+
+class ChattingFleet:
+    """Its template writes START, role, content, END. It answers each turn with the next text."""
+
+    def __init__(self, *says: str) -> None:
+        self.says = list(says)
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[httpx.Headers] = []
+        self.version = 7
+        self.drops_words = False  # a template that leaves out what the assistant said before
+        self.last_token = END
+        self.too_long_from = 1 << 30
+
+    def policy(self, version: int | None = None) -> Policy:
+        http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://fleet")
+        sampling = Sampling(answers=2, max_tokens=8)
+        return Policy(client=AsyncFleetClient(http), model="m", sampling=sampling, version=version)
+
+    def render(self, messages: list[dict[str, str]]) -> list[int]:
+        made: list[int] = []
+        for message in messages:
+            role = message["role"]
+            said = "" if self.drops_words and role == "assistant" else message["content"]
+            made += [START, *tokens(role[0]), *tokens(said), END]
+        return [*made, START, *tokens("a")]
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        if request.url.path == "/tokenize":
+            return httpx.Response(200, json={"tokens": self.render(body["messages"])})
+        assert request.url.path == "/v1/completions"
+        self.asked.append(body)
+        self.headers.append(request.headers)
+        if len(body["prompt"]) >= self.too_long_from:
+            return httpx.Response(400, json={"error": {"type": "x", "message": "too long"}})
+        said = self.says.pop(0)
+        ids = [*tokens(said), self.last_token]
+        spans = [{"version": self.version, "start": 0, "end": len(ids)}]
+        choice = {
+            "text": said,
+            "token_ids": ids,
+            "logprobs": {"token_logprobs": [-0.5] * len(ids)},
+            "weight_versions": spans,
+            "finish_reason": "stop",
+        }
+        self.version += 1
+        return httpx.Response(200, json={"choices": [choice]})
+
+
+CALCULATOR = Conversations(Calculator(digits=2, seed=3), max_turns=4)
+
+
+async def test_a_turns_prompt_is_what_was_sampled_and_what_came_after_it() -> None:
+    fleet = ChattingFleet("11 + 22", "so 33")
+    (attempt,) = await CALCULATOR.attempts(0, 1, fleet.policy())
+    first, second = fleet.asked
+    assert second["prompt"][: len(first["prompt"])] == first["prompt"]
+    sampled = [*tokens("11 + 22"), END]
+    rest = second["prompt"][len(first["prompt"]) :]
+    told = fleet.render([{"role": "user", "content": "Calculator: 11+22 = 33. What is the answer?"}])
+    assert rest == [*sampled, *told], "the end of the turn is there once"
+    (sample,) = attempt.samples
+    assert list(sample.token_ids) == [*rest, *tokens("so 33"), END]
+    said = [t for t, mine in zip(sample.token_ids, sample.loss_mask or (), strict=True) if mine]
+    assert said == [*sampled, *tokens("so 33"), END]
+    assert (sample.oldest_version, sample.newest_version) == (7, 8)
+    assert sample.weight_versions == (
+        VersionSpan(version=7, start=0, end=len(sampled)),
+        VersionSpan(version=8, start=len(rest), end=len(sample.token_ids)),
+    )
+    assert problems(sample.trajectory(1.0), vocabulary_size=300, max_length=300) == []
+
+
+async def test_a_turn_that_did_not_end_itself_is_ended_for_the_model_and_that_is_not_learned_from() -> None:
+    fleet = ChattingFleet("11 + 22", "33")
+    fleet.last_token = 9  # a stop string's
+    (attempt,) = await CALCULATOR.attempts(0, 1, fleet.policy())
+    (sample,) = attempt.samples
+    end = len(tokens("11 + 22")) + 1
+    assert sample.loss_mask is not None
+    assert sample.token_ids[end] == END and not sample.loss_mask[end]
+
+
+async def test_the_turns_of_an_attempt_are_one_session_and_attempts_are_several() -> None:
+    fleet = ChattingFleet("1", "2", "3", "4")
+    await CALCULATOR.attempts(0, 2, fleet.policy())
+    sessions = [headers["x-session-id"] for headers in fleet.headers]
+    assert sorted(sessions.count(each) for each in set(sessions)) == [2, 2]
+
+
+async def test_a_template_that_changes_earlier_turns_is_refused_with_a_sentence() -> None:
+    fleet = ChattingFleet("1", "2")
+    fleet.drops_words = True
+    with pytest.raises(ValueError, match="needs a chat template that writes each message after"):
+        await CALCULATOR.attempts(0, 1, fleet.policy())
+    assert between([5, 8, 2, 3], [5, 9, 2, 3]) == [2, 3]
+    with pytest.raises(ValueError, match="renders 3 and 4 tokens"):
+        between([8, 2, 3], [5, 9, 2, 3])
+
+
+async def test_answers_of_another_version_are_asked_again_and_then_refused() -> None:
+    fleet = ChattingFleet("1", "2", "3", "4", "5", "6")
+    assert (await fleet.policy(version=8).turn([1], "s")).newest_version == 8
+    assert fleet.headers[0]["x-min-weight-version"] == "8"
+    with pytest.raises(Moved, match="expected answers of version 4"):
+        await fleet.policy(version=4).turn([1], "s")
+
+
+async def test_a_conversation_that_gets_too_long_ends() -> None:
+    fleet = ChattingFleet("1")
+    fleet.too_long_from = 80
+    (attempt,) = await CALCULATOR.attempts(0, 1, fleet.policy())
+    assert attempt.reward == 0.0 and attempt.text == "1"
+    (sample,) = attempt.samples
+    assert sample.token_ids[-1] == END and all(sample.loss_mask or ())
+
+
+def test_the_calculator_computes_the_last_sum_that_it_is_given() -> None:
+    assert calculated("first 1 + 2, then 300+ 45 - 5.") == "300+45-5 = 340"
+    assert calculated("I do not know") == "no sum was given"
+
+
+async def test_the_last_turn_is_rewarded_for_the_right_number() -> None:
+    talk = Calculator(digits=2, seed=3).start(5)
+    first = await talk.reply("40 + 2")
+    assert not first.done and "40+2 = 42" in first.messages[0]["content"]
+    assert (await Calculator(digits=2, seed=3).start(5).reply("x")).messages != ()
+    assert (await talk.reply(f"it is {talk.expected}.")).reward == 1.0
+    assert Calculator(seed=1).start(5).messages == Calculator(seed=1).start(5).messages
+    assert Calculator(seed=1).start(5).messages != Calculator(seed=2).start(5).messages
+
+
+def test_environments_are_found_by_name_and_path() -> None:
+    assert load_environment("calculator", {"digits": 4}) == Calculator(digits=4)
+    assert load_environment("app.jobs.environments.calculator:Calculator", {}) == Calculator()
+    for path, settings, message in (
+        ("nothing", {}, "one of \\['calculator'\\] or look like"),
+        ("app.jobs.nowhere:x", {}, "cannot be imported"),
+        ("calculator", {"digits": 99}, "digits must lie in"),
+        ("calculator", {"colour": 1}, "refuses"),
+        ("builtins:dict", {}, "start\\(number\\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_environment(path, settings)

@@ -1,0 +1,32 @@
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.jobs.curve import reward_curve
+from app.jobs.evaluation import Evaluation
+from app.jobs.trackers import Tracking, open_trackers
+from tests.app.jobs.test_metrics import record
+
+
+@pytest.mark.parametrize("wanted", list(Tracking))
+def test_a_package_that_is_missing_is_named(wanted: Tracking, tmp_path: Path) -> None:
+    if importlib.util.find_spec(wanted.value) is not None:
+        pytest.skip(f"{wanted.value} is installed")
+    with pytest.raises(ValueError, match=f"--log {wanted.value} needs the package {wanted.value}"):
+        open_trackers([wanted], tmp_path / "m.jsonl")
+
+
+def test_a_tracker_gets_every_number_of_a_step() -> None:
+    evaluation = Evaluation(version=7, problems=2, reward=0.5, pass_at={1: 0.25})
+    values = replace(record(1), evaluation=evaluation).values()
+    assert values["reward"] == 0.5 and values["trainer/loss"] == 0.125
+    assert values["evaluation/pass@1"] == 0.25 and "seed" not in values and "example" not in values
+
+
+def test_the_curve_of_a_run_is_drawn_without_colours() -> None:
+    pytest.importorskip("plotext")
+    drawn = reward_curve([replace(record(step), reward=step / 4) for step in (1, 2, 3)])
+    assert "0.75" in drawn and "0.25" in drawn and "\x1b" not in drawn
+    assert reward_curve([record(1)]) == ""
