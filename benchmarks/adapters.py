@@ -1,13 +1,16 @@
 """How long a new version of a LoRA adapter takes to all replicas, what streams notice, and what grows.
 
     python -m benchmarks.adapters --loads 300 --every 0.3
-    python -m benchmarks.adapters --device cuda --model DIR_8B --replicas 2 --rank 32 --streams 16
+    python -m benchmarks.adapters --device cuda --model DIR_8B --rank 32 --streams 16 --trainer
 
 One fleet; streams of the base and of the adapter run in a process of their own. Meanwhile the same name is
 loaded again and again from directories that a trainer could have written, through vLLM's own route. Prints
 the time of a load, the longest time between two pieces of any stream during loads and in as much time without
 one (one table, the same run), and the figures of the fleet's processes that grow; exits with 1 if a load
 failed or something grows.
+
+With `--trainer` the fleet has a trainer of an adapter of the same size as well, and after each load it
+publishes: as tensors over the fleet's transport, and not through a directory. It needs a GPU of its own.
 """
 
 import argparse
@@ -36,7 +39,7 @@ from app.settings.models import resolve_model
 from benchmarks.process_samples import MARK, Sampler, growth
 from benchmarks.servers import CPU, MODEL, Setup, fleet, gpu
 
-NAME = "policy"
+NAME, TRAINED = "policy", "trained"
 TOKENS = 256
 SETTLE_S = 2.0
 SAMPLES = 20
@@ -120,6 +123,27 @@ def put(client: httpx.Client, directory: Path) -> Window:
     return began, time.monotonic()
 
 
+def publish(client: httpx.Client) -> tuple[Window, dict[str, Any]]:
+    """Have the trainer publish its adapter; how long that took, and its report."""
+    began = time.monotonic()
+    answer = client.post("/train/publish", json={})
+    if answer.status_code != 200:
+        raise SystemExit(f"the publish was answered with {answer.status_code}: {answer.text[:500]}")
+    window = began, time.monotonic()
+    report: dict[str, Any] = answer.json()
+    if report["transfer_s"] is None:
+        raise SystemExit("the adapter did not go over the transport: see the trainer's log")
+    return window, report
+
+
+def parts(reports: list[dict[str, Any]]) -> str:
+    """What a publish is made of: medians, in ms."""
+    figures = ("write_s", "transfer_s", "duration_s")
+    return ", ".join(
+        f"{each} {1e3 * statistics.median(report[each] for report in reports):.0f} ms" for each in figures
+    )
+
+
 def longest(times: list[list[float]], windows: Iterable[Window]) -> list[float]:
     """For each window the longest time between two pieces of a stream that overlaps it."""
     pairs = [pair for stream in times for pair in pairwise(stream)]
@@ -146,10 +170,13 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two loads")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--port", type=int, default=9740)
+    parser.add_argument(
+        "--trainer", action="store_true", help="a trainer publishes an adapter after each load"
+    )
     options = parser.parse_args()
     model = Path(resolve_model(options.model))
     setup: Setup = CPU if options.device == "cpu" else gpu(model)
-    extra = {"enable_lora": True, "max_lora_rank": options.rank, "max_loras": 4}
+    extra = {"enable_lora": True, "max_lora_rank": options.rank, "max_loras": 8 if options.trainer else 4}
     setup = replace(setup, model=str(model), engine=setup.engine | {"extra": extra})
     os.environ[MARK] = mark = uuid.uuid4().hex
     sampler = Sampler(mark)
@@ -157,9 +184,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         directories = [Path(root) / str(seed) for seed in range(4)]
         sizes = [write_adapter(model, each, options.rank, seed) for seed, each in enumerate(directories)]
-        security = {"checkpoint_roots": [root]}
+        settings: dict[str, Any] = {"security": {"checkpoint_roots": [root]}}
+        if options.trainer:
+            lora = {"name": TRAINED, "rank": options.rank, "alpha": options.rank}
+            dtype = setup.engine["dtype"]
+            section = {"dtype": dtype, "wire_dtype": "bfloat16", "lora": lora}
+            setup = replace(setup, settings=setup.settings | {"trainer": section})
         with (
-            fleet(options.port, setup=setup, replicas=options.replicas, security=security) as url,
+            fleet(
+                options.port, setup=setup, replicas=options.replicas, trainer=options.trainer, **settings
+            ) as url,
             httpx.Client(base_url=url, timeout=120) as client,
         ):
             first = put(client, directories[0])
@@ -168,7 +202,7 @@ def main() -> None:
             loading = context.Process(target=_load, args=(url, options.streams, end, theirs), daemon=True)
             loading.start()
             time.sleep(5 * SETTLE_S)
-            quiet, windows = [], []
+            quiet, windows, published = [], [], []
             every = max(1, options.loads // SAMPLES)
             for number in range(options.loads):
                 before = time.monotonic()
@@ -177,6 +211,10 @@ def main() -> None:
                 # As long as the load, right before it.
                 quiet.append((max(before, 2 * windows[-1][0] - windows[-1][1]), windows[-1][0]))
                 print(f"load {number}: {_ms(windows[-1]):.0f} ms", file=sys.stderr, flush=True)
+                if options.trainer:
+                    time.sleep(options.every)
+                    published.append(publish(client))
+                    print(f"publish {number}: {_ms(published[-1][0]):.0f} ms", file=sys.stderr, flush=True)
                 if number % every == 0:
                     sampler.sample(number)
             sampler.sample(options.loads)
@@ -193,7 +231,14 @@ def main() -> None:
         print("\n| | median (ms) | 95 % (ms) | longest (ms) |\n|---|---|---|---|")
         print(f"| a load, until all replicas have it | {spread(took)} |")
         print(f"| longest wait of a stream during a load | {spread(longest(times, windows))} |")
+        if published:
+            spans = [window for window, _ in published]
+            took = [end - begin for begin, end in spans]
+            print(f"| a publish of the trainer's, until all replicas have it | {spread(took)} |")
+            print(f"| longest wait of a stream during a publish | {spread(longest(times, spans))} |")
         print(f"| the same in as long without one | {spread(longest(times, quiet))} |")
+        if published:
+            print(f"\na publish: {parts([report for _, report in published])}")
         print(f"\nstreams: {len(times)} whole, {len(bad)} refused {bad[:1] or ''}")
         growing = [each for each in growth(sampler.samples) if not each.flat]
         for each in growing:

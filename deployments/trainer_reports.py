@@ -32,6 +32,7 @@ class AdapterReport:
     size_bytes: int
     write_s: float
     duration_s: float  # of the whole call
+    transfer_s: float | None = None  # to the replicas' memory; None: they read the fleet's copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,6 +112,13 @@ def tokenize(model: str, prompt: str) -> Call[list[int]]:
     return Call(method="POST", path="/tokenize", body=body, read=read)
 
 
+def tokenize_chat(model: str, messages: Sequence[Mapping[str, str]]) -> Call[list[int]]:
+    """The token ids of a conversation up to where the model answers."""
+    body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
+    read = _then(_object(), lambda made: TypeAdapter(list[int]).validate_python(made["tokens"]))
+    return Call(method="POST", path="/tokenize", body=body, read=read)
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
 

@@ -32,19 +32,32 @@ class Answer:
         return min(span.version for span in self.weight_versions)
 
     @property
+    def newest_version(self) -> int:
+        """As `oldest_version`."""
+        if self.adapter is not None:
+            return int(self.adapter.rpartition("@")[2])
+        return max(span.version for span in self.weight_versions)
+
+    @property
     def aborted(self) -> bool:
         """Cut off by an update, a pause or `/abort_requests`: not the model's whole answer."""
         return self.finish_reason == "abort"
 
-    def trajectory(self, prompt_token_ids: Sequence[int], advantage: float) -> Trajectory:
+    def trajectory(self, prompt_token_ids: Sequence[int], advantage: float | tuple[float, ...]) -> Trajectory:
         """What a trainer learns from."""
         return Trajectory(
             prompt_token_ids=tuple(prompt_token_ids),
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             advantage=advantage,
-            weight_versions=tuple(self.weight_versions),
+            weight_versions=tuple(self._trained_versions()),
         )
+
+    def _trained_versions(self) -> Sequence[VersionSpan]:
+        """Spans of the versions of what is trained; an adapter answers with one version."""
+        if self.adapter is None:
+            return self.weight_versions
+        return [VersionSpan(version=self.oldest_version, start=0, end=len(self.token_ids))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +100,10 @@ def complete(
     return Call(method="POST", path="/v1/completions", body=body, headers=sent, read=read_completion)
 
 
-def chat(body: Mapping[str, Any]) -> Call[Completion]:
+def chat(body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Call[Completion]:
     """A chat completion; `body` is vLLM's."""
-    return Call(method="POST", path="/v1/chat/completions", body=body, read=read_completion)
+    sent = {} if headers is None else headers
+    return Call(method="POST", path="/v1/chat/completions", body=body, headers=sent, read=read_completion)
 
 
 def join(pieces: Iterable[Completion]) -> Answer:

@@ -10,6 +10,7 @@ A second Ctrl-C skips Serve's shutdown.
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -19,11 +20,14 @@ from types import FrameType
 
 import httpx
 
-from app.command.cluster import ClusterError, LocalCluster, require_free_port
+from app.command import machine
+from app.command.cluster import ClusterError, LocalCluster, require_free_port, without_frames
 from app.command.serve_file import ServeFile, read_serve_file
 from app.command.serve_status import ApplicationStatus, Verdict, changes, read_status
 from app.settings.config import AppConfig
+from app.settings.devices import Device
 from app.settings.errors import ConfigError
+from app.settings.gpus import check_gpus
 from app.settings.models import is_offline, resolve_model
 from deployments.weights.wire.ownership import remove_orphans
 
@@ -72,13 +76,14 @@ def serve(config: Path, dashboard_port: int) -> int:
         _run(read_serve_file(config), dashboard_port)
     except Stop:
         return 0
-    except (ConfigError, ClusterError, ValueError) as error:
+    except (ConfigError, ClusterError, machine.NotEnough, ValueError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _run(file: ServeFile, dashboard_port: int) -> None:
+    require_gpus(file.config)
     resolve_model(file.config.model)
     require_free_port(file.port, "the fleet's HTTP address", file.host)
     cluster = LocalCluster(
@@ -103,6 +108,29 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
         _print(f"Stopped; logs are in {cluster.directory}" if failed else "Stopped")
 
 
+def require_gpus(config: AppConfig) -> None:
+    """Return if this machine has the driver and the GPUs that the configuration needs.
+
+    Raises:
+        ConfigError: too few GPUs.
+        NotEnough: no GPU, no driver, or one that is too old.
+    """
+    if config.device is not Device.CUDA:
+        return
+    if shutil.which("nvidia-smi") is None and Path("/dev/nvidiactl").exists():
+        return  # a container that has the driver and not its programs; the cluster's GPUs are counted later
+    answer = machine.ask_gpus()
+    machine.check_gpus(answer)
+    check_gpus(config, [machine.count_gpus(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))], "a machine")
+
+
+def why_not_started(message: str) -> str:
+    """Serve's message without the stack of an error that a person can mend: a wrong setting."""
+    end = without_frames(message)
+    _, name, sentence = end.partition(f"{ConfigError.__module__}.{ConfigError.__qualname__}: ")
+    return sentence if name else message[-4000:]
+
+
 def _watch(cluster: LocalCluster, file: ServeFile) -> None:
     """Print what changes. Ends only by an exception: Stop, or ClusterError when the fleet cannot start."""
     start_s, before, was_up = time.monotonic(), None, False
@@ -111,7 +139,7 @@ def _watch(cluster: LocalCluster, file: ServeFile) -> None:
         for line in changes(before, now):
             _print(f"  {line}")
         if now.verdict is Verdict.FAILED and not was_up:
-            raise ClusterError(f"the fleet could not be started:\n{now.message[-4000:]}")
+            raise ClusterError(f"the fleet could not be started:\n{why_not_started(now.message)}")
         if now.verdict is Verdict.RUNNING and not was_up:
             was_up = True
             _print(

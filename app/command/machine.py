@@ -3,7 +3,7 @@
     python app/command/machine.py choose VENV CONFIG    prints `gpu` or `cpu`: requirements-<that>.txt
     python app/command/machine.py check BUILD [CONFIG]  says in one sentence why the machine does not suffice
 
-How many GPUs a configuration needs is counted later, when its settings can be read (`app.settings.gpus`).
+The launcher counts GPUs, because it can read how many a configuration needs (`app.settings.gpus`).
 """
 
 from __future__ import annotations  # the system's Python may be older than ours
@@ -62,13 +62,15 @@ def check(build: str, config: Path | None, ask: AskGpus) -> None:
         if not config.is_file():
             raise NotEnough(f"expected a configuration file, got CONFIG={config}, which does not exist")
         needed = build_for(config.read_text(encoding="utf-8"))
+        if needed == GPU:
+            check_gpus(ask())  # before any word of packages, which would not help
         if needed != build:
             device = "cuda" if needed == GPU else "cpu"
             raise NotEnough(
                 f"{config} has 'device: {device}', and the environment has the packages for {build.upper()}: "
                 f"make serve CONFIG={config} VENV=.venv-{needed}"
             )
-    if build == GPU:
+    elif build == GPU:
         check_gpus(ask())
 
 
@@ -98,6 +100,19 @@ def check_gpus(answer: str) -> None:
                 f"vLLM 0.32.0 and its torch need GPUs of compute capability {_text(MIN_CAPABILITY)} or "
                 f"higher, got {name} with {capability}"
             )
+
+
+def count_gpus(answer: str, visible: str | None) -> int:
+    """GPUs that a process may use.
+
+    Args:
+        answer: nvidia-smi's, one line for each GPU.
+        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
+    """
+    every = sum(bool(line.strip()) for line in answer.splitlines())
+    if visible is None:
+        return every
+    return min(every, sum(bool(name.strip()) and name.strip() != "NoDevFiles" for name in visible.split(",")))
 
 
 def ask_gpus() -> str:

@@ -1,21 +1,26 @@
-"""Submits the RL job to the running fleet: `slipstream rl [options of app.jobs.grpo]`.
+"""Submits the RL job to the running fleet: `slipstream rl [options of app.jobs]`.
 
 Ctrl-C stops the job too; `ray job submit` alone would leave it running.
 """
 
 import json
 import os
+import select
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Sequence
+from typing import IO
 
 from app.client import calls
 from app.client.connection import LOCAL_URL, FleetClient, FleetError, without_credentials
 from app.command.launch import DASHBOARD_PORT
 
 _RAY_JOB = (sys.executable, "-m", "ray.scripts.scripts", "job")
-_JOB = (sys.executable, "-m", "app.jobs.grpo")
+_JOB = (sys.executable, "-m", "app.jobs")
+_FIRST = b"RL job:"  # how the job's own output begins
+QUIET_S = 4.0  # without a line, until the job writes its own
 
 
 def why_not(url: str) -> str | None:
@@ -70,10 +75,29 @@ def submit(arguments: Sequence[str]) -> int:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     token_file = os.environ.get("SLIPSTREAM_TOKEN_FILE")
     submitted = command(arguments, url=url, dashboard=dashboard, job_id=job_id, token_file=token_file)
-    job = subprocess.Popen(submitted, env=environment)
+    print(f"Submitting RL job {job_id} to Ray at {dashboard}; Ctrl-C stops it", flush=True)
+    job = subprocess.Popen(submitted, env=environment, stdout=subprocess.PIPE)
     try:
+        assert job.stdout is not None
+        relay(job.stdout)
         return job.wait()
     except KeyboardInterrupt:
         print(f"Stopping job {job_id}", flush=True)
         subprocess.run([*_RAY_JOB, "stop", "--address", dashboard, job_id], env=environment, timeout=60)
         return 130
+
+
+def relay(output: IO[bytes], quiet_s: float = QUIET_S) -> None:
+    """Pass on what the job writes, to its end; until it writes, say that Ray is starting it."""
+    began, started = time.monotonic(), False
+    while True:
+        ready, _, _ = select.select([output], [], [], None if started else quiet_s)
+        if not ready:
+            print(f"Ray starts the job: {time.monotonic() - began:.0f} s", flush=True)
+            continue
+        written = os.read(output.fileno(), 1 << 16)
+        if not written:
+            return
+        started = started or _FIRST in written
+        sys.stdout.write(written.decode(errors="replace"))
+        sys.stdout.flush()

@@ -1,23 +1,31 @@
-"""The number of GPUs that a configuration needs, compared with the Ray cluster's before anything starts."""
+"""The number of GPUs that a configuration needs, compared with those that there are before anything starts:
+the machine's by the launcher, the Ray cluster's where Serve builds the application.
+"""
+
+from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from app.settings.config import AppConfig
 from app.settings.devices import Device, Placement
 from app.settings.errors import ConfigError
-from deployments.placement import SlotPlan
+
+if TYPE_CHECKING:
+    from deployments.placement import SlotPlan
 
 
-def check_gpus(config: AppConfig, hosts: Sequence[float]) -> None:
+def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray cluster") -> None:
     """Compare the GPUs that a configuration needs with those that there are.
 
     Args:
-        hosts: the number of GPUs of each host of the cluster.
+        hosts: the number of GPUs of each host.
+        of: what has them, for a sentence.
 
     Raises:
-        ConfigError: the cluster, or its largest host, has too few.
+        ConfigError: all hosts together, or the largest one, have too few.
     """
     if config.device is not Device.CUDA:
         return
@@ -25,12 +33,11 @@ def check_gpus(config: AppConfig, hosts: Sequence[float]) -> None:
     present, largest = sum(hosts), max(hosts, default=0.0)
     if present < needed:
         raise ConfigError(
-            f"expected a Ray cluster with at least {needed} GPUs ({_breakdown(config)}), "
-            f"got one with {present:g}"
+            f"expected {of} with at least {needed} GPUs ({_breakdown(config)}), got one with {present:g}"
         )
     if largest < on_one_host:
         raise ConfigError(
-            f"expected a Ray cluster with at least {on_one_host} GPUs on one host ({_breakdown(config)}), "
+            f"expected {of} with at least {on_one_host} GPUs on one host ({_breakdown(config)}), "
             f"got {largest:g} of {present:g} on its largest host"
         )
 
@@ -73,6 +80,8 @@ def slot_plan(config: AppConfig) -> SlotPlan | None:
     """
     if config.placement is not Placement.COLOCATED or config.trainer is None:
         return None
+    from deployments.placement import SlotPlan  # loads Ray, which the launcher does without
+
     digest = hashlib.sha256(str(config.state_dir).encode()).hexdigest()[:12]
     return SlotPlan(
         name=f"slipstream-{digest}",

@@ -1,9 +1,19 @@
 """The controller's calls for adapters: the ledger decides, and files are copied here."""
 
+import asyncio
+import re
+
+from pydantic import JsonValue
+
 from deployments.controller.adapter_files import AdapterKeeper
 from deployments.controller.durable_ledger import DurableLedger
+from deployments.errors import FleetUnavailable, InvalidRequest, SlipstreamError
 from deployments.ledger.ledger import Ledger
-from deployments.protocol.adapters import Adapter, AdapterStatus
+from deployments.ledger.members import PendingCall
+from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus
+from deployments.protocol.json_values import json_only
+
+_LOAD_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class AdapterCalls:
@@ -17,6 +27,7 @@ class AdapterCalls:
 
     def __init__(self, ledger: Ledger, durable: DurableLedger, files: AdapterKeeper) -> None:
         self._ledger, self._durable, self._adapter_files = ledger, durable, files
+        self._received: str | None = None  # the last load whose files all replicas have received
 
     async def load_adapter(
         self,
@@ -46,10 +57,55 @@ class AdapterCalls:
             except BaseException as error:  # a caller that left, too: the name is free again
                 adapters.give_up(adapter, str(error), now())
                 raise
-            call = adapters.stage(adapter, files, now())
-            self._ledger.tick(now())
+            call = await self._staged(adapter, files, load_id)
             live: Adapter = await self._durable.result(call)
             return live
+
+    async def _staged(self, adapter: Adapter, files: AdapterFiles, load_id: str) -> PendingCall:
+        """Stage it once the fleet's copy is complete, or already while that is written, if all replicas have
+        received the files. It is live when both are done."""
+        adapters, now = self._ledger.adapters, self._durable.now
+        call: PendingCall | None = None
+        completing = asyncio.create_task(self._adapter_files.complete(adapter.adapter_id))
+        completing.add_done_callback(lambda _: self._durable.change())
+        try:
+            await self._durable.wait(lambda: completing.done() or self._received == load_id, None)
+            if not completing.done():
+                call = adapters.stage(adapter, files, now(), stored=False)
+                self._ledger.tick(now())
+                self._durable.change()
+            await asyncio.shield(completing)
+        except BaseException as error:  # a caller that left, too
+            completing.cancel()
+            if call is None:
+                adapters.give_up(adapter, str(error), now())
+                raise
+            failure = error if isinstance(error, SlipstreamError) else FleetUnavailable(str(error))
+            adapters.fail(adapter, failure)
+            self._ledger.tick(now())
+            if failure is not error:
+                raise
+            return call
+        if call is None:
+            call = adapters.stage(adapter, files, now())
+        adapters.complete(adapter)
+        self._ledger.tick(now())
+        return call
+
+    async def send_adapter(self, token: int, load_id: str, payload: JsonValue) -> None:
+        """Returns once every replica has received an adapter's files, for the load with this `load_id`.
+
+        Raises:
+            InvalidRequest: the payload is not JSON, or no such id.
+            Conflict: replicas are without it and load the fleet's copy, or the publisher is not connected.
+        """
+        async with self._durable.answer():
+            if _LOAD_ID.fullmatch(load_id) is None:  # a part of a directory's name
+                raise InvalidRequest(f"load_id: expected 32 hexadecimal digits, got {load_id[:80]!r}")
+            checked = json_only(payload, "payload")
+            now = self._durable.now()
+            await self._durable.result(self._ledger.send_adapter(token, load_id, checked, now))
+            self._received = load_id
 
     async def load_result(self, load_id: str) -> Adapter | None:
         """What a load has made live whose answer was lost; waits for its end. None: it is not loaded."""

@@ -48,7 +48,7 @@ class AdapterKeeper:
         self._problem: str | None = None
 
     async def copy(self, path: str, adapter_id: int) -> AdapterFiles:
-        """Copy an adapter; waits a while for files that are not complete.
+        """Copy an adapter; waits a while for files that are not complete. `complete` follows.
 
         Raises:
             NotFound: there is no such directory.
@@ -67,14 +67,17 @@ class AdapterKeeper:
                     kind = InvalidRequest if there else NotFound
                     raise kind(f"lora_path: {error} (waited {self._lag_s:g} s)") from error
             except CannotWrite as error:
-                raise FleetUnavailable(
-                    f"the fleet cannot copy an adapter: {error}; it serves on. Free space on the disk of "
-                    "'store.path'",
-                    {"disk": str(error)},
-                ) from error
+                raise _no_space(error) from error
             except (OSError, ValueError) as error:
                 raise InvalidRequest(str(error)) from error
             await asyncio.sleep(RETRY_S)
+
+    async def complete(self, adapter_id: int) -> None:
+        """The copy is durable, and replicas find it. Raises FleetUnavailable."""
+        try:
+            await asyncio.to_thread(self._store.complete, adapter_id)
+        except CannotWrite as error:
+            raise _no_space(error) from error
 
     def start(self) -> None:
         """Begin to remove what nobody needs, unless that goes on."""
@@ -97,3 +100,10 @@ class AdapterKeeper:
                     self._problem = str(error)
         if self._problem is not None and before is None:
             logger.warning("old adapters stay in the store: %s", self._problem)
+
+
+def _no_space(error: CannotWrite) -> FleetUnavailable:
+    return FleetUnavailable(
+        f"the fleet cannot copy an adapter: {error}; it serves on. Free space on the disk of 'store.path'",
+        {"disk": str(error)},
+    )

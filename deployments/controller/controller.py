@@ -19,6 +19,7 @@ from deployments.controller.adapter_files import AdapterKeeper
 from deployments.controller.disk import Disk
 from deployments.controller.durable_ledger import DurableLedger
 from deployments.controller.liveness import End, IsAlive
+from deployments.controller.pace import Pace
 from deployments.controller.room import Room, no_limit
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.errors import FleetUnavailable, InvalidRequest
@@ -35,7 +36,6 @@ from deployments.protocol.reports import Report, Unloadable
 from deployments.protocol.status import Event, FleetStatus, SizeStatus
 from deployments.weights.store.versions import Store
 
-BUSY_POLL_S = 0.2  # a replica that carries out an instruction paces itself, and polls again soon
 MAX_EVENTS_WAIT_S = 30.0
 
 
@@ -50,8 +50,7 @@ class Controller(AdapterCalls):
         size: how many replicas there may be; `room`: how many the cluster's GPUs hold.
         is_alive: whether the process of a replica (by id) exists; called in a thread, as `end` is.
         end: ends the process of a replica that is lost because it stood still.
-        poll_s: how long a poll without updates waits.
-        silent_s: the process of a member that has not polled for this long is looked up; more than `poll_s`.
+        poll_s, silent_s: see `Pace`.
         clock: seconds, monotonic.
         disk: where the state directory is; None: a file system of this host.
 
@@ -79,19 +78,20 @@ class Controller(AdapterCalls):
         clock: Callable[[], float] = time.monotonic,
         disk: Disk | None = None,
     ) -> None:
-        self._poll_s, self._config, self._room = poll_s, config, room
+        self._config, self._room = config, room
         ledger = Ledger(
             config, StoreLocation(directory=store_dir) if outside_versions else None, size, adapters
         )
         files = Path(store_dir) / "adapters"
         adapter_files = AdapterKeeper(files, adapter_roots, ledger.adapters.needed, clock=clock)
+        self._pace = Pace(ledger, poll_s=poll_s, silent_s=silent_s)
         self._keeper = StoreKeeper(Store(Path(store_dir)), ledger.promises, max_versions)
         durable = DurableLedger(
             ledger,
             Path(state_dir),
             is_alive=is_alive,
             end=end,
-            silent_s=silent_s,
+            silent_s=self._pace.silent_s,
             tick_s=tick_s,
             clock=clock,
             on_tick=self._remove_old,
@@ -112,26 +112,26 @@ class Controller(AdapterCalls):
             return self._ledger.join(replica_id, incarnation, self._durable.now(), unloadable)
 
     async def poll(self, report: Report) -> Directive:
-        """Wait for updates for this replica, at most `poll_s`.
+        """Wait for updates for this replica, for as long as its `Pace` says.
 
         Raises:
             FleetUnavailable: a newer poll of the same replica superseded this one, or came before it.
         """
         self._durable.enter()
-        self._ledger.on_report(report, self._durable.now())
+        news = self._ledger.on_report(report, self._durable.now())
+        news = news or report.incarnation in self._polls  # which is superseded, and ends
         mine = self._polls[report.incarnation] = object()
-        self._durable.change()
+        self._durable.change(wake=news)
         try:
-            wait_s = BUSY_POLL_S if self._ledger.is_busy(report) else self._poll_s
             await self._durable.wait(
                 lambda: self._polls.get(report.incarnation) is not mine or self._ledger.has_updates(report),
-                wait_s,
+                self._pace.wait_s(report),
             )
             if self._polls.get(report.incarnation) is not mine:
                 raise FleetUnavailable(f"a newer poll of {report.replica_id} superseded this one")
             has_updates = self._ledger.has_updates(report)
-            directive = self._ledger.directive(report, self._durable.now())
-            made = self._durable.change()
+            directive = self._ledger.directive(report)
+            made = self._durable.change(wake=False)
             # One that says nothing new does not wait for a slow disk: it is a heartbeat.
             if has_updates or report.incarnation not in self._told:
                 self._told[report.incarnation] = made

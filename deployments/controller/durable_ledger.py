@@ -56,7 +56,7 @@ class DurableLedger:
         *,
         is_alive: IsAlive,
         end: End,
-        silent_s: float,
+        silent_s: Callable[[], float],
         tick_s: float,
         clock: Callable[[], float],
         disk: Disk | None = None,
@@ -126,8 +126,11 @@ class DurableLedger:
                 {"disk": self._disk_problem},
             )
 
-    def change(self) -> int:
+    def change(self, *, wake: bool = True) -> int:
         """The ledger may have changed: hand its decisions to the disk, and wake everything that waits.
+
+        Args:
+            wake: whether anything changed that anybody may wait for. A thousand replicas wait.
 
         Returns:
             What `durable` waits for.
@@ -139,8 +142,9 @@ class DurableLedger:
             if self._writing is None:
                 self._writing = asyncio.get_running_loop().create_task(self._write())
         self._log()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if wake:
+            self._changed.set()
+            self._changed = asyncio.Event()
         return self._made
 
     async def durable(self, made: int) -> None:
@@ -279,7 +283,7 @@ class DurableLedger:
                 logger.exception("looking silent replicas up failed")
 
     async def _check_silent(self) -> None:
-        silent = self._ledger.silent_since(self.now() - self._silent_s)
+        silent = self._ledger.silent_since(self.now() - self._silent_s())
         for replica_id, incarnation in await self._processes.gone(silent):
             self._ledger.lost(replica_id, incarnation, "its process is gone", self.now())
             self.change()

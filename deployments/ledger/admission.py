@@ -80,8 +80,12 @@ class Admission:
 
     # -- polls --------------------------------------------------------------------------------
 
-    def on_report(self, report: Report, now: float) -> None:
+    def on_report(self, report: Report, now: float) -> bool:
         """Register the sender, and take in what it reports.
+
+        Returns:
+            Whether something may follow from it. A heartbeat, and an acknowledgement that leaves others
+            waiting, make nothing possible: what looks at all members can be left out.
 
         Raises:
             FleetUnavailable: a later report of the same process has arrived before: this one says what was.
@@ -89,28 +93,32 @@ class Admission:
         known = self._member(report)
         if known is not None and report.number < known.last_report:
             raise FleetUnavailable(f"a later report of {report.replica_id} overtook this one")
+        quiet = known is not None and _says_nothing_new(known, report)
+        epoch = self._membership.epoch
         member = self._membership.register(report, now)
         if member is not None and member.out and report.fenced:
             self._membership.on_fence_delivered(member)
         if member is None or member.out:
-            return
+            return True
         member.last_poll, member.last_report, member.version = now, report.number, report.version
         member.loading_version = report.loading_version
         member.updates_in_place, member.draining = report.updates_in_place, report.draining
         member.adapters = report.adapters
         self._drains.on_report(member)
         self._membership.on_farewell(member, report, now)
-        self._store_assignment.on_report(member, report, now)
+        follows = self._store_assignment.on_report(member, report, now)
         if member.state is MemberState.RETURNING:
             self._commit_phase.on_return(member, report, now)
-        self._dispatch.on_acknowledgements(member, report.acknowledgements, now)
-        self._dispatch.run_completed(now)
-        if report.failed:  # in an instruction of a controller that has died, else it is fenced already
+        if self._dispatch.on_acknowledgements(member, report.acknowledgements, now):
+            follows = True
+            self._dispatch.run_completed(now)
+        if report.failed:  # its engine has died, or it failed in an instruction of a controller that has died
             self._membership.fence(member, report.failed, now)
         self._check_version(member, now)
         self._drop_leftovers(member, report, now)
         if report.ended:
             self.gone(member, "it was stopped, and ended before the fleet let it go", now)
+        return follows or not quiet or self._membership.epoch != epoch
 
     def directive(self, report: Report) -> Directive:
         """The answer to a poll; what it carries may arrive. A fence has, once it is confirmed."""
@@ -135,7 +143,7 @@ class Admission:
     def has_updates(self, report: Report) -> bool:
         """Whether a directive would say anything that the last one to this replica did not."""
         member = self._member(report)
-        if report.acknowledgements or member is None or member.out:
+        if member is None or member.out:
             return True
         return member.delivered != self._deliverable(member)
 
@@ -173,9 +181,10 @@ class Admission:
 
     def _may_leave(self, member: Member) -> bool:
         """Nothing waits for it: it goes between rounds, never out of one."""
+        if not (member.departing and member.alive) or member.queue:
+            return False
         current = self._versions.current
-        in_round = current is not None and member in current.participants
-        return member.departing and member.alive and not in_round and not member.queue
+        return current is None or member not in current.participants
 
     def _check_version(self, member: Member, now: float) -> None:
         """A replica that holds what the fleet did not commit is fenced."""
@@ -262,3 +271,16 @@ class Admission:
             if (member := self._membership.get(replica_id)) is not None:
                 self._promises.lost(replica_id, member.incarnation, call.result, now)
         self._membership.fence_each(reasons, CatchUp.name, now)
+
+
+def _says_nothing_new(member: Member, report: Report) -> bool:
+    """Whether a replica that serves says the same as before, but for its acknowledgements and what a round
+    changes: its version, what it has staged, and what it retains."""
+    return (
+        member.state is MemberState.SERVING
+        and not (report.leaving or report.ended or report.failed)
+        and member.draining == report.draining
+        and member.adapters == report.adapters
+        and member.loading_version == report.loading_version
+        and member.updates_in_place == report.updates_in_place
+    )

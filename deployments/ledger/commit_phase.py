@@ -7,6 +7,8 @@ A restarted controller resumes here: each participant is waited for until it reg
 continues from its own state.
 """
 
+from functools import partial
+
 from deployments.ledger.decisions import Committed, DecisionLog, Participant
 from deployments.ledger.desired_state import DesiredState
 from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain
@@ -105,26 +107,39 @@ class CommitPhase:
         call = current.commits[member]
         if report.version == current.version:
             call.answers[member.replica_id] = Acknowledgement(seq=0, outcome=Outcome.DONE)
-            call.waiting.discard(member)
+            call.stop_waiting_for(member)
         elif report.staged_round != current.round_id:
             member.state = MemberState.JOINING
             current.left_behind[member.replica_id] = "lost its staging while the controller restarted"
-            call.waiting.discard(member)
-        self._advance(current, now)
+            call.stop_waiting_for(member)
 
     def _begin(self, current: Round, now: float) -> None:
         self._versions.commit(current, now)
         for member in current.participants:
-            current.commits[member] = self._expect_commit(current, member)
-        self._advance(current, now)
+            self._expect_commit(current, member)
 
-    def _expect_commit(self, current: Round, member: Member) -> PendingCall:
-        return self._dispatch.expect(
-            Commit.name, [member], on_complete=self._swapped, round_id=current.round_id, certain=True
+    def _expect_commit(self, current: Round, member: Member) -> None:
+        together = current.commit is CommitMode.TOGETHER  # nothing follows before the last has swapped
+        if together:
+            current.swapping.add(member)
+        current.commits[member] = self._dispatch.expect(
+            Commit.name,
+            [member],
+            on_complete=partial(self._swapped, member=member),
+            round_id=current.round_id,
+            certain=True,
+            batch=current.swapping if together else None,
         )
 
-    def _advance(self, current: Round, now: float) -> None:
-        """Send COMMIT to as many as may be unavailable at once; release when all have swapped."""
+    def advance(self, now: float) -> bool:
+        """Send COMMIT to as many as may be unavailable at once; release when all have swapped.
+
+        Returns:
+            Whether the round went on to its next phase.
+        """
+        current = self._versions.current
+        if current is None or current.phase is not RoundPhase.COMMITTING:
+            return False
         together = current.commit is CommitMode.TOGETHER
         limit = len(current.participants) if together else self._membership.config.max_unavailable
         busy = [member for member in current.ordered if not current.commits[member].done]
@@ -140,8 +155,9 @@ class CommitPhase:
             else:
                 self._send_commit(current, member, now)
         all_done = all(call.done for call in current.commits.values())
-        if current.phase is RoundPhase.COMMITTING and all_done:
+        if all_done:
             self._release(current, now)
+        return all_done
 
     def _drain(self, current: Round, member: Member, now: float) -> None:
         """Let its requests end first. The round is decided: those that do not end in time are kept."""
@@ -171,27 +187,23 @@ class CommitPhase:
         )
         self._dispatch.queue(member, body, now, current.commits[member])
 
-    def _swapped(self, call: PendingCall, now: float) -> None:
+    def _swapped(self, call: PendingCall, now: float, *, member: Member) -> None:
         current = self._decided(call)
         current.record(call)
-        verdict = classify(call)
-        for member in current.participants:
-            if member.replica_id not in call.answers or current.commits[member] is not call:
-                continue
-            reason = verdict.not_done.get(member.replica_id)
+        if member.replica_id in call.answers and current.commits[member] is call:
+            reason = classify(call).not_done.get(member.replica_id)
             if reason is None and member.version != current.version:
                 reason = f"acknowledged version {current.version} but holds {member.version}"
             if reason is not None:
                 self._fence_until_certain(current, member, f"commit: {reason}", now)
         call.finish()
-        self._advance(current, now)
 
     def _fence_until_certain(self, current: Round, member: Member, reason: str, now: float) -> None:
         """It answered, yet may still take requests: the round waits until the fence is delivered, or it is
         gone."""
         if member.out:
             return
-        current.commits[member] = self._expect_commit(current, member)
+        self._expect_commit(current, member)
         self._membership.fence(member, reason, now)
 
     def _release(self, current: Round, now: float) -> None:

@@ -18,7 +18,7 @@ from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import Connect, Drop
+from deployments.protocol.instructions import Body, Connect, Drop
 from deployments.protocol.publishing import LACKING
 from deployments.protocol.status import ConnectionStatus
 
@@ -166,8 +166,13 @@ class Connections:
     def give_up(self, now: float) -> None:
         """Cancel a connection that is being formed. Its members may be waiting for a peer."""
         call, self._connecting = self._connecting, None
-        for member in () if call is None else tuple(call.waiting):
-            self._dispatch.withdraw(member, Connect, delivered=True)
+        if call is not None:
+            self.cancel(call, Connect, now)
+
+    def cancel(self, call: PendingCall, kind: type[Body], now: float) -> None:
+        """Nobody waits for this call over a connection any more. Its members may be waiting for a peer."""
+        for member in tuple(call.waiting):
+            self._dispatch.withdraw(member, kind, delivered=True)
             self._dispatch.send_each(
                 Drop.name, {member: Drop(round_id=None)}, now, on_complete=self._fence_not_done
             )

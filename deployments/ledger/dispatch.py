@@ -68,10 +68,16 @@ class Dispatch:
         on_complete: OnComplete | None = None,
         round_id: int | None = None,
         certain: bool = False,
+        batch: set[Member] | None = None,
     ) -> PendingCall:
-        """A call whose instructions are queued later, one by one."""
+        """A call whose instructions are queued later, one by one. `certain`, `batch`: see `PendingCall`."""
         call = PendingCall(
-            name=name, waiting=set(members), on_complete=on_complete, certain=certain, round_id=round_id
+            name=name,
+            waiting=set(members),
+            on_complete=on_complete,
+            certain=certain,
+            batch=batch,
+            round_id=round_id,
         )
         self.pending.append(call)
         return call
@@ -92,7 +98,7 @@ class Dispatch:
             if isinstance(queued.instruction.body, kinds) and (delivered or not queued.delivered):
                 member.queue.remove(queued)
                 if queued.call is not None:
-                    queued.call.waiting.discard(member)
+                    queued.call.stop_waiting_for(member)
                     queued.call.absent[member.replica_id] = "no longer waited for"
 
     def forget(self, call: PendingCall) -> None:
@@ -102,24 +108,32 @@ class Dispatch:
 
     def on_acknowledgements(
         self, member: Member, acknowledgements: Iterable[Acknowledgement], now: float
-    ) -> None:
-        """Complete the member's part of the acknowledged instructions."""
+    ) -> bool:
+        """Complete the member's part of the acknowledged instructions.
+
+        Returns:
+            Whether something may follow: one failed, or nobody else is waited for.
+        """
+        follows = False
         by_seq = {queued.instruction.seq: queued for queued in member.queue}
         for acknowledgement in acknowledgements:
             queued = by_seq.pop(acknowledgement.seq, None)
             if queued is None:
                 continue  # repeated, withdrawn, or from before a restart
             member.queue.remove(queued)
+            follows = follows or acknowledgement.outcome is not Outcome.DONE
             if queued.call is not None:
                 queued.call.answers[member.replica_id] = acknowledgement
-                queued.call.waiting.discard(member)
+                queued.call.stop_waiting_for(member)
+                follows = follows or queued.call.leads_on
         self._start_deadline(member, now)
+        return follows
 
     def stop_waiting_for(self, member: Member, *, certain: bool) -> None:
         """The member is out; `certain`: it cannot take a request any more."""
         for call in self.pending:
             if member in call.waiting and (certain or not call.certain):
-                call.waiting.discard(member)
+                call.stop_waiting_for(member)
                 call.absent[member.replica_id] = member.reason
 
     def run_completed(self, now: float) -> bool:
@@ -220,7 +234,7 @@ class Drains:
                 if isinstance(body, Drain) and body.drain_id == drain_id and not queued.delivered:
                     member.queue.remove(queued)
                     if queued.call is not None:
-                        queued.call.waiting.discard(member)
+                        queued.call.stop_waiting_for(member)
 
     def on_report(self, member: Member) -> None:
         """A member said what it drains, and what still runs."""

@@ -2,6 +2,7 @@
 cannot write into its successor's round."""
 
 from deployments.errors import Conflict, RoundAborted, StalePublisher
+from deployments.ledger.adapters.transfer import AdapterTransfers
 from deployments.ledger.connection import Connections
 from deployments.ledger.decisions import DecisionLog, LeaseIssued
 from deployments.ledger.event_log import EventLog
@@ -81,6 +82,7 @@ class Publishers:
         versions: VersionState,
         staging: StagingPhase,
         connections: Connections,
+        transfers: AdapterTransfers,
         decisions: DecisionLog,
         events: EventLog,
     ) -> None:
@@ -88,6 +90,7 @@ class Publishers:
         self._versions = versions
         self._staging = staging
         self._connections = connections
+        self._transfers = transfers
         self._decisions = decisions
         self._events = events
 
@@ -152,6 +155,7 @@ class Publishers:
 
     def _abort_undecided(self, why: str, now: float) -> None:
         self._connections.give_up(now)
+        self._transfers.give_up(now)
         current = self._versions.current
         if current is not None and not current.decided:
             error = RoundAborted(f"round {current.round_id} aborted: {why}", {"round_id": current.round_id})

@@ -1,8 +1,9 @@
 """The ledger: who is a member, which version the fleet is at, and what every member does next.
 
 A pure state machine. It never waits, reads no clock and does no I/O: `now` is an argument, in
-seconds; what others wait for is a `PendingCall` that some later event completes. Each public method ends in
-`_advance`, which runs whatever became possible.
+seconds; what others wait for is a `PendingCall` that some later event completes. Public methods end in
+`_advance`, which looks at all members and runs whatever became possible. A report from which nothing can
+follow does not: what it misses by mistake happens with the next tick.
 
     publisher   acquire, connect, open_round, send, close_round ─► PendingCall   waits for the replicas
     replica     poll(Report) ─► Directive                                        waits for updates (the shell)
@@ -18,6 +19,7 @@ from pydantic import JsonValue
 from deployments.errors import RoundAborted
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.adapters.loading import Adapters
+from deployments.ledger.adapters.transfer import AdapterTransfers
 from deployments.ledger.admission import Admission
 from deployments.ledger.commit_phase import CommitPhase
 from deployments.ledger.connection import Connections
@@ -34,6 +36,7 @@ from deployments.ledger.recovery import recover
 from deployments.ledger.staging_phase import StagingPhase
 from deployments.ledger.store_assignment import StoreAssignment, StoreLocation, StoreWait
 from deployments.ledger.version_state import VersionState
+from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.operations import Disconnect, Operation, Sleep
@@ -63,8 +66,11 @@ class Ledger:
         self._desired_state = desired = DesiredState(members, dispatch, log, self._events, drains)
         self._commit_phase = commit = CommitPhase(members, dispatch, versions, desired, log, drains)
         self._connections = connections = Connections(members, dispatch)
+        self._transfers = AdapterTransfers(members, dispatch, connections)
         self._staging = staging = StagingPhase(members, dispatch, versions, commit, connections, drains)
-        self._publishers = Publishers(self._lease, versions, staging, connections, log, self._events)
+        self._publishers = Publishers(
+            self._lease, versions, staging, connections, self._transfers, log, self._events
+        )
         self._storing = storing = StoreAssignment(members, dispatch, versions, self._events, store)
         self._store_wait = StoreWait(members, versions, self._events)
         self.promises = promises = Promises(members, versions, self._decisions, self._events)
@@ -97,18 +103,22 @@ class Ledger:
     def poll(self, report: Report, now: float) -> Directive:
         """Registration, heartbeat and acknowledgements in one; idempotent."""
         self.on_report(report, now)
-        return self.directive(report, now)
+        return self.directive(report)
 
-    def on_report(self, report: Report, now: float) -> None:
-        """The first half of a poll: take the report in. Raises FleetUnavailable if it was overtaken."""
-        self._admission.on_report(report, now)
-        self._advance(now)
+    def on_report(self, report: Report, now: float) -> bool:
+        """The first half of a poll: take the report in. Raises FleetUnavailable if it was overtaken.
 
-    def directive(self, report: Report, now: float) -> Directive:
+        Returns:
+            Whether anything may have changed for others than its sender.
+        """
+        follows = self._admission.on_report(report, now)
+        if follows:
+            self._advance(now)
+        return follows
+
+    def directive(self, report: Report) -> Directive:
         """The second half of a poll: its answer."""
-        directive = self._admission.directive(report)
-        self._advance(now)
-        return directive
+        return self._admission.directive(report)
 
     def has_updates(self, report: Report) -> bool:
         """Whether a directive would say anything that the last one to this replica did not."""
@@ -182,6 +192,14 @@ class Ledger:
         """Every participant receives one payload; see `StagingPhase.send`."""
         self.renew(token, now)
         call = self._staging.send(round_id, payload, now)
+        self._advance(now)
+        return call
+
+    def send_adapter(self, token: int, load_id: str, payload: JsonValue, now: float) -> PendingCall:
+        """Every member receives an adapter's files; see `AdapterTransfers.send`."""
+        publisher = self.renew(token, now).publisher
+        self._versions.require_no_round("send an adapter")
+        call = self._transfers.send(publisher, ReceiveAdapter(load_id=load_id, payload=payload), now)
         self._advance(now)
         return call
 
@@ -282,6 +300,16 @@ class Ledger:
     def committed_version(self) -> int:
         return self._versions.committed_version
 
+    @property
+    def size(self) -> int:
+        """Members, whatever their state."""
+        return len(self._membership)
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        """Without a poll for so long a member is lost."""
+        return self._membership.config.heartbeat_timeout_s
+
     def history(self) -> list[RoundReport]:
         """Rounds that ended, oldest first; bounded."""
         return self._versions.history()
@@ -313,14 +341,22 @@ class Ledger:
     # -- progress -----------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
-        """Run what became possible until nothing more does."""
+        """Run what became possible until nothing more does; again whenever the members have changed."""
+        epoch = None
+        while epoch != self._membership.epoch:
+            epoch = self._membership.epoch
+            self._advance_once(now)
+
+    def _advance_once(self, now: float) -> None:
         self._drains.advance(self._versions.current_id, now)
         progress = True
         while progress:
             self._connections.check_peers(now)
+            self._transfers.check_peers(now)
             progress = self._dispatch.run_completed(now)
             self._staging.check_quorum(now)
             self._staging.decide(now)
+            progress = self._commit_phase.advance(now) or progress
         self._connections.bring_in(now)
         for part in (self.adapters, self._admission, self.promises, self._storing, self._store_wait):
             part.advance(now)

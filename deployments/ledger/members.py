@@ -112,19 +112,32 @@ class PendingCall:
     """A call that several members carry out: complete when each has answered, or is out.
 
     `certain`: a fenced member counts only once the fence was delivered, or it is lost; until then it might
-    still take a request.
+    still take a request. `batch`: the members that this call and others wait for, where nothing follows from
+    one of these calls before all are complete; None: it is alone.
     """
 
     name: str  # of the instruction, or of the publisher's call
     waiting: set[Member] = field(default_factory=set)
     on_complete: OnComplete | None = None
     certain: bool = False
+    batch: set[Member] | None = None
     round_id: int | None = None
     answers: dict[str, Acknowledgement] = field(default_factory=dict)  # by replica id
     absent: dict[str, str] = field(default_factory=dict)  # replica id -> why it did not answer
     done: bool = False
     error: SlipstreamError | None = None
     result: Any = None
+
+    def stop_waiting_for(self, member: Member) -> None:
+        """It has answered, or will not."""
+        self.waiting.discard(member)
+        if self.batch is not None:
+            self.batch.discard(member)
+
+    @property
+    def leads_on(self) -> bool:
+        """Nobody is waited for any more, neither by this call nor by its batch."""
+        return not (self.waiting or self.batch)
 
     def finish(self, result: Any = None, error: SlipstreamError | None = None) -> None:
         """Set the outcome; only the first one counts."""

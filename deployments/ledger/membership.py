@@ -44,6 +44,9 @@ class Membership:
     def recover_fence(self, fence: Fenced) -> None:
         self._fences[fence.incarnation] = fence
 
+    def __len__(self) -> int:
+        return len(self._members)
+
     def all(self) -> list[Member]:
         return list(self._members.values())
 

@@ -62,6 +62,7 @@ class Round:
     close: PendingCall | None = None  # what the publisher awaits
     commits: dict[Member, PendingCall] = field(default_factory=dict)
     ordered: set[Member] = field(default_factory=set)  # those that were sent COMMIT
+    swapping: set[Member] = field(default_factory=set)  # `together`: those whose COMMIT is waited for
     staged: dict[str, Staged] = field(default_factory=dict)  # by replica id
     swapped: dict[str, Swapped] = field(default_factory=dict)
     decided_for: int = 0  # participants of the decision that a restart resumes; some may be fenced since

@@ -86,16 +86,18 @@ class StoreAssignment:
             )
         self._versions.set_stored(Stored(version=version, path=path, label=label), now)
 
-    def on_report(self, member: Member, report: Report, now: float) -> None:
-        """Take in what a member retains, and how its last write ended."""
-        member.retained_version = report.retained_version
+    def on_report(self, member: Member, report: Report, now: float) -> bool:
+        """Take in what a member retains, and how its last write ended. True if something may follow."""
+        before, member.retained_version = member.retained_version, report.retained_version
         result = report.store_result
-        if result is None or result.version > self._versions.committed_version:
-            return
-        if result.problem and not member.has_queued(WriteVersion):  # else of an earlier attempt
-            self._record_failure(result.version, member, result.problem)
-        elif not result.problem and self._is_newest(result):
-            self.set_stored(result.version, result.path, result.label, now)
+        if result is not None and result.version <= self._versions.committed_version:
+            if result.problem and not member.has_queued(WriteVersion):  # else of an earlier attempt
+                if self._record_failure(result.version, member, result.problem):
+                    return True
+            elif not result.problem and self._is_newest(result):
+                self.set_stored(result.version, result.path, result.label, now)
+                return True
+        return member.retained_version != before and self._concerns(member)
 
     def credit(self, stalled_s: float) -> None:
         """The writer could not say for so long that it is done."""
@@ -168,9 +170,22 @@ class StoreAssignment:
             self._give_up(version, f"{write.writer.replica_id} did not end within {limit_s:g} s", now)
         return now > write.due or write.writer.replica_id in self._failed
 
-    def _record_failure(self, version: int, member: Member, reason: str) -> None:
-        if version == self._subject:
-            self._failed[member.replica_id] = reason
+    def _concerns(self, member: Member) -> bool:
+        """Whether what it retains is to be freed, or could be written now."""
+        retained, current = member.retained_version, self._versions.current
+        if retained is None:
+            return False
+        in_commit = current is not None and current.decided  # its end looks at all
+        return retained <= self._versions.stored_version or (
+            retained == self._versions.unstored and not in_commit
+        )
+
+    def _record_failure(self, version: int, member: Member, reason: str) -> bool:
+        """True if it is not known yet."""
+        if version != self._subject or self._failed.get(member.replica_id) == reason:
+            return False
+        self._failed[member.replica_id] = reason
+        return True
 
     def _give_up(self, version: int, why: str, now: float) -> None:
         before, self._problem = self._problem, f"version {version} is not in the store: {why}"

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from pydantic import JsonValue
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
@@ -41,9 +43,22 @@ class AdapterState:
 
     held: Sequence[int] = ()  # its engine can use them
     live: Sequence[int] = ()  # requests may name them
+    received: Sequence[int] = ()  # of those it holds, loaded from what a transport brought
 
 
 NO_ADAPTERS = AdapterState()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveAdapter:
+    """Receive an adapter's two files over the publisher's connection, for the load with this `load_id`.
+
+    Rejected, or failed: the load reads the fleet's copy.
+    """
+
+    name: ClassVar[str] = "receive_adapter"
+    load_id: str
+    payload: JsonValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,3 +108,4 @@ class AdapterStatus:
     digest: str
     size_bytes: int
     replicas: Sequence[str]  # that have it
+    received: Sequence[str] = ()  # of these, which loaded what a transport brought; others the fleet's copy

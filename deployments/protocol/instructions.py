@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.adapters import DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
 from deployments.protocol.files import FilePart
 from deployments.protocol.operations import InFlight, Operation
 
@@ -163,6 +163,7 @@ Body = (
     | Call
     | WriteVersion
     | Forget
+    | ReceiveAdapter
     | LoadAdapter
     | SetAdapters
     | DropAdapter

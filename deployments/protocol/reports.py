@@ -112,7 +112,9 @@ class Report:
     number: int = (
         0  # counts the reports of its process: one that a later one has overtaken says nothing any more
     )
-    failed: str = ""  # how its weights came to be uncertain: it takes no request until it is fenced
+    failed: str = (
+        ""  # its weights are uncertain, or its engine is dead: it takes no request until it is fenced
+    )
     fenced: bool = False  # it has heard that it is fenced, and takes no request
     leaving: bool = False  # it is no longer wanted: it takes no new request, and ends once it may
     drained: bool = False  # it leaves, and no request is running on it

@@ -67,7 +67,8 @@ class EngineDrain:
 
     async def _count(self, utility: str) -> None:
         try:
-            self._running = sum(await asyncio.wait_for(self._ask(utility), ANSWER_S))
+            async with asyncio.timeout(ANSWER_S):  # not wait_for, which can swallow a cancellation
+                self._running = sum(await self._ask(utility))
         except TimeoutError:
             self._running = None
         except Exception as error:  # a dead engine: the replica's health check finds it

@@ -8,6 +8,8 @@ The controller waits for acknowledgements, with a deadline; the follower waits f
 overtakes the instruction that is running, because that one may be waiting for a dead peer. A fence overtakes
 everything: it takes effect before anything that waits for the engine, which may hang. A last report says so:
 until it has come the controller cannot know that this replica takes no request.
+
+The death of the engine ends every wait here: it is reported at once, and answered with a fence.
 """
 
 import asyncio
@@ -15,13 +17,12 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 from deployments.errors import PayloadRejected, TransferFailed
 from deployments.logs import serve_logger
-from deployments.protocol.adapters import AdapterState
+from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.instructions import (
-    Body,
     CatchUp,
     Commit,
     Connect,
@@ -31,7 +32,8 @@ from deployments.protocol.instructions import (
     Receive,
     Verify,
 )
-from deployments.protocol.reports import Acknowledgement, Draining, Outcome, Report, StoreResult, Value
+from deployments.protocol.reports import Acknowledgement, Outcome, Report, Value
+from deployments.replica.port import Member
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5
@@ -41,66 +43,6 @@ FENCED_REPORTS = (
 INTERRUPT_S = 10.0  # shorter than the time without contact after which the fleet counts a replica as lost
 
 logger = serve_logger()
-
-
-class Member(Protocol):
-    """What a follower controls: an engine with its staging."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def staged_round(self) -> int | None: ...
-
-    @property
-    def partially_updated(self) -> bool:
-        """Its live weights are being changed: any failure now is a failure of the replica."""
-
-    @property
-    def updates_in_place(self) -> bool:
-        """RECEIVE changes its live weights."""
-
-    @property
-    def draining(self) -> Draining | None: ...
-
-    @property
-    def adapters(self) -> AdapterState: ...
-
-    @property
-    def retained_version(self) -> int | None: ...
-
-    @property
-    def loading_version(self) -> int | None: ...
-
-    @property
-    def store_result(self) -> StoreResult | None: ...
-
-    @property
-    def leaving(self) -> bool: ...
-
-    @property
-    def drained(self) -> bool: ...
-
-    async def execute(self, body: Body) -> Value:
-        """Carry out one instruction; the value is acknowledged.
-
-        Raises:
-            PayloadRejected: the payload is wrong.
-            TransferFailed: a peer of the transfer is gone.
-            Exception: this replica failed.
-        """
-
-    async def interrupt(self) -> None:
-        """Break whatever the running instruction waits for; may hang if its engine does."""
-
-    def on_directive(self, directive: Directive) -> None:
-        """Take requests, or stop taking them; a fence takes effect at once."""
-
-    async def fence(self, reason: str) -> None:
-        """Stop for good, also if its engine hangs."""
 
 
 class Follower:
@@ -142,23 +84,33 @@ class Follower:
         self._fenced: str | None = None
         self._reports = 0
         self._directive: Directive | None = None
-        self._failed = ""  # its weights may be a mixture: no request until a controller has fenced it
+        self._failed = ""  # no request until a controller has fenced it: a mixture of weights, a dead engine
+        self._death: asyncio.Future[str] | None = None  # waits for it, until it has been noticed
         self._clock = clock
         self.last_contact = clock()
 
     async def run(self) -> None:
-        while self._fenced is None:
-            directive = await self._report()
-            if directive is None:
-                await asyncio.sleep(self._retry_s)
-            elif directive.fenced is None:
-                await self._run_new(directive)
+        death = self._death = asyncio.ensure_future(self._member.died())
+        try:
+            await self._follow()
+        finally:  # what fences the member ends its engine
+            self._death = None
+            death.cancel()
+        assert self._fenced is not None
         confirming = asyncio.create_task(self._confirm_fence())
         try:
             await self._member.fence(self._fenced)
             await confirming
         finally:
             confirming.cancel()
+
+    async def _follow(self) -> None:
+        while self._fenced is None:
+            directive = await self._report()
+            if directive is None:
+                await asyncio.sleep(self._retry_s)
+            elif directive.fenced is None:
+                await self._run_new(directive)
 
     async def _confirm_fence(self) -> None:
         for _ in range(FENCED_REPORTS):
@@ -173,11 +125,16 @@ class Follower:
     async def _report(self) -> Directive | None:
         """One poll; None when the controller cannot be reached (it may be restarting)."""
         sent = self._clock()
+        polling = asyncio.ensure_future(self._poll(self._state()))
         try:
-            directive = await self._poll(self._state())
+            if not await self._wait(polling):
+                return await self._report()  # the poll that waits over there says nothing of the death
+            directive = polling.result()
         except Exception as error:  # Serve has many exceptions for a controller that is away
             logger.debug("controller not reached: %s", error)
             return None
+        finally:
+            polling.cancel()
         self.last_contact = sent
         for seq in directive.acknowledged:
             self._acknowledgements.pop(seq, None)
@@ -186,6 +143,21 @@ class Follower:
         self._fenced, self._directive = directive.fenced, directive
         self._member.on_directive(self._trusted(directive))
         return directive
+
+    async def _wait(self, task: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
+        """Whether the task ended in time; the death of the engine ends the wait too, once."""
+        watched = {task} if self._death is None else {task, self._death}
+        await asyncio.wait(watched, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._death is not None and self._death.done():
+            reason, self._death = self._death.result(), None
+            self._distrust(reason)
+        return task.done()
+
+    def _distrust(self, reason: str) -> None:
+        """Take no request until a fence comes, which takes a while."""
+        self._failed = self._failed or reason
+        if self._directive is not None:
+            self._member.on_directive(self._trusted(self._directive))
 
     def _trusted(self, directive: Directive) -> Directive:
         return replace(directive, admitted=False) if self._failed else directive
@@ -225,13 +197,12 @@ class Follower:
         task = asyncio.create_task(self._execute(instruction))
         try:
             while True:
-                done, _ = await asyncio.wait({task}, timeout=self._heartbeat_s)
-                if done:
+                if await self._wait(task, self._heartbeat_s):
                     return True
                 if await self._overtaken(instruction):
-                    # A RECEIVE that is dropped waits for nothing that still counts; its answer is ignored.
+                    # What is received and dropped waits for nothing that still counts; its answer is ignored.
                     ends = self._fenced is None and await self._interrupt()
-                    if ends and not isinstance(instruction.body, Receive):
+                    if ends and not isinstance(instruction.body, Receive | ReceiveAdapter):
                         await task
                     return False
         finally:
@@ -275,7 +246,7 @@ class Follower:
             message = f"{name} took longer than {instruction.deadline_s:g} s"
             outcome = Outcome.REPLICA_FAILED
             # Before the commit live weights are untouched: the sender is slow or gone.
-            before_commit = isinstance(instruction.body, Connect | Receive | Verify)
+            before_commit = isinstance(instruction.body, Connect | Receive | Verify | ReceiveAdapter)
             if before_commit and not self._member.partially_updated:
                 if await self._interrupt():
                     outcome = Outcome.REJECTED
@@ -285,9 +256,7 @@ class Follower:
             outcome, message = Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}"
         changes_weights = isinstance(instruction.body, Commit | CatchUp) or self._member.partially_updated
         if outcome is Outcome.REPLICA_FAILED and changes_weights:
-            self._failed = f"{name}: {message}"  # the fence takes a while to come
-            if self._directive is not None:
-                self._member.on_directive(self._trusted(self._directive))
+            self._distrust(f"{name}: {message}")
         self._acknowledgements[instruction.seq] = Acknowledgement(
             seq=instruction.seq, outcome=outcome, message=message, value=value, missing_ranks=missing
         )

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from deployments.errors import PayloadRejected
 from deployments.logs import serve_logger
-from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
 from deployments.protocol.instructions import (
     Body,
     Call,
@@ -31,6 +31,8 @@ from deployments.protocol.reports import Draining, Staged, StoreResult, Swapped,
 from deployments.replica.engine import Engine
 from deployments.replica.operations import carry_out
 from deployments.weights.store.integrity import check_files
+
+DEATH_S = 0.1  # how soon the death of an engine is noticed
 
 logger = serve_logger()
 
@@ -96,6 +98,12 @@ class EngineMember(ABC):
             self.changed.notify_all()
         await self._engine.stop()
 
+    async def died(self) -> str:
+        """Return when the engine's processes are gone, and nobody here has ended them."""
+        while not self._engine.dead:
+            await asyncio.sleep(DEATH_S)
+        return "its engine has died"
+
     async def _execute(self, body: Body) -> Value:
         match body:
             case Connect():
@@ -123,6 +131,8 @@ class EngineMember(ABC):
                 await self.write_version(body)
             case Forget():
                 await self.forget(body)
+            case ReceiveAdapter():
+                await self.receive_adapter(body)
             case LoadAdapter():
                 self._check_awake()
                 await self._engine.adapters.load(body.adapter)
@@ -165,6 +175,10 @@ class EngineMember(ABC):
 
     @abstractmethod
     async def receive(self, body: Receive) -> None: ...
+
+    async def receive_adapter(self, body: ReceiveAdapter) -> None:
+        """Raises PayloadRejected if it cannot be kept here."""
+        raise PayloadRejected("vLLM's own weight transfer engines receive no adapters")
 
     @abstractmethod
     async def verify(self, body: Verify) -> Staged: ...

@@ -1,13 +1,14 @@
 """The replica: one whole vLLM server behind one Serve replica.
 
 It returns from `__init__` only when it serves the committed version, refuses requests that it must
-not answer (so that the router tries another replica), and fails its health check once it is
-fenced or its engine is dead, so that Serve replaces it.
+not answer (so that the router tries another replica), and ends once it is fenced, which a dead engine leads
+to: Serve replaces a process that is gone at once, and an unhealthy one seconds later.
 """
 
 import asyncio
 import contextlib
 import os
+import time
 import uuid
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +18,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from deployments.logs import serve_logger
 from deployments.placement import take_slot, use_gpus
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.reports import Report, Unloadable
@@ -26,16 +28,19 @@ from deployments.replica.first_weights import find_first_weights
 from deployments.replica.follower import Follower
 from deployments.replica.gate import Gate
 from deployments.replica.http_front import ReplicaFront, ReplicaServer
-from deployments.replica.load import watch_load
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import disown_engine, own_engine
 from deployments.replica.server.arguments import EngineSpec
 from deployments.replica.server.info import add_server_info
+from deployments.replica.server.load import watch_load
 from deployments.replica_info import ReplicaEndpoint, RoutingStats
 from deployments.scaling import ScalingStats
 from deployments.unary import UnaryHandle
 
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
+TELL_S = 1.0  # requests of an engine that has ended are told so
+
+logger = serve_logger()
 
 
 class Replica:
@@ -78,7 +83,7 @@ class Replica:
         self._follower = Follower(
             replica_id=self._replica_id, incarnation=self._incarnation, member=self._member, poll=self._poll
         )
-        self._following = asyncio.create_task(self._follower.run())
+        self._following = asyncio.create_task(self._follow())
         self._gate = Gate(
             self._replica_id,
             self._member,
@@ -156,7 +161,7 @@ class Replica:
         response = self._controller.poll.remote(report)
         try:
             return await asyncio.wait_for(response, POLL_TIMEOUT_S)
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError):
             with contextlib.suppress(Exception):  # nobody waits for this poll any more
                 response.cancel()
             raise
@@ -165,6 +170,17 @@ class Replica:
         while not self._member.admitted:
             self.check_health()
             await asyncio.sleep(0.02)
+
+    async def _follow(self) -> None:
+        """Follow the controller, until it fences this replica: then there is nothing left to do."""
+        await self._follower.run()
+        front = getattr(self, "_front", None)
+        begin = time.monotonic()
+        while front is not None and front.in_flight and time.monotonic() - begin < TELL_S:
+            await asyncio.sleep(0.02)
+        disown_engine()
+        logger.warning("this replica ends, and Serve starts another: %s", self._member.fenced)
+        os._exit(1)  # Ray has no call that ends an actor from one of its tasks in the background
 
     async def _leave(self) -> None:
         """Wait for running requests, which Serve cannot: they do not pass through its handles."""

@@ -7,6 +7,7 @@ from typing import TypeVar
 from pydantic import JsonValue
 
 from deployments.errors import PayloadRejected, TransferFailed
+from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import (
     Call,
@@ -81,11 +82,25 @@ class StagedMember(EngineMember):
         else:
             await self._engine.workers("staging_receive", payload=body.payload, **options)
         self._payloads += 1
-        states = await self._progress.until(self._payloads) if self._progress is not None else None
+        await self._until_received(self._payloads)
+
+    async def receive_adapter(self, body: ReceiveAdapter) -> None:
+        """Receive an adapter's files into this host's memory; nothing of the model is touched.
+
+        Raises:
+            PayloadRejected: they are wrong, or there is no room for them.
+            TransferFailed: a peer is gone.
+        """
+        await self._discard_leftover()
+        directory = await asyncio.to_thread(self._engine.adapters.received.place, body.load_id)
+        await self._engine.workers("staging_receive_files", payload=body.payload, directory=str(directory))
+        await self._until_received(1)
+
+    async def _until_received(self, payloads: int) -> None:
+        states = await self._progress.until(payloads) if self._progress is not None else None
         if states is None:
-            wanted = self._payloads
             states = await self._ask_until(
-                lambda state: state.payloads_done >= wanted, "staging_progress", StagingState
+                lambda state: state.payloads_done >= payloads, "staging_progress", StagingState
             )
         raise_failure(states)
 
@@ -167,7 +182,8 @@ class StagedMember(EngineMember):
         while self.store_result is None or self.store_result.version < version:
             await asyncio.sleep(STORE_POLL_S)
             try:
-                answers = await asyncio.wait_for(self._engine.workers("staging_store_state"), STORE_CALL_S)
+                async with asyncio.timeout(STORE_CALL_S):  # not wait_for, which can swallow a cancellation
+                    answers = await self._engine.workers("staging_store_state")
             except TimeoutError:  # a busy engine, or one that hangs: the next instruction finds out
                 continue
             ended = [from_wire(StoreResult, answer) for answer in answers if answer is not None]

@@ -9,17 +9,20 @@ import torch
 from pydantic import JsonValue
 
 from deployments.errors import InvalidRequest
+from deployments.logs import serve_logger
 from deployments.lost_calls import repeated
 from deployments.protocol.status import FleetStatus
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.spec import TrainerSpec
 from deployments.unary import UnaryHandle
-from trainers.learner import Learner, Metrics
+from trainers.learner import Learner
 from trainers.policy import Policy
 from trainers.settings import LoraConfig, Strategy
+from trainers.step_metrics import Metrics, drift
 from trainers.trajectory import parse_trajectories
 
 FLEET_TIMEOUT_S = 120.0  # for a controller that starts beside the trainer
+logger = serve_logger()
 
 
 class TrainerRank:
@@ -43,8 +46,11 @@ class TrainerRank:
         """Of this rank; answered also during a step."""
         return os.getpid()
 
-    def step(self, trajectories: Sequence[JsonValue]) -> Metrics:
+    def step(self, trajectories: Sequence[JsonValue], published: int | None = None) -> Metrics:
         """One optimizer step on trajectories in their JSON form, see `trainers.trajectory`.
+
+        Args:
+            published: as in `Learner.step`.
 
         Raises:
             InvalidRequest: the batch is not valid: what was expected and what was received. Nothing changed.
@@ -54,10 +60,15 @@ class TrainerRank:
                 trajectories,
                 vocabulary_size=self._policy.vocabulary_size,
                 max_length=self._policy.max_length,
+                sampled=self._spec.config.loss.has_rollouts,
             )
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        return self._learner.step(parsed)
+        metrics = self._learner.step(parsed, published=published)
+        sentence = drift(metrics, self._spec.config.logprob_drift_bound)
+        if sentence is not None and self._rank == 0:
+            logger.warning(sentence)
+        return metrics
 
     def _begin(self, rendezvous_address: tuple[str, int]) -> None:
         """Seed, and join the other ranks."""

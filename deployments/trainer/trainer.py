@@ -28,7 +28,7 @@ from deployments.trainer.worker_group import WorkerGroup
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
 from deployments.unary import UnaryHandle
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
-from trainers.learner import Metrics
+from trainers.step_metrics import Metrics
 
 SEND_ATTEMPTS = 3
 FLUSH_TIMEOUT_S = 20.0
@@ -202,7 +202,10 @@ class Trainer:
             )
 
     async def _learn(self, trajectories: Sequence[JsonValue]) -> Metrics:
-        metrics = await self._group.call(TrainerWorker.step, trajectories, timeout_s=self._step_timeout_s)
+        published = self._version if self._lora is None else self._adapter_version
+        metrics = await self._group.call(
+            TrainerWorker.step, trajectories, published, timeout_s=self._step_timeout_s
+        )
         self._step, self._last_step = int(metrics["step"]), metrics
         return metrics
 

@@ -3,9 +3,14 @@
 Workers cannot be stopped in the middle of a step or a round. If the caller goes away meanwhile (its
 connection broke), the call goes on, so that the next one finds the workers free, and the status says what was
 done: a client that asks it does not repeat a step.
+
+Work runs in a context of its own. Ray knows by a context variable which actor call a task belongs to, and
+Serve cancels a request whose caller is gone together with every actor call that was made for it: without
+this, those to the workers too, in mid-step.
 """
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -37,7 +42,7 @@ class Turns:
             Exception: what the work raises.
         """
         await self._queue.acquire()
-        task = asyncio.create_task(self._run(name, work))
+        task = asyncio.create_task(self._run(name, work), context=contextvars.Context())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

@@ -1,5 +1,7 @@
 """A fleet as users start it, and its processes, found by a mark that all of them inherit."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from app.command.cluster import free_ports
 from tests.chaos.marked_weights import save_marked
 from tests.environment import users_environment
 
+OWNER_FILE = re.compile(r"slipstream-[0-9a-f]{32}-owner")
 MODEL = "marked"
 MARK = "SLIPSTREAM_CHAOS"
 START_S = 240.0
@@ -146,11 +149,15 @@ def launch(root: Path, settings: Mapping[str, Any]) -> Iterator[Launched]:
 
 
 def left_behind(mark: str, shared: set[str], scratch: Path, patience_s: float = 20.0) -> list[str]:
-    """Processes, shared memory and sockets of a fleet that has ended, after a while."""
+    """Processes, shared memory and sockets of a fleet that has ended, after a while.
+
+    What a living process holds is not the fleet's, whose processes are gone: other tests run beside it.
+    """
     deadline = time.monotonic() + patience_s
     while True:
         left = [f"process {process.pid} {_title(process)}" for process in _marked(mark)]
-        left += [f"/dev/shm/{name}" for name in _shared_memory() - shared]
+        names = _shared_memory() - shared
+        left += [f"/dev/shm/{name}" for name in sorted(names - used_by_others(names, mark))]
         # But for those of Python's own `multiprocessing`, in a process that was killed.
         sockets = [path for path in scratch.rglob("*") if path.is_socket()]
         left += [str(path) for path in sockets if not path.parent.name.startswith("pymp-")]
@@ -184,6 +191,34 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
                 process = psutil.Process(int(entry.name))
                 if process.status() != psutil.STATUS_ZOMBIE:
                     yield process
+
+
+def used_by_others(names: set[str], mark: str) -> set[str]:
+    """Those of these names in /dev/shm that a living process without the mark has open or mapped, or whose
+    owner's file (`deployments.weights.wire.ownership`) it has.
+    """
+    ours = {process.pid for process in _marked(mark)}
+    files: dict[tuple[int, int], str] = {}
+    for name in names:
+        with suppress(OSError):
+            files[_identity(f"/dev/shm/{name}")] = name
+    held: set[str] = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) in ours:
+            continue
+        with suppress(OSError):  # it has ended meanwhile
+            maps = (entry / "maps").read_text()
+            held |= {name for name in names if f"/dev/shm/{name}" in maps}
+            for opened in (entry / "fd").iterdir():
+                with suppress(OSError, KeyError):
+                    held.add(files[_identity(opened)])  # an owner's file was opened before it had a name
+    owners = {name.removesuffix("owner") for name in held if OWNER_FILE.fullmatch(name)}
+    return held | {name for name in names if any(owner in name for owner in owners)}
+
+
+def _identity(path: str | Path) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _shared_memory() -> set[str]:

@@ -1,5 +1,6 @@
 """Faults that are no process: the disk, the network of a publisher, and what operators change."""
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ import pytest
 
 from tests.chaos.arena import Arena, Publisher, until
 from tests.chaos.checker import Expected, check
+from tests.chaos.launching import engine_core
+from tests.chaos.timing import LOST
 from tests.chaos.unreliable import Trouble, network
 
 pytestmark = [pytest.mark.chaos, pytest.mark.serve, pytest.mark.timeout(600), pytest.mark.long]
@@ -73,6 +76,40 @@ def test_on_a_full_disk_publishers_are_refused_and_the_fleet_serves(arena: Arena
             assert any("space" in text or "disk" in text for text in arena.refused[told:]), arena.refused[
                 told:
             ]
+
+
+def test_a_dead_engine_is_reported_by_its_replica_when_no_round_asks_for_it(arena: Arena) -> None:
+    """Its process lives: without its report the fleet would wait for Serve's three health checks."""
+    begin = time.time()
+    with watched(arena, may_lose=1), arena.quiet():
+        engine_core(arena.launched.named("replica")[0]).kill()
+        killed = time.time()
+        until(lambda: bool(losses(arena, killed)), 30, "the loss of the replica")
+        noticed_s = min(losses(arena, killed)) - killed
+        until(
+            lambda: arena.launched.named("replica")[-1].create_time() > killed, 30, "its successor's process"
+        )
+        successor = arena.launched.named("replica")[-1]
+        started_s = successor.create_time() - killed
+        until(arena.whole, 200, "full strength")
+        full_s = time.time() - killed
+    registered = [e.at for e in arena.recording().events if e.name == "register" and e.at > killed]
+    figures = {
+        "noticed_s": noticed_s,
+        "successor_s": started_s,
+        "engine_s": min(registered) - killed - started_s,
+        "full_s": full_s,
+        "answers": len(arena.recording().since(begin).answers),
+    }
+    print(json.dumps({name: round(value, 2) for name, value in figures.items()}), flush=True)
+    assert noticed_s < 3.0, figures
+    assert started_s < 5.0, figures
+
+
+def losses(arena: Arena, since: float) -> list[float]:
+    """When replicas were members no more; one that Serve has stopped leaves in order, engine or not."""
+    gone = (*LOST, "left")
+    return [e.at for e in arena.recording().events if e.name in gone and e.at >= since]
 
 
 def test_a_flipped_byte_in_the_store_is_loaded_by_nobody(arena: Arena) -> None:

@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 PAGES = HERE.parents[1] / "docs" / "clients"
 PLACE = Path(os.environ.get("SLIPSTREAM_CLIENTS", HERE.parents[1] / ".venv-clients"))
 INSTALL_S = 900.0
+VLLM = "0.32.0"  # whose examples are run
 OVER_OURS = {"trl"}  # sees our packages behind its own: it imports vLLM and torch
 PASSED_ON = ("HOME", "LANG", "PATH", "SSL_CERT_FILE", "TMPDIR")
 
@@ -43,6 +44,34 @@ def _install(directory: Path, requirements: Path) -> None:
     if directory.name in OVER_OURS:
         (packages,) = directory.glob("lib/python3*/site-packages")
         (packages / "ours.pth").write_text(sysconfig.get_path("purelib"))
+
+
+def vllms_examples() -> Path:
+    """vLLM's `examples/rl`, from its source distribution, which pip downloads once (45 MB).
+
+    pip cannot build it here, and need not: it leaves behind what it has unpacked.
+    """
+    directory = PLACE / "vllm-source"
+    directory.mkdir(parents=True, exist_ok=True)
+    with (PLACE / "vllm-source.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _unpacked(directory):
+            command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-input"]
+            command += ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--no-clean"]
+            command += [f"vllm=={VLLM}", "--dest", str(directory)]
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=INSTALL_S,
+                env=os.environ | {"TMPDIR": str(directory)},
+            )
+            assert _unpacked(directory), f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return _unpacked(directory)[0]
+
+
+def _unpacked(directory: Path) -> list[Path]:
+    return sorted(directory.glob("pip-download-*/vllm_*/examples/rl"))
 
 
 def run(client: str, program: str, url: str, *, timeout_s: float = 300.0, **options: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`vllm bench serve` as load."""
+"""`vllm bench serve` as load: the command of its page."""
 
 import json
 import subprocess
@@ -7,28 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.environments import HERE
+from tests.clients.environments import HERE, commands_of
 from tests.fleet.session_fleet import MODEL, Fleet
 
 pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.timeout(600)]
-PROMPTS = 20
+PROMPTS, TOKENS = 20, 32  # the page's
+PREPARE = "$(.venv/bin/python -m app.settings.models prepare smollm2-135m)"
 
 
 @pytest.mark.long
 def test_every_request_is_answered(fleet: Fleet, tmp_path: Path) -> None:
-    command = [sys.executable, str(HERE / "programs" / "vllm_bench.py"), "--backend", "openai"]
-    command += ["--base-url", fleet.url, "--model", MODEL]
-    command += [
-        "--tokenizer",
-        str(fleet.checkpoint),
-        "--dataset-name",
-        "random",
-        "--num-prompts",
-        str(PROMPTS),
-    ]
-    command += ["--random-input-len", "64", "--random-output-len", "32", "--ignore-eos"]
-    command += ["--save-result", "--result-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    (command,) = commands_of("vllm.md", ".venv/bin/vllm bench serve")
+    # What the page says of a CPU, and what differs between its fleet and this one.
+    for page, here in (
+        (".venv/bin/vllm bench serve", f"{sys.executable} {HERE / 'programs' / 'vllm_bench.py'}"),
+        (PREPARE, str(fleet.checkpoint)),
+        ("http://127.0.0.1:8000", fleet.url),
+        ("smollm2-135m", MODEL),
+    ):
+        assert page in command
+        command = command.replace(page, here)
+    command += f" --ignore-eos --save-result --result-dir {tmp_path}"
+    done = subprocess.run(["bash", "-euc", command], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     (result,) = (json.loads(file.read_text()) for file in tmp_path.glob("*.json"))
-    assert (result["completed"], result["total_output_tokens"]) == (PROMPTS, 32 * PROMPTS)
+    assert (result["completed"], result["total_output_tokens"]) == (PROMPTS, TOKENS * PROMPTS)

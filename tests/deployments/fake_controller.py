@@ -171,6 +171,10 @@ class FakeController:
     def on_send(self, token: int, round_id: int, payload: Mapping[str, Any]) -> None:
         self._require_open(token, round_id)
         self._payloads += 1
+        self.receive(payload)
+
+    def receive(self, payload: Mapping[str, Any]) -> None:
+        """Open what the transport `shm` sends."""
         if "segment" not in payload:
             return  # not of the shm transport: nothing to read
         (chunk,) = plan_chunks(

@@ -19,6 +19,7 @@ class Adapted:
 
     fleet: Fleet
     root: Path
+    transport: str = "shm"
 
     def save(self, name: str, seed: int, **options: Any) -> Path:
         from tests.tiny_adapters import save_tiny_adapter
@@ -27,8 +28,11 @@ class Adapted:
 
 
 @pytest.fixture(scope="module")
-def adapted(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
-    root = tmp_path_factory.mktemp("adapters")
+def adapted(
+    fleet: Fleet, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Adapted]:
+    """Its parameter: the transport."""
+    root, transport = tmp_path_factory.mktemp("adapters"), getattr(request, "param", "shm")
     from app.main import build
     from app.settings.config import parse_config
     from deployments.trainer.spec import adapter_directory
@@ -45,7 +49,7 @@ def adapted(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 "num_replicas": 2,
                 "extra": {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8},
             },
-            "weights": {"lease_s": 30, "heartbeat_timeout_s": 20},
+            "weights": {"transport": transport, "lease_s": 30, "heartbeat_timeout_s": 20},
             "security": {
                 "checkpoint_roots": [str(root / "user"), str(adapter_directory(root / "state" / "store"))]
             },
@@ -59,6 +63,6 @@ def adapted(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             checkpoint=fleet.checkpoint,
             store=root / "state" / "store",
         )
-        yield Adapted(fleet=served, root=root / "user")
+        yield Adapted(fleet=served, root=root / "user", transport=transport)
     finally:
         serve.delete("adapters")

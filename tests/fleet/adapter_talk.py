@@ -50,9 +50,13 @@ def models(client: httpx.Client) -> list[set[str]]:
     return list(from_every_replica(ask).values())
 
 
+def entries(client: httpx.Client) -> list[dict[str, Any]]:
+    """Of `/fleet/adapters`."""
+    return list(client.get("/fleet/adapters").json()["adapters"])
+
+
 def newest(client: httpx.Client, name: str) -> int:
-    found = client.get("/fleet/adapters").json()["adapters"]
-    return max(each["version"] for each in found if each["name"] == name)
+    return max(each["version"] for each in entries(client) if each["name"] == name)
 
 
 class Merged(Reference):

@@ -69,7 +69,7 @@ def adapter_trainer(adapted: Adapted) -> Iterator[AdapterTrainer]:
         model=str(adapted.fleet.checkpoint),
         device="cpu",
         store_dir=str(adapted.fleet.store),
-        transport="shm",
+        transport=adapted.transport,
         chunk_bytes=1 << 20,
         native=False,
     )

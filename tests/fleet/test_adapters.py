@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from deployments.errors import Conflict
 from tests.fleet.adapter_fleet import SLOTS, Adapted
-from tests.fleet.adapter_talk import COUNT, Merged, everywhere, load, models, newest, tokens, unload
+from tests.fleet.adapter_talk import COUNT, Merged, entries, everywhere, load, models, newest, tokens, unload
 from tests.fleet.adapter_trainer import APPLICATION, LORA, adapter_trainer
 from tests.fleet.losing import a_replica, kill_a_replica, members, process_of
 from tests.fleet.session_fleet import MODEL
@@ -185,6 +185,10 @@ def test_what_a_trainer_publishes_is_the_next_version_of_its_adapter_on_every_re
             report = trainer.publish(f"step {number}")
             print(f"a publish: {time.monotonic() - began:.3f} s, of which files {report.write_s:.3f} s")
             assert (report.name, report.version, report.label) == (LORA.name, number, f"step {number}")
+            assert report.transfer_s is not None
+            [status] = [each for each in entries(client) if each["digest"] == report.digest]
+            assert set(status["received"]) == set(status["replicas"]) and len(status["replicas"]) == 2
+            assert Path(status["path"]).is_dir(), "the store's copy, for joiners"
             saved = trainer.save(tmp_path / f"saved-{number}")
             expected[f"{LORA.name}@{number}"] = scored(Merged(base, saved))
         for one, two in itertools.combinations(expected.values(), 2):
@@ -240,6 +244,35 @@ def test_a_trainer_of_an_adapter_that_dies_goes_on_and_a_lost_controller_loses_n
         assert newest(client, LORA.name) == report.version
         assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
     assert process_of("controller", "adapters") and APPLICATION not in serve.status().applications
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("adapted", ["gloo"], indirect=True)
+def test_an_adapter_over_gloo_is_on_both_replicas_and_a_successor_reads_the_stores_copy(
+    adapted: Adapted, client: httpx.Client, tmp_path: Path
+) -> None:
+    base = checkpoint_of_now(adapted, client, tmp_path / "base")
+    with adapter_trainer(adapted) as trainer:
+        for _ in range(2):  # over one connection
+            trainer.step(client)
+            report = trainer.publish()
+            print(f"transfer {report.transfer_s} s of {report.duration_s:.3f} s")
+            assert report.transfer_s is not None
+            [status] = [each for each in entries(client) if each["digest"] == report.digest]
+            assert set(status["received"]) == set(status["replicas"]) and len(status["replicas"]) == 2
+        expected = Merged(base, trainer.save(tmp_path / "saved"))(PROMPT, COUNT)
+        assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
+        before = set(status["replicas"])
+        kill_a_replica("adapters")
+        deadline = time.monotonic() + 240
+        while len(members(client)) < 2 or set(members(client)) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
+        [status] = [each for each in entries(client) if each["digest"] == report.digest]
+        assert set(status["received"]) == before & set(status["replicas"])
+        trainer.step(client)
+        assert trainer.publish().transfer_s is not None, "to the fleet as it is now"
 
 
 @pytest.mark.chaos

@@ -152,7 +152,7 @@ def test_an_rl_run_survives_its_controller_and_its_trainer(
             process_of(deployment).kill()
 
     killer = in_a_thread(kill_both)
-    asyncio.run(asyncio.wait_for(grpo.main(options), 400))
+    asyncio.run(asyncio.wait_for(grpo.main(options, time.monotonic()), 400))
     killer.join()
     records = metrics.records(record)
     assert [each.step for each in records] == [1, 2, 3, 4, 5, 6]

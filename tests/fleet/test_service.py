@@ -1,7 +1,9 @@
 """The service around the rounds: sessions, admission, disconnects, operations, loss of a replica."""
 
 import asyncio
+import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import httpx
@@ -11,7 +13,16 @@ from ray import serve
 
 from tests.fleet.losing import kill_a_replica, members, process_of
 from tests.fleet.session_fleet import MAX_IN_FLIGHT, Fleet
-from tests.fleet.talk import ask, body, complete, on_every_replica, train_and_publish
+from tests.fleet.talk import (
+    PROMPT,
+    ask,
+    body,
+    complete,
+    on_every_replica,
+    sampled,
+    succeeded,
+    train_and_publish,
+)
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
@@ -166,4 +177,26 @@ def test_a_killed_replica_comes_back_with_the_committed_version(fleet: Fleet) ->
         assert answered > 5
         for answer in on_every_replica(client, max_tokens=24).values():
             assert answer.token_ids == expected and answer.version == version
+        assert train_and_publish(client) == version + 1
+
+
+def test_engine_and_trainer_agree_about_the_weights_that_they_share(fleet: Fleet) -> None:
+    """A step reads versions and log-probabilities of real answers; masked tokens need none."""
+    with fleet.client() as client:
+        version = train_and_publish(client)
+        answers = [sampled(client, seed) for seed in range(4)]
+        batch = json.loads(json.dumps([asdict(answer.trajectory(PROMPT, 1.0)) for answer in answers]))
+        tools = [7, 8, 9]
+        batch[0]["token_ids"] += tools
+        batch[0]["logprobs"] += [0.0] * len(tools)
+        batch[0]["loss_mask"] = [True] * len(answers[0].token_ids) + [False] * len(tools)
+        batch[1]["advantage"] = [0.5] * len(answers[1].token_ids)
+        metrics = succeeded(client.post("/train/step", json={"trajectories": batch})).json()
+        assert metrics["tokens"] == sum(len(answer.token_ids) for answer in answers)
+        assert (metrics["staleness_max"], metrics["tokens_staleness_0"]) == (0, metrics["tokens"])
+        assert metrics["logprob_difference_max"] < 0.01
+        assert metrics["effective_sample_fraction"] == pytest.approx(1.0, abs=1e-3)
+        # The weights have changed, and the fleet has not: the next step has nothing to compare.
+        again = succeeded(client.post("/train/step", json={"trajectories": batch})).json()
+        assert "logprob_difference_max" not in again and again["rollout_kl"] > metrics["rollout_kl"]
         assert train_and_publish(client) == version + 1

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 from deployments.condition import Condition, apply, asleep, is_paused
 from deployments.errors import PayloadRejected, TransferFailed
-from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
 from deployments.protocol.instructions import (
     Body,
     Call,
@@ -31,10 +31,10 @@ from deployments.protocol.instructions import (
 from deployments.protocol.operations import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.reports import Draining, Staged, StoreResult, Swapped, Value
 from tests.simulation.adapters.engine import KINDS, SimAdapters
-from tests.simulation.work import Answer, EngineFailed, Work
+from tests.simulation.work import Answer, EngineFailed, Mortal, Work
 
 
-class SimMember:
+class SimMember(Mortal):
     """Implements the follower's port `Member`, and what a gate and a health check look at.
 
     Args:
@@ -52,8 +52,8 @@ class SimMember:
         read: Callable[[str, int], str],
         lora: SimAdapters | None = None,
     ) -> None:
-        self.version = version
-        self.weights = weights
+        super().__init__()
+        self.version, self.weights = version, weights
         self.world_size = 1
         self.staged_round: int | None = None
         self.partially_updated = False
@@ -66,8 +66,7 @@ class SimMember:
         self.fenced: str | None = None
         self.changed = asyncio.Condition()
         self._condition: Condition = ()
-        self.held = self.hangs = self.stopped = False
-        self.running = asyncio.Condition()  # notified when it may go on generating
+        self.held = self.hangs = False
         self._work = work
         self._went_live = went_live
         self._write, self._read = write, read
@@ -103,16 +102,14 @@ class SimMember:
     # -- the port -----------------------------------------------------------------------------
 
     async def execute(self, body: Body) -> Value:
-        if self.hangs:
-            await asyncio.Event().wait()
-        value = await self._execute(body)
+        value = await self.while_alive(self._execute(body))
         async with self.changed:
             self.changed.notify_all()
         return value
 
     async def interrupt(self) -> None:
         if self.hangs:
-            await asyncio.Event().wait()
+            await self.while_alive(asyncio.Event().wait())
         self._interrupted.set()
         self._parts = []
 
@@ -131,6 +128,8 @@ class SimMember:
 
     async def _execute(self, body: Body) -> Value:
         work = self._work
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.fails(body):
             raise EngineFailed(f"{body.name} failed")
         if work.fail and work.rng.random() < work.fail:
@@ -149,7 +148,7 @@ class SimMember:
             await self._interrupted.wait()
             raise TransferFailed("interrupted")
         match body:
-            case Connect():
+            case Connect() | ReceiveAdapter():
                 self._discard()
                 await work.do(0.02)
             case Receive():
@@ -175,8 +174,8 @@ class SimMember:
                 await work.do(0.01)
                 if self.retained_version != body.version:
                     raise EngineFailed(f"retains {self.retained_version}")
-                task = asyncio.get_running_loop().create_task(self._store(body, self._retained))
-                self._storing = task
+                store = self._store(body, self._retained)
+                self._storing = asyncio.get_running_loop().create_task(store)
             case Forget():
                 if self.retained_version is not None and self.retained_version <= body.version:
                     self.retained_version = None

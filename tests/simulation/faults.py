@@ -71,6 +71,7 @@ class Faults:
             self._slow_disk,
             self._broken_disk,
             self._hung_engine,
+            self._dead_engine,
             self._ray_hangs,
             self._lose_power,
             self._lose_a_stored_version,
@@ -204,6 +205,11 @@ class Faults:
         if chosen is not None and chosen.member is not None:
             self._world.log("the engine of {} hangs", chosen.name)
             chosen.member.hangs = True
+
+    def _dead_engine(self) -> None:
+        chosen = self._world.started_replica(self._rng)
+        if chosen is not None:
+            chosen.lose_engine()
 
     def _ray_hangs(self) -> None:
         world = self._world

@@ -103,10 +103,17 @@ MUTANTS = [
     Mutant(
         "acknowledgement_lost",
         REPLICA + "follower",
-        "            directive = await self._poll(self._state())\n",
-        "            state = self._state()\n"
-        "            self._acknowledgements.clear()\n"
-        "            directive = await self._poll(state)\n",
+        "        polling = asyncio.ensure_future(self._poll(self._state()))\n",
+        "        state = self._state()\n"
+        "        self._acknowledgements.clear()\n"
+        "        polling = asyncio.ensure_future(self._poll(state))\n",
+    ),
+    Mutant(
+        "death_waits_for_the_poll",
+        REPLICA + "follower",
+        "watched = {task} if self._death is None else {task, self._death}",
+        "watched = {task}",
+        "engine_dies",
     ),
     Mutant("no_self_fence", REPLICA + "gate", "if silent_s > self._self_fence_s:", "if False:"),
     Mutant("gate_open_before_admission", REPLICA + "gate", "if not self._member.admitted:", "if False:"),
@@ -180,8 +187,8 @@ MUTANTS = [
             (
                 "full_disk_is_the_callers_fault",
                 CONTROLLER + "adapter_files",
-                "except CannotWrite as error:\n                raise FleetUnavailable(",
-                "except CannotWrite as error:\n                raise InvalidRequest(",
+                "except CannotWrite as error:\n                raise _no_space(error)",
+                "except CannotWrite as error:\n                raise InvalidRequest(str(error))",
                 "full_disk",
             ),
         )

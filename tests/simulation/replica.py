@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 4.5
 SELF_FENCE_S = HEARTBEAT_S * 2 / 3
 POLL_TIMEOUT_S = 2.0
+HEALTH_CHECKS_S = 4.0  # that Serve takes to see that an engine is dead, whose process says so
 
 
 class Replica:
@@ -34,6 +35,7 @@ class Replica:
         self.follower: Follower | None = None
         self.following: asyncio.Task[None] | None = None
         self.stats: tuple[int, bool] = (0, False)
+        self._dead_since: float | None = None
 
     async def run(self) -> None:
         world = self._world
@@ -62,7 +64,7 @@ class Replica:
                 world.log("{} cannot load its version: {}", self.name, error)
                 world.kill(self.process)
                 return
-        self.member = SimMember(
+        self.member = member = SimMember(
             answer.version,
             weights,
             world.work,
@@ -86,7 +88,7 @@ class Replica:
             self.member,  # type: ignore[arg-type]
             self.follower,
             self_fence_s=SELF_FENCE_S,
-            engine_dead=lambda: False,
+            engine_dead=lambda: member.dead,
             clock=world.loop.time,
         )
         self.following = asyncio.get_running_loop().create_task(self.follower.run())
@@ -129,4 +131,12 @@ class Replica:
     def healthy(self) -> bool:
         fenced = self.member is not None and self.member.fenced is not None
         ended = self.following is not None and self.following.done()
-        return self.process.alive and not fenced and not ended
+        given_up = self._dead_since is not None and self._world.loop.now - self._dead_since > HEALTH_CHECKS_S
+        return self.process.alive and not (fenced or ended or given_up)
+
+    def lose_engine(self) -> None:
+        """Its engine's processes end, and its own goes on."""
+        if self.process.alive and self.member is not None and not self.member.dead:
+            self._world.log("the engine of {} dies", self.name)
+            self._dead_since = self._world.loop.now
+            self._world.loop.spawn(self.process, self.member.die())

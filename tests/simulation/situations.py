@@ -15,6 +15,7 @@ from tests.simulation.unheard import WINDOW_S, plan_unheard_failure
 from tests.simulation.world import World
 
 AWAY_S = 20.0  # longer than a deadline, the heartbeat and a round together
+TOLD_S = 0.3  # a report takes so long at most, where nothing else goes wrong
 Situation = Callable[[World, Random], float]  # plans it; when it is over, in seconds
 
 
@@ -190,7 +191,7 @@ def two_publishers(world: World, rng: Random) -> float:
 
 
 def last_words(world: World, rng: Random) -> float:
-    """A replica that has verified is not heard any more, and an answer to its last report comes late."""
+    """A replica that has received is not heard any more, and an answer to its last report comes late."""
 
     def prepare() -> None:
         chosen = world.started_replica(rng)
@@ -198,7 +199,7 @@ def last_words(world: World, rng: Random) -> float:
             return
 
         def fails(body: Body) -> bool:
-            if isinstance(body, Verify) and not heard:
+            if isinstance(body, Receive) and not heard:
                 heard.append(chosen.name)
                 world.log("{} is not heard any more after its next report", chosen.name)
                 world.network.last_words[chosen.name] = rng.uniform(1.5, 1.98)
@@ -210,6 +211,30 @@ def last_words(world: World, rng: Random) -> float:
 
     world.loop.call_at(rng.uniform(2.5, 6.0), prepare)
     return 2 * WINDOW_S + AWAY_S / 2
+
+
+def engine_dies(world: World, rng: Random) -> float:
+    """The replica's process lives, and says so although no round comes; Serve would notice seconds later."""
+
+    def die() -> None:
+        if world.publisher is not None and world.publisher.alive:
+            world.kill(world.publisher)
+        chosen = world.started_replica(rng)
+        if chosen is not None:
+            chosen.lose_engine()
+            world.loop.call_later(TOLD_S, look, chosen.name)
+
+    def look(name: str) -> None:
+        assert world.controller is not None
+        members = world.controller[1]._ledger.status(world.loop.now).members
+        if any(each.replica_id == name and each.state != "fenced" for each in members):
+            world.violation = Violation(f"{name} is a member {TOLD_S:g} s after its engine: {members}")
+
+    begin = rng.uniform(1.5, WINDOW_S)
+    world.loop.call_at(begin - 0.01, setattr, world, "publishes", False)
+    world.loop.call_at(begin, die)
+    world.loop.call_at(begin + TOLD_S, setattr, world, "publishes", True)
+    return WINDOW_S + TOLD_S
 
 
 SITUATIONS: dict[str, Situation] = {
@@ -225,6 +250,7 @@ SITUATIONS: dict[str, Situation] = {
         slow_joiner,
         two_publishers,
         last_words,
+        engine_dies,
     )
 }
 

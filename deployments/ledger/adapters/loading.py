@@ -119,16 +119,31 @@ class Adapters:
         self._record(adapter, "loading", now)
         return adapter
 
-    def stage(self, adapter: Adapter, files: AdapterFiles, now: float) -> PendingCall:
+    def stage(self, adapter: Adapter, files: AdapterFiles, now: float, *, stored: bool = True) -> PendingCall:
         """The files are there. The call's result is the live Adapter.
+
+        With `stored` false the replicas have received them, and the fleet's copy is not complete yet:
+        `complete` or `fail` follows, and nothing is live before.
 
         Its error is an InvalidRequest if all replicas rejected it, a Conflict if some did,
         FleetUnavailable if too few replicas serve; then no replica has it.
         """
         load = self._loads[adapter.name]
         load.adapter = with_files(adapter, files)
-        load.call = PendingCall(name=LoadAdapter.name)
+        load.call, load.stored = PendingCall(name=LoadAdapter.name), stored
         return load.call
+
+    def complete(self, adapter: Adapter) -> None:
+        """The fleet has its copy."""
+        load = self._loads.get(adapter.name)
+        if load is not None and load.adapter.adapter_id == adapter.adapter_id:
+            load.stored = True
+
+    def fail(self, adapter: Adapter, error: SlipstreamError) -> None:
+        """The fleet will have no copy of what was staged: no replica keeps it."""
+        load = self._loads.get(adapter.name)
+        if load is not None and load.adapter.adapter_id == adapter.adapter_id and not load.stored:
+            load.error = load.error or error
 
     def give_up(self, adapter: Adapter, reason: str, now: float) -> None:
         """Its files could not be copied."""
@@ -212,16 +227,17 @@ class Adapters:
                 self._membership.fence(member, f"{call.name}: done, and it does not hold it", now)
 
     def _conclude(self, now: float) -> bool:
-        """Decide what all have answered. True if the catalog has changed."""
+        """Decide what all have answered. True if replicas are to be told something else than before."""
         changed = False
         for load in list(self._loads.values()):
             if load.call is None or load.decided or self._membership.returning():
                 continue
             if load.error is None:
                 load.error = self._fault(load)
+                changed = changed or load.error is not None
             if load.error is not None:
                 self._undo(load, load.error, now)
-            elif not load.rejected and self._all_hold(load.adapter):
+            elif load.stored and not load.rejected and self._all_hold(load.adapter):
                 self._make_live(load, now)
                 changed = True
         return changed
@@ -333,6 +349,7 @@ class Adapters:
         )
 
     def _status_of(self, adapter: Adapter, state: str) -> AdapterStatus:
+        adapter_id, members = adapter.adapter_id, self._membership.all()
         return AdapterStatus(
             name=adapter.name,
             version=adapter.version,
@@ -340,11 +357,8 @@ class Adapters:
             path=adapter.path,
             digest=adapter.digest,
             size_bytes=adapter.size_bytes,
-            replicas=tuple(
-                member.replica_id
-                for member in self._membership.all()
-                if adapter.adapter_id in member.adapters.held
-            ),
+            replicas=tuple(each.replica_id for each in members if adapter_id in each.adapters.held),
+            received=tuple(each.replica_id for each in members if adapter_id in each.adapters.received),
         )
 
 

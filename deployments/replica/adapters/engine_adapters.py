@@ -12,6 +12,7 @@ engine's thread, between two steps; what it needs of the disk is read before, wh
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -21,6 +22,7 @@ from deployments.logs import serve_logger
 from deployments.protocol.adapters import Adapter, AdapterState
 from deployments.replica.adapters.check import NotYet, check_adapter
 from deployments.replica.adapters.named import NamedAdapters, Uses, lora_request
+from deployments.replica.adapters.received import ReceivedAdapter
 
 LAG_S = 10.0  # a shared file system may show the fleet's copy this much later
 RETRY_S = 0.1
@@ -44,6 +46,8 @@ class EngineAdapters:
         self._workers = workers
         self._lag_s = lag_s
         self._held: dict[int, Adapter] = {}
+        self.received = ReceivedAdapter()
+        self._from_received: set[int] = set()  # ids
         self._live: tuple[int, ...] = ()
         self._doomed: set[int] = set()
         self._removals: dict[int, asyncio.Task[None]] = {}
@@ -54,7 +58,9 @@ class EngineAdapters:
 
     @property
     def state(self) -> AdapterState:
-        return AdapterState(held=tuple(self._held), live=self._live)
+        return AdapterState(
+            held=tuple(self._held), live=self._live, received=tuple(sorted(self._from_received))
+        )
 
     async def load(self, adapter: Adapter) -> None:
         """Check the files and load them into the engine.
@@ -69,17 +75,23 @@ class EngineAdapters:
         if adapter.adapter_id in self._held:  # an id stands for the same files always
             self._doomed.discard(adapter.adapter_id)
             return
-        await self._check(adapter, config)
+        received = await self._has_read_received(adapter, config)
         try:
-            await self._read(adapter)
+            if not received:
+                await self._check_and_read(adapter, config)
             await self._llm.add_lora(lora_request(adapter))
         except EngineDeadError:
+            raise
+        except PayloadRejected:
+            await self._workers("adapter_forget", adapter_id=adapter.adapter_id)
             raise
         except Exception as error:  # whatever a worker said; some workers may have it
             await self._workers("adapter_forget", adapter_id=adapter.adapter_id)
             await self._llm.remove_lora(adapter.adapter_id)
             raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {_last_line(error)}") from error
         self._held[adapter.adapter_id] = adapter
+        if received:
+            self._from_received.add(adapter.adapter_id)
 
     async def make_live(self, live: Sequence[Adapter]) -> None:
         """Requests may name these and no others.
@@ -101,17 +113,54 @@ class EngineAdapters:
             raise RuntimeError(f"adapter {adapter_id} is live")
         await self._doom({adapter_id})
 
-    async def _check(self, adapter: Adapter, config: Any) -> None:
-        until = time.monotonic() + self._lag_s
+    async def _has_read_received(self, adapter: Adapter, config: Any) -> bool:
+        """Whether the workers have read what a transport brought; else they read the fleet's copy."""
+        directory = await asyncio.to_thread(self.received.find, adapter.load_id)
+        if directory is None:
+            return False
+        try:
+            await self._check_and_read(replace(adapter, path=str(directory)), config, lag_s=0.0)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # a worker on another host does not have the files
+            await self._workers("adapter_forget", adapter_id=adapter.adapter_id)
+            logger.warning("%s is loaded from the store: %s", adapter.full_name, _last_line(error))
+            return False
+        finally:
+            await asyncio.to_thread(self.received.drop)
+        return True
+
+    async def _check_and_read(self, adapter: Adapter, config: Any, lag_s: float | None = None) -> None:
+        """Check the files while the workers read them; what is wrong with the files is said first.
+
+        Raises:
+            PayloadRejected: they do not fit, or are not there in time.
+            Exception: whatever a worker says.
+        """
+        reading = asyncio.create_task(self._read(adapter))
+        try:
+            if await self._check(adapter, config, self._lag_s if lag_s is None else lag_s):
+                await reading
+            else:
+                await asyncio.wait({reading})  # it may have read what was there before
+                await self._read(adapter)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _check(self, adapter: Adapter, config: Any, lag_s: float) -> bool:
+        """Whether they were there at once."""
+        began, at_once = time.monotonic(), True
         while True:
             try:
                 await asyncio.to_thread(check_adapter, adapter, self._llm.model_config.model, config)
-                return
+                return at_once
             except NotYet as error:
-                if time.monotonic() > until:
-                    raise PayloadRejected(f"{error} (waited {self._lag_s:g} s)") from error
+                if time.monotonic() >= began + lag_s:
+                    raise PayloadRejected(f"{error} (waited {lag_s:g} s)") from error
             except (OSError, ValueError) as error:
                 raise PayloadRejected(str(error)) from error
+            at_once = False
             await asyncio.sleep(RETRY_S)
 
     async def _read(self, adapter: Adapter) -> None:
@@ -146,6 +195,7 @@ class EngineAdapters:
         except EngineDeadError:  # it holds nothing any more
             logger.debug("adapter %d ends with its engine", adapter_id)
         self._held.pop(adapter_id, None)
+        self._from_received.discard(adapter_id)
         _forget_figures(self._llm)
 
 

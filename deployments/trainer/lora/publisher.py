@@ -1,6 +1,7 @@
 """An adapter on its way into the fleet: its files, and the controller's load of the next version of its name.
 
     write the files aside, then rename  ──► load_adapter, if the name is at the version that was found
+    send the files to the replicas      beside the copy into the store; without them replicas read the copy
     the controller dies meanwhile       ──► its successor's catalog says what became of the load
 
 A version is this trainer's if its files say so: they name the fleet and the trainer's step. What somebody
@@ -8,9 +9,11 @@ else has loaded under the name is never replaced.
 """
 
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from deployments.logs import serve_logger
 from deployments.lost_calls import is_lost, repeated
 from deployments.protocol.adapters import Adapter as LoadedAdapter
 from deployments.protocol.adapters import AdapterStatus
+from deployments.trainer.lora.sender import AdapterSender
 from deployments.trainer_reports import AdapterReport
 from deployments.unary import UnaryHandle
 from deployments.weights.store.adapter_store import TENSORS, adapter_digest
@@ -49,6 +53,7 @@ class AdapterPublisher:
     """Publishes the adapter of one name.
 
     Args:
+        sender: None: replicas read the fleet's copy.
         directory: where the files are until the fleet has its copy; emptied first, nobody else uses it.
         clock, sleep: seconds, monotonic.
     """
@@ -61,6 +66,7 @@ class AdapterPublisher:
         *,
         fleet_id: str,
         dtype: torch.dtype | None,
+        sender: AdapterSender | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -69,6 +75,7 @@ class AdapterPublisher:
         self._directory = directory
         self._fleet_id = fleet_id
         self._dtype = dtype
+        self._sender = sender
         self._clock = clock
         self._sleep = sleep
         shutil.rmtree(directory, ignore_errors=True)
@@ -107,7 +114,7 @@ class AdapterPublisher:
         directory = self._written(adapter, step)
         try:
             written = self._clock()
-            version, digest = self._loaded(directory)
+            version, digest, transfer_s = self._sent_and_loaded(directory)
             size_bytes = (directory / TENSORS).stat().st_size
         finally:
             shutil.rmtree(directory, ignore_errors=True)
@@ -120,6 +127,7 @@ class AdapterPublisher:
             digest=digest,
             size_bytes=size_bytes,
             write_s=written - began,
+            transfer_s=transfer_s,
             duration_s=self._clock() - began,
         )
 
@@ -138,12 +146,32 @@ class AdapterPublisher:
             raise Conflict(f"the adapter {self._name!r} is not published: {error}") from error
         return final
 
-    def _loaded(self, directory: Path) -> tuple[int, str]:
+    def _sent_and_loaded(self, directory: Path) -> tuple[int, str, float | None]:
+        """As `_loaded`, and how long the replicas took to receive the files; None: they did not."""
+        if self._sender is None:
+            return *self._loaded(directory), None
+        sending, load_id = threading.Event(), uuid.uuid4().hex
+
+        def load() -> tuple[int, str]:
+            sending.wait()  # replicas carry out instructions in their order, and are to receive it first
+            return self._loaded(directory, load_id)
+
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            loading = beside.submit(load)
+            try:
+                transfer_s = self._sender.send(directory, load_id, sending.set)
+            finally:
+                sending.set()
+            return *loading.result(), transfer_s
+
+    def _loaded(self, directory: Path, load_id: str = "") -> tuple[int, str]:
         """The version that the directory has become, and its digest."""
         for _ in range(ATTEMPTS):
             before = self._own_version()
             try:
-                load = self._controller.load_adapter.remote(self._name, str(directory), True, False, before)
+                load = self._controller.load_adapter.remote(
+                    self._name, str(directory), True, False, before, load_id
+                )
                 loaded: LoadedAdapter = load.result(timeout_s=LOAD_TIMEOUT_S)
                 return loaded.version, loaded.digest
             except TimeoutError as error:

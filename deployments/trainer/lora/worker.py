@@ -16,6 +16,7 @@ from deployments.logs import serve_logger
 from deployments.trainer.checkpoint import BaseCheckpoint
 from deployments.trainer.lora.publisher import AdapterPublisher
 from deployments.trainer.lora.resume import go_on, look, settings
+from deployments.trainer.lora.sender import adapter_sender
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.rank import TrainerRank
 from deployments.trainer.save_directory import directory_to_save
@@ -79,6 +80,7 @@ class LoraWorker(TrainerRank):
                 adapter_directory(self._spec.store_dir),
                 fleet_id=fleet.fleet_id,
                 dtype=None if wire_dtype is None else DTYPES[wire_dtype],
+                sender=adapter_sender(self._spec, self._controller),
             )
             live = self._publisher.newest()
             if live is not None and live.step is None:

@@ -47,6 +47,7 @@ from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches,
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest import inspect
 from deployments.weights.wire.received_chunk import ReceivedChunk
+from deployments.weights.wire.received_files import ReceivedFiles
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
@@ -141,19 +142,32 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         raise AssertionError("payloads are staged by update_weights, never loaded directly")
 
     def start_weight_update(self) -> None:
-        self._update, self._reading = StagedUpdate(lacking=self._lacking), None
-        if self._page is not None:  # the report of the former update would be taken for this one's
-            self._page.write(self.worker_index, None)
+        self._begin(StagedUpdate(lacking=self._lacking))
         self.retained.begin()
         self.staging.begin()
+
+    def _begin(self, update: StagedUpdate) -> None:
+        self._update, self._reading = update, None
+        if self._page is not None:  # the report of the former update would be taken for this one's
+            self._page.write(self.worker_index, None)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # torch.accelerator.synchronize() of the base class raises where there is no accelerator,
         # and would wait for the staging where there is one.
         assert self._update is not None
-        self._thread.submit(
-            self._stage, self._update, lambda: self.receive(self.parse_update_info(update_info))
-        )
+        chunks = partial(self._receive, update_info)
+        self._thread.submit(self._stage, self._update, partial(self._stage_payload, chunks=chunks))
+
+    def _receive(self, update_info: dict[str, Any]) -> Iterator[ReceivedChunk]:
+        return self.receive(self.parse_update_info(update_info))
+
+    def receive_files(self, update_info: dict[str, Any], directory: str) -> None:
+        """An update of its own: one payload, whose tensors are the bytes of files. It touches nothing of the
+        model and is complete when `progress` says that the payload is done. The first worker writes them."""
+        self._begin(update := StagedUpdate())
+        files = ReceivedFiles(Path(directory) if self.worker_index == 0 else None)
+        chunks = partial(self._receive, update_info)
+        self._thread.submit(self._stage, update, partial(self._stage_files, chunks=chunks, files=files))
 
     def read_part(self, part: FilePart) -> None:
         """`update_weights` with tensors from a file of this host instead of the transport's. The transport's
@@ -161,7 +175,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         assert self._update is not None
         self._update.from_files, self._update.lacking = True, frozenset()
         self._reading = FileRead(part, Path(self.checkpoint), self.device)
-        self._thread.submit(self._stage, self._update, self._reading.chunks)
+        chunks = self._reading.chunks
+        self._thread.submit(self._stage, self._update, partial(self._stage_payload, chunks=chunks))
 
     def finish_weight_update(self) -> None:
         assert self._update is not None
@@ -230,10 +245,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             stack.enter_context(torch.cuda.stream(self._stream))
         return stack
 
-    def _stage(self, update: StagedUpdate, chunks: Chunks) -> None:
+    def _stage(self, update: StagedUpdate, payload: Callable[[StagedUpdate], None]) -> None:
         start = time.perf_counter()
         if update is self._update and update.outcome is Outcome.DONE:
-            self._guarded(update, lambda update: self._stage_payload(update, chunks))
+            self._guarded(update, payload)
         update.stage_s += time.perf_counter() - start
         update.payloads_done += 1
         if update is self._update and self._page is not None:
@@ -260,6 +275,22 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         if update.has_all(self.schema, one_payload=self.one_payload):
             # Here and not in `verify`, for which the engine waits.
             self._finalize(update)
+
+    def _stage_files(self, update: StagedUpdate, chunks: Chunks, files: ReceivedFiles) -> None:
+        try:
+            for received in chunks():
+                update.offer(received.chunk.offered)
+                tensors = received.named()
+                found = inspect([tensor for _, tensor in tensors])
+                files.add(tensors)
+                update.pending.append(
+                    ChunkFindings(names=received.chunk.offered, sent=received.sent, found=found)
+                )
+                update.size_bytes += received.chunk.size_bytes
+            update.compare_digests()
+            files.complete()
+        finally:
+            files.close()
 
     def _stage_chunk(self, update: StagedUpdate, received: ReceivedChunk) -> None:
         chunk = received.chunk

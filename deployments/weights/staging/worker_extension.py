@@ -74,6 +74,10 @@ class StagingWorkerExtension:
         self._prepare(share, begins, retain_version)
         self._staging_engine.read_part(from_wire(FilePart, part))
 
+    def staging_receive_files(self, payload: dict[str, Any], directory: str) -> None:
+        """See `StagedWeightTransferEngine.receive_files`; `staging_progress` says how far it is."""
+        self._staging_engine.receive_files(payload, directory)
+
     def _prepare(self, share: float, begins: bool, retain_version: int | None) -> None:
         if begins:
             self.start_weight_update()

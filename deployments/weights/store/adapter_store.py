@@ -9,6 +9,7 @@ controller copies and removes; replicas read, and compare the digest.
 
 import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import FileIO
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ class AdapterStore:
         self.directory = directory
 
     def copy(self, source: Path, roots: Sequence[Path], adapter_id: int) -> AdapterFiles:
-        """Copy an adapter's two files.
+        """Copy an adapter's two files. They have their name, and are durable, after `complete`.
 
         Args:
             roots: directories, one of which must contain the files.
@@ -71,13 +73,25 @@ class AdapterStore:
             if [_stamp(file) for file in files] != before:
                 raise Incomplete(f"{source} changed while it was read")
             _check_length(partial / TENSORS)
-            shutil.rmtree(final, ignore_errors=True)
-            with _writing():
-                partial.rename(final)
         except BaseException:  # also the caller's: what is not complete must not stay
             shutil.rmtree(partial, ignore_errors=True)
             raise
         return AdapterFiles(path=str(final), digest=digest, size_bytes=before[1][1])
+
+    def complete(self, adapter_id: int) -> None:
+        """Make a copy durable, and give it its name. Raises CannotWrite."""
+        final = self.directory / f"a{adapter_id:08d}"
+        partial = self.directory / f".{final.name}.partial"
+        try:
+            with _writing():
+                for name in (CONFIG, TENSORS):
+                    with (partial / name).open("rb") as file:
+                        os.fsync(file.fileno())
+                shutil.rmtree(final, ignore_errors=True)
+                partial.rename(final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     def ids(self) -> list[int]:
         """The ids of the copies, and of those that a process which ended did not complete."""
@@ -109,25 +123,26 @@ def adapter_digest(directory: Path) -> str:
 def _copied(sources: Sequence[Path], targets: Sequence[Path | None]) -> str:
     """Read the files, write them where there is a target, and return their digest."""
     digest = hashlib.sha256()
+    # Not from malloc, which keeps what each thread has freed: the controller would hold it for good.
+    memory = memoryview(mmap.mmap(-1, 2 * PART_BYTES))
+    halves = cycle((memory[:PART_BYTES], memory[PART_BYTES:]))  # one is hashed while the other is filled
     with ThreadPoolExecutor(1) as beside:  # hashing takes as long as writing, and neither holds the GIL
         for source, target in zip(sources, targets, strict=True):
-            with source.open("rb") as reader, _opened(target) as writer:
+            with source.open("rb", buffering=0) as reader, _opened(target) as writer:
                 length = os.fstat(reader.fileno()).st_size
                 hashed = beside.submit(digest.update, struct.pack("<Q", length))
-                while part := reader.read(PART_BYTES):
+                for half in halves:
+                    part = half[: reader.readinto(half)]
                     hashed.result()
+                    if not part:
+                        break
                     hashed = beside.submit(digest.update, part)
                     if target is not None:
                         _write(writer, part)
-                hashed.result()
-                if target is not None:
-                    with _writing():
-                        os.fsync(writer.fileno())
     return digest.hexdigest()
 
 
-def _write(writer: FileIO, part: bytes) -> None:
-    left = memoryview(part)
+def _write(writer: FileIO, left: memoryview) -> None:
     with _writing():
         while left:  # the last of a full disk takes a part
             left = left[writer.write(left) :]

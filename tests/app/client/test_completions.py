@@ -51,6 +51,8 @@ def test_the_version_of_an_answer_is_that_of_what_is_trained() -> None:
     of_an_adapter = read({"choices": [COMPLETION | {"adapter": "math@12"}]}).answer
     assert (of_the_model.adapter, of_the_model.oldest_version) == (None, 3)
     assert (of_an_adapter.adapter, of_an_adapter.oldest_version) == ("math@12", 12)
+    (span,) = of_an_adapter.trajectory((1,), 0.0).weight_versions
+    assert (span.version, span.start, span.end) == (12, 0, len(of_an_adapter.token_ids))
 
 
 @pytest.mark.parametrize(

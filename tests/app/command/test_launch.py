@@ -26,7 +26,7 @@ from app.command.cluster import (
     marked_processes,
     require_free_port,
 )
-from app.command.launch import environment
+from app.command.launch import environment, why_not_started
 from app.command.submit import command, submit, why_not
 from app.settings.config import parse_config
 from tests.environment import users_environment
@@ -43,6 +43,17 @@ def test_variables_that_the_user_has_set_keep_their_values() -> None:
 
 def test_the_hub_is_reachable_for_its_own_models() -> None:
     assert "HF_HUB_OFFLINE" not in environment(parse_config({"model": "Qwen/Qwen3-8B"}), {})
+
+
+def test_a_wrong_setting_that_serve_reports_has_no_stack() -> None:
+    stack = (
+        "Deploying app 'slipstream' failed with exception:\nTraceback (most recent call last):\n"
+        '  File "main.py", line 71, in build\n    check_gpus(args, hosts)\n'
+    )
+    wrong = f"{stack}app.settings.errors.ConfigError: expected a Ray cluster with at least 3 GPUs, got one"
+    assert why_not_started(wrong) == "expected a Ray cluster with at least 3 GPUs, got one"
+    fault = f"{stack}RuntimeError: no weights here"
+    assert why_not_started(fault) == fault
 
 
 def test_a_taken_port_is_named() -> None:
@@ -156,7 +167,7 @@ def answering(status: int, body: bytes) -> Iterator[str]:
 
 def test_a_job_is_started_with_the_fleets_address_and_its_options() -> None:
     line = command(["--steps", "3"], url="http://h:1", dashboard="http://d:2", job_id="j")
-    assert line[-5:] == [sys.executable, "-m", "app.jobs.grpo", "--steps", "3"]
+    assert line[-5:] == [sys.executable, "-m", "app.jobs", "--steps", "3"]
     assert '"SLIPSTREAM_URL": "http://h:1"' in line[line.index("--runtime-env-json") + 1]
 
 

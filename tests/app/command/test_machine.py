@@ -133,6 +133,47 @@ def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
     assert "this machine has no nvidia-smi" in done.stderr
 
 
+def test_a_machine_without_a_gpu_is_told_so_before_it_is_told_of_packages(tmp_path: Path) -> None:
+    done = run({**os.environ, "PATH": str(tmp_path)}, "check", "cpu", str(ROOT / "app/layouts/ipc.yaml"))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "this machine has no nvidia-smi" in done.stderr and "VENV" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 2), ("0", 1), ("0,1", 2), ("", 0), ("NoDevFiles", 0), ("0,1,2", 2)]
+)
+def test_gpus_that_a_process_does_not_see_do_not_count(visible: str | None, count: int) -> None:
+    assert machine.count_gpus(f"{H200}\n{H200}\n", visible) == count
+
+
+def serve(layout: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "app.command.cli",
+        "serve",
+        "--config",
+        str(ROOT / "app/layouts" / layout),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=ROOT)
+
+
+def test_the_launcher_counts_gpus_before_it_starts_anything(tmp_path: Path) -> None:
+    environment = nvidia_smi(tmp_path, f"{H200}\n{H200}\n{H200}") | {"CUDA_VISIBLE_DEVICES": "0"}
+    done = serve("nccl_tp.yaml", environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "slipstream: expected a machine with at least 3 GPUs (engine.num_replicas 1 of 2 ranks of 1 GPU, and "
+        "1 ranks of the trainer of 1), got one with 1\n"
+    )
+
+
+def test_the_launcher_says_that_there_is_no_driver(tmp_path: Path) -> None:
+    done = serve("ipc.yaml", {**os.environ, "PATH": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1 and "this machine has no nvidia-smi" in done.stderr
+
+
 def make(tmp_path: Path, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["make", "-C", str(ROOT), f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}", *arguments],

@@ -1,8 +1,11 @@
 """The RL job gets the address of the fleet and the file of its token, and never a token."""
 
+import subprocess
+import sys
+
 import pytest
 
-from app.command.submit import command, submit
+from app.command.submit import command, relay, submit
 
 
 def test_a_token_never_is_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +23,14 @@ def test_an_address_with_a_token_is_refused(
     assert submit([]) == 1
     said = capsys.readouterr().err
     assert "SLIPSTREAM_URL carries a token" in said and "operator-0123456789" not in said
+
+
+def test_the_wait_for_a_job_to_start_is_not_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import time; time.sleep(0.6); print('RL job: here', flush=True); time.sleep(0.6); print('end')"
+    job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert job.stdout is not None
+    relay(job.stdout, quiet_s=0.2)
+    assert job.wait(10) == 0
+    before, after = capfd.readouterr().out.split("RL job: here")
+    assert "Ray starts the job: 0 s" in before, "said while nothing came"
+    assert after.split() == ["end"], "the job speaks for itself"

@@ -59,6 +59,15 @@ from tests.app.settings.complaints import complaint
             "(more than one rank needs strategy 'fsdp2')",
         ),
         (
+            {"trainer": {"loss": {"name": "gpro"}}},
+            "'trainer.loss.name': expected one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, rloo, "
+            "reinforce_pp, sft, or package.module:function, got 'gpro'",
+        ),
+        (
+            {"trainer": {"loss": {"name": "sft", "clip_low": 0.1}}},
+            "'trainer.loss.clip_low': expected none with the loss 'sft', which does not read it, got 0.1",
+        ),
+        (
             {"trainer": {"optimizer": {"schedule": "cosine"}}},
             "'trainer.optimizer.total_steps': expected a number with schedule 'cosine', got none "
             "(the schedule ends there)",

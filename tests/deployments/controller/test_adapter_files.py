@@ -16,7 +16,9 @@ async def test_files_that_come_late_are_waited_for(tmp_path: Path) -> None:
     await asyncio.sleep(0.15)
     assert not copying.done()
     save_tiny_adapter(tmp_path / "a", 1)
-    assert Path((await copying).path).is_dir()
+    files = await copying
+    await keeper.complete(1)
+    assert Path(files.path).is_dir()
 
 
 async def test_files_that_do_not_come_are_an_error_of_the_caller(tmp_path: Path) -> None:
@@ -40,6 +42,8 @@ async def test_what_nobody_needs_is_removed(tmp_path: Path) -> None:
     keeper = AdapterKeeper(tmp_path / "store", [tmp_path], lambda: needed)
     save_tiny_adapter(tmp_path / "a", 1)
     paths = [Path((await keeper.copy(str(tmp_path / "a"), each)).path) for each in (1, 2)]
+    for each in (1, 2):
+        await keeper.complete(each)
     keeper.start()
     await keeper.aclose()
     assert all(path.is_dir() for path in paths)
@@ -55,6 +59,12 @@ async def test_a_store_that_cannot_be_written_is_not_the_callers_fault(tmp_path:
     keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set)
     with pytest.raises(FleetUnavailable, match="cannot copy an adapter"):
         await keeper.copy(str(tmp_path / "a"), 1)
+
+
+async def test_a_copy_that_cannot_be_made_durable_is_not_the_callers_fault(tmp_path: Path) -> None:
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set)
+    with pytest.raises(FleetUnavailable, match="cannot copy an adapter"):
+        await keeper.complete(1)
 
 
 async def test_what_a_process_that_died_has_not_completed_is_removed(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """Adapters through the controller's shell: files, the ledger, the disk and callers that wait."""
 
 import asyncio
+import errno
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deployments.errors import Conflict, InvalidRequest
-from deployments.protocol.adapters import LoadAdapter
+from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, StalePublisher
+from deployments.protocol.adapters import LoadAdapter, ReceiveAdapter
 from deployments.protocol.reports import Outcome
+from deployments.weights.store.adapter_store import CONFIG, TENSORS
 from tests.deployments.controller.fleet import Fleet
 from tests.tiny_adapters import save_tiny_adapter
 
@@ -21,7 +26,7 @@ async def adapters(fleet: Fleet, tmp_path: Path) -> Fleet:
     return fleet
 
 
-async def load(fleet: Fleet, tmp_path: Path, number: int = 1, **options: bool) -> str:
+async def load(fleet: Fleet, tmp_path: Path, number: int = 1, **options: Any) -> str:
     path = str(tmp_path / f"adapter-{number}")
     return (await fleet.controller.load_adapter("math", path, **options)).full_name
 
@@ -69,6 +74,138 @@ async def test_a_caller_that_leaves_frees_the_name(adapters: Fleet, tmp_path: Pa
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     assert await load(adapters, tmp_path) == "math@2"
+
+
+LOAD = "1" * 32
+
+
+async def connected(fleet: Fleet) -> int:
+    token = (await fleet.controller.acquire("trainer")).token
+    await fleet.controller.connect(token, {})
+    return token
+
+
+async def test_what_was_sent_is_what_replicas_load(adapters: Fleet, tmp_path: Path) -> None:
+    token = await connected(adapters)
+    await adapters.controller.send_adapter(token, LOAD, {"segment": "s"})
+    await load(adapters, tmp_path, load_id=LOAD)
+    await load(adapters, tmp_path, 2, in_place=True)
+    first, second = await adapters.controller.adapters()
+    assert first.received == ("a", "b") and second.received == ()
+
+
+class Disk:
+    """The disk of the fleet's copies: it stands still, and may be full then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes, self.full = threading.Event(), False
+        self._fsync = os.fsync
+        monkeypatch.setattr(os, "fsync", self.fsync)
+
+    def fsync(self, descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith((CONFIG, TENSORS)):
+            assert self.goes.wait(20)
+            if self.full:
+                raise OSError(errno.ENOSPC, "no space")
+        self._fsync(descriptor)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def holding(fleet: Fleet) -> list[bool]:
+    return [bool(each.adapters.held) for each in fleet.replicas.values()]
+
+
+async def test_what_was_received_is_loaded_while_the_copy_is_written_and_live_after_it(
+    adapters: Fleet, tmp_path: Path, disk: Disk
+) -> None:
+    loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
+    await adapters.controller.send_adapter(await connected(adapters), LOAD, {})
+    await adapters.until(lambda: all(holding(adapters)))
+    await adapters.polled("a", "b")
+    [status] = await adapters.controller.adapters()
+    assert status.state == "loading" and not any(each.adapters.live for each in adapters.replicas.values())
+    disk.goes.set()
+    assert await loading == "math@1" and Path(status.path).is_dir()
+
+
+async def test_what_was_received_goes_if_it_cannot_be_stored(
+    adapters: Fleet, tmp_path: Path, disk: Disk
+) -> None:
+    disk.full = True
+    loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
+    await adapters.controller.send_adapter(await connected(adapters), LOAD, {})
+    await adapters.until(lambda: all(holding(adapters)))
+    disk.goes.set()
+    with pytest.raises(FleetUnavailable, match="cannot copy an adapter"):
+        await loading
+    assert not any(holding(adapters)) and await adapters.controller.adapters() == []
+    disk.full = False
+    assert await load(adapters, tmp_path) == "math@2"
+
+
+async def test_a_caller_that_leaves_before_it_is_stored_leaves_nothing(
+    adapters: Fleet, tmp_path: Path, disk: Disk
+) -> None:
+    loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
+    await adapters.controller.send_adapter(await connected(adapters), LOAD, {})
+    await adapters.until(lambda: all(holding(adapters)))
+    loading.cancel()
+    await asyncio.gather(loading, return_exceptions=True)
+    disk.goes.set()
+    await adapters.until(lambda: not any(holding(adapters)))
+    assert await load(adapters, tmp_path) == "math@2"
+
+
+async def test_what_nobody_has_sent_is_loaded_when_it_is_stored(
+    adapters: Fleet, tmp_path: Path, disk: Disk
+) -> None:
+    loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
+    await adapters.controller.send_adapter(await connected(adapters), "2" * 32, {})
+    await asyncio.sleep(0.1)
+    assert not any(holding(adapters))
+    disk.goes.set()
+    assert await loading == "math@1"
+
+
+async def test_a_call_that_sends_an_adapter_ends_when_a_replica_cannot_take_it(
+    adapters: Fleet, tmp_path: Path
+) -> None:
+    token = await connected(adapters)
+    adapters.replicas["b"].outcomes[ReceiveAdapter] = Outcome.TRANSFER_FAILED
+    with pytest.raises(Conflict, match="replicas did not receive the adapter: b: transfer_failed here"):
+        await adapters.controller.send_adapter(token, LOAD, {})
+    await load(adapters, tmp_path, load_id=LOAD)
+    [status] = await adapters.controller.adapters()
+    assert status.received == ("a",) and status.replicas == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("load_id", "payload", "said"),
+    [
+        ("../../etc", {}, "load_id: expected 32 hexadecimal digits, got '../../etc'"),
+        (LOAD.upper() + "0", {}, "load_id: expected 32"),
+        (LOAD, {"x": object()}, "payload"),
+    ],
+)
+async def test_nothing_is_sent_that_is_no_adapter(
+    adapters: Fleet, load_id: str, payload: Any, said: str
+) -> None:
+    token = await connected(adapters)
+    with pytest.raises(InvalidRequest, match=said):
+        await adapters.controller.send_adapter(token, load_id, payload)
+    assert all("receive_adapter" not in each.names() for each in adapters.replicas.values())
+
+
+async def test_an_adapter_is_sent_by_its_publisher_and_over_a_connection(adapters: Fleet) -> None:
+    token = (await adapters.controller.acquire("trainer")).token
+    with pytest.raises(Conflict, match="connect before"):
+        await adapters.controller.send_adapter(token, LOAD, {})
+    with pytest.raises(StalePublisher):
+        await adapters.controller.send_adapter(token + 1, LOAD, {})
 
 
 async def test_a_successor_knows_what_is_live(tmp_path: Path) -> None:

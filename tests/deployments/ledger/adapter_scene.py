@@ -15,8 +15,10 @@ class AdapterScene(Scene):
 
     limits = AdapterLimits(base_model="base")
 
-    def load(self, name: str, *, in_place: bool = False, polls: int = 8) -> PendingCall:
-        adapter = self.ledger.adapters.begin(name, in_place=in_place, is_3d=False, now=self.now)
+    def load(self, name: str, *, in_place: bool = False, polls: int = 8, load_id: str = "") -> PendingCall:
+        adapter = self.ledger.adapters.begin(
+            name, in_place=in_place, is_3d=False, now=self.now, load_id=load_id
+        )
         call = self.ledger.adapters.stage(adapter, FILES, self.now)
         self.ledger.tick(self.now)
         self.poll(polls)

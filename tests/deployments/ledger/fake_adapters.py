@@ -18,12 +18,17 @@ class FakeAdapters:
     live: dict[int, Adapter] = field(default_factory=dict)
     used: Counter[int] = field(default_factory=Counter)  # by requests that run
     doomed: set[int] = field(default_factory=set)
+    arrived: str = ""  # the load that a transport has brought files for
+    received: list[int] = field(default_factory=list)  # loaded from that
 
     def state(self) -> AdapterState:
-        return AdapterState(held=tuple(self.held), live=tuple(self.live))
+        return AdapterState(held=tuple(self.held), live=tuple(self.live), received=tuple(self.received))
 
     def load(self, adapter: Adapter) -> None:
         self.held[adapter.adapter_id] = adapter
+        if self.arrived and adapter.load_id == self.arrived:
+            self.arrived = ""
+            self.received.append(adapter.adapter_id)
         self.doomed.discard(adapter.adapter_id)
 
     def set(self, live: list[Adapter]) -> None:

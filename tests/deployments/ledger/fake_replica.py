@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from deployments.condition import Condition, apply, asleep, is_paused
-from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.adapters import DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
 from deployments.protocol.instructions import (
     Body,
     Call,
@@ -201,6 +201,11 @@ class FakeReplica:
                 return self._call(body)
             case Connect() if not self.updates_in_place:
                 self._discard()
+            case ReceiveAdapter():
+                if self.updates_in_place:
+                    raise Failure(Outcome.REJECTED, "vLLM's own engines receive no adapters")
+                self._discard()
+                self.adapters.arrived = body.load_id
             case LoadAdapter():
                 if SleepTag.WEIGHTS in self.memory.asleep:
                     raise Failure(Outcome.REJECTED, "its weights sleep")

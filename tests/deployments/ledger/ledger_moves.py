@@ -10,7 +10,6 @@ from hypothesis.stateful import rule
 
 from deployments.errors import Conflict, SlipstreamError
 from deployments.ledger.decisions import compact
-from deployments.ledger.ledger import Ledger
 from deployments.protocol.operations import (
     InFlight,
     IsPaused,
@@ -139,6 +138,6 @@ class LedgerMoves(ReplicaMoves):
         self.restarted = True
         if compacted:
             self.journal = compact(self.journal)
-        self.ledger = Ledger(self.config, STORE)
+        self.ledger = self.make_ledger(self.config, STORE)
         self.ledger.recover(self.journal, self.now)
         self.persist()

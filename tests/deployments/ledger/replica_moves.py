@@ -22,6 +22,7 @@ FAULTS = st.sampled_from([Outcome.REJECTED, Outcome.TRANSFER_FAILED, Outcome.REP
 
 class ReplicaMoves(RuleBasedStateMachine):
     commit = CommitMode.TOGETHER
+    make_ledger: type[Ledger] = Ledger
 
     @initialize(
         min_replicas=st.integers(1, 2),
@@ -58,7 +59,7 @@ class ReplicaMoves(RuleBasedStateMachine):
         self.round_id = 0
         self.committed = 0
         self.restarted = False
-        self.ledger = Ledger(self.config, STORE)
+        self.ledger = self.make_ledger(self.config, STORE)
         self.ledger.recover([], self.now)
         self.persist()
         self.start_replica()

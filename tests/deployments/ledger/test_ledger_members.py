@@ -146,3 +146,24 @@ def test_a_report_that_a_later_one_overtook_fences_nobody() -> None:
         scene.ledger.poll(late, scene.now)
     scene.poll()
     assert [each.admitted for each in scene.replicas] == [True, True]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_replica_whose_engine_has_died_is_fenced_with_its_report_and_rounds_go_on(staged: bool) -> None:
+    scene = Scene(replicas=2)
+    scene.connect()
+    one, other = scene.replicas
+    round_id = scene.receive() if staged else 0
+    one.failed = "its engine has died"
+    scene.poll(1, only=[one])
+    assert one.fenced == one.failed and scene.state_of(one) == "fenced"
+    scene.poll(1, only=[one])  # it says that it knows: nothing waits for it any more
+    if staged:
+        call = scene.close(round_id)
+        scene.poll(10, only=[other])
+        report = report_of(call)
+        assert report.phase == "committed" and dict(report.fenced) == {"r0": "its engine has died"}
+    scene.connect()
+    call = scene.close(scene.receive())
+    scene.poll(10, only=[other])
+    assert report_of(call).phase == "committed" and other.version == scene.ledger.committed_version

@@ -9,6 +9,7 @@ from hypothesis.stateful import invariant
 
 from deployments.ledger.decisions import Committed, Finished
 from deployments.protocol.instructions import CommitMode
+from tests.deployments.ledger.checked_ledger import CheckedLedger
 from tests.deployments.ledger.ledger_moves import LedgerMoves
 
 
@@ -73,6 +74,16 @@ class RollingWalk(Walk):
     commit = CommitMode.ROLLING
 
 
+class CheckedWalk(Walk):
+    """As the others; and from a report that is said to lead to nothing, nothing follows."""
+
+    make_ledger = CheckedLedger
+
+
+class CheckedRollingWalk(CheckedWalk):
+    commit = CommitMode.ROLLING
+
+
 WALK = settings(
     max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
@@ -80,3 +91,7 @@ TestTogether = Walk.TestCase
 TestTogether.settings = WALK
 TestRolling = RollingWalk.TestCase
 TestRolling.settings = WALK
+TestNothingFollows = CheckedWalk.TestCase
+TestNothingFollows.settings = WALK
+TestNothingFollowsRolling = CheckedRollingWalk.TestCase
+TestNothingFollowsRolling.settings = WALK

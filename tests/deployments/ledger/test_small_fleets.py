@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.deployments.ledger.small_fleet_walk import walk
+from tests.deployments.ledger.small_fleet_walk import walk, walk_together
 
 pytestmark = pytest.mark.timeout(900)  # they compute, and share their core
 
@@ -19,6 +19,14 @@ def test_no_state_of_a_small_fleet_is_wrong_or_stuck(
 def test_what_the_walk_leaves_out_makes_no_difference(count: int, rounds: int, faults: int) -> None:
     reduced, whole = walk(count, rounds, faults), walk(count, rounds, faults, reduced=False)
     assert reduced.states < whole.states and reduced.ends == whole.ends
+
+
+def test_several_processes_find_the_same_ends() -> None:
+    assert walk_together(2, 1, 1, processes=2).ends == walk(2, 1, 1).ends
+
+
+def test_a_walk_that_runs_out_of_time_says_so() -> None:
+    assert not walk_together(2, 1, 1, processes=1, limit_s=0.0).complete
 
 
 @pytest.mark.chaos

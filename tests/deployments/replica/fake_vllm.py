@@ -18,9 +18,11 @@ class FakeLlm:
         parallel = SimpleNamespace(data_parallel_size=1, world_size_across_dp=1)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
         self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
+        self.errored = False  # whether its engine core has ended
         self.begins = True  # its scheduler begins requests
         self._asleep: set[str] = set()
         self._active = False  # the worker's `_weight_update_active`
+        self._files = False  # what it has begun last is no update of vLLM's
         self._payloads = 0
         self._expected: int | None = None  # tensors that the open update is to retain
         self._retained: int | None = None
@@ -84,8 +86,10 @@ class FakeLlm:
                     self._start()
                     self._expected = arguments["retain_version"]
                 self._update()
+            case "staging_receive_files":
+                self._files, self._payloads = True, 1
             case "staging_progress" | "staging_verify":
-                assert self._active, "StagedWeightTransferEngine has no update"
+                assert self._active or self._files, "StagedWeightTransferEngine has no update"
                 return to_wire(
                     StagingState(
                         payloads_done=self._payloads,
@@ -97,7 +101,7 @@ class FakeLlm:
                     )
                 )
             case "staging_drop":
-                self._active = False
+                self._active = self._files = False
             case "staging_store":
                 if self._retained != arguments["version"]:
                     raise ValueError(f"retained is {self._retained}")
@@ -125,7 +129,7 @@ class FakeLlm:
     def _start(self) -> None:
         if self._active:
             raise RuntimeError("start_weight_update called while a weight update is already active.")
-        self._active, self._payloads = True, 0
+        self._active, self._files, self._payloads = True, False, 0
 
     def _update(self) -> None:
         if not self._active:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from deployments.replica.adapters.check import NotYet, check_adapter
 from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.replica.spans import RECORDER, SpanRecorder, annotate_json
 from deployments.weights.store.adapter_store import adapter_digest
+from deployments.weights.wire.ownership import disown
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 from tests.tiny_models import save_tiny_llama
 
@@ -52,15 +54,20 @@ class FakeLlm:
         self.logger_manager: Any = None
         self.reading: dict[int, int] = {}  # id -> how often it was asked for
         self.torn = False
+        self.read_from: dict[int, str] = {}
+        self.unreadable = ""
+        self.reads = 0
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
         adapter_id = arguments["adapter_id"]
         match method:
             case "adapter_read":
                 self.reading[adapter_id] = 0
+                self.reads += 1
+                self.read_from[adapter_id] = arguments["path"]
             case "adapter_is_read":
                 self.reading[adapter_id] += 1
-                if self.torn:
+                if self.torn or self.read_from[adapter_id] == self.unreadable:
                     raise Exception("Call to collective_rpc method failed:\nunexpected module")
                 return [True, self.reading[adapter_id] > 2]  # one of two workers takes longer
             case "adapter_forget":
@@ -165,6 +172,71 @@ async def test_files_that_do_not_come_are_rejected(tmp_path: Path, adapters: Eng
     expected = replace(adapter(save_tiny_adapter(tmp_path / "a", 1)), path=str(tmp_path / "b"))
     with pytest.raises(PayloadRejected, match="cannot be read"):
         await adapters.load(expected)
+
+
+async def test_what_was_read_before_the_files_were_right_is_read_again(tmp_path: Path, llm: FakeLlm) -> None:
+    adapters = EngineAdapters(llm, llm.workers, lag_s=5.0)
+    expected = adapter(save_tiny_adapter(tmp_path / "a", 1))
+    save_tiny_adapter(tmp_path / "a", 2)  # a shared file system shows what was there before
+    loading = asyncio.create_task(adapters.load(expected))
+    await asyncio.sleep(0.15)
+    save_tiny_adapter(tmp_path / "a", 1)
+    await loading
+    assert llm.reads == 2 and adapters.state.held == (1,)
+
+
+# -- what a transport has brought ---------------------------------------------------------------
+
+
+LOAD = "1" * 32
+
+
+def arrived(adapters: EngineAdapters, source: Path, load_id: str = LOAD) -> Path:
+    return Path(shutil.copytree(source, adapters.received.place(load_id)))
+
+
+async def test_what_has_arrived_is_loaded_and_what_vllm_reads_again_is_the_fleets_copy(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    expected = replace(adapter(source := save_tiny_adapter(tmp_path / "a", 1)), load_id=LOAD)
+    directory = arrived(adapters, source)
+    source.rename(tmp_path / "not there yet")
+    await adapters.load(expected)
+    assert llm.read_from == {1: str(directory)} and llm.loaded == {1: str(source)}
+    assert adapters.state.received == (1,) and not directory.exists(), "host memory is free again"
+    await adapters.drop(1)
+    assert adapters.state.received == ()
+
+
+@pytest.mark.parametrize("fault", ["damaged", "another", "unreadable"])
+async def test_what_has_not_arrived_whole_is_read_from_the_fleets_copy(
+    tmp_path: Path,
+    adapters: EngineAdapters,
+    llm: FakeLlm,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = replace(adapter(source := save_tiny_adapter(tmp_path / "a", 1)), load_id=LOAD)
+    directory = arrived(adapters, source, "2" * 32 if fault == "another" else LOAD)
+    if fault == "damaged":
+        save_tiny_adapter(directory, 2)
+    llm.unreadable = str(directory) if fault == "unreadable" else ""  # to a worker on another host
+    with caplog.at_level("WARNING", "ray.serve"):
+        await adapters.load(expected)
+    assert llm.read_from == {1: str(source)} and adapters.state.received == ()
+    assert ["math@1 is loaded from the store" in each.message for each in caplog.records] == [True] * (
+        fault != "another"
+    )
+
+
+def test_one_adapter_is_kept_at_most(adapters: EngineAdapters, tmp_path: Path) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    first = arrived(adapters, source, "3" * 32)
+    second = arrived(adapters, source, "4" * 32)
+    assert not first.exists() and adapters.received.find("3" * 32) is None
+    assert adapters.received.find("4" * 32) == second
+    disown()  # as at the end of the process
+    assert not second.exists() and adapters.received.find("4" * 32) is None
 
 
 # -- the engine --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from deployments.protocol.reports import Draining
 from deployments.replica import engine_drain
 from deployments.replica.engine import Engine
 from deployments.replica.engine_core import COMMIT, RESET_CACHES
-from deployments.replica.engine_drain import DRAIN_POLL_S
+from deployments.replica.engine_drain import DRAIN_POLL_S, EngineDrain
 from deployments.replica.staged_member import StagedMember
 
 
@@ -208,6 +208,25 @@ async def test_caches_are_dropped_before_the_version_changes_and_requests_go_on(
     """The messages are sent without waiting for answers: the engine core handles them in the order sent."""
     await commit(engine, in_flight=InFlight.ABORT)
     assert core_of(engine).did == ["finish_weight_update", RESET_CACHES, "version", "resume"]
+
+
+async def test_a_drain_is_watched_until_somebody_cancels() -> None:
+    """Also if the cancellation comes in the moment in which the engine core has answered."""
+    asked = asyncio.Event()
+
+    async def ask(utility: str) -> list[int]:
+        asked.set()
+        return [1]
+
+    drain = EngineDrain(ask)
+    await drain.begin("round 1", may_run=True)
+    asked.clear()
+    watching = drain._watching
+    assert watching is not None
+    await asked.wait()
+    watching.cancel()
+    await asyncio.wait({watching}, timeout=2)
+    assert watching.cancelled()
 
 
 async def test_a_drain_says_what_runs_and_begins_nothing(engine: Engine) -> None:

@@ -1,11 +1,13 @@
 """The follower against a scripted controller and a member that records; no clock is waited for."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from deployments.errors import PayloadRejected, TransferFailed
-from deployments.protocol.adapters import NO_ADAPTERS
+from deployments.protocol.adapters import NO_ADAPTERS, ReceiveAdapter
 from deployments.protocol.instructions import (
     Body,
     Commit,
@@ -38,7 +40,11 @@ class Member:
         self.ran: list[str] = []
         self.admitted = False
         self.fenced = ""
-        self.interrupted = asyncio.Event()
+        self.interrupted, self.dead = asyncio.Event(), asyncio.Event()
+
+    async def died(self) -> str:
+        await self.dead.wait()
+        return "its engine has died"
 
     async def execute(self, body: Body) -> Value:
         self.ran.append(body.name)
@@ -98,6 +104,7 @@ RECEIVE = Receive(round_id=1, payload=None, options=StagingOptions())
 VERIFY = Verify(round_id=1)
 COMMIT = Commit(round_id=1, version=4, hold=False, kv_cache=KvCache.RECOMPUTE, in_flight=InFlight.KEEP)
 DROP = Drop(round_id=1)
+RECEIVE_ADAPTER = ReceiveAdapter(load_id="l", payload=None)
 
 
 def tell(seq: int, body: Body, deadline_s: float = 5.0) -> Instruction:
@@ -150,10 +157,11 @@ async def test_the_outcome_says_whose_fault_it_was(act: str, outcome: Outcome, w
     assert script.outcomes == {1: (outcome, words)}
 
 
-async def test_a_deadline_before_the_commit_is_not_this_replicas_fault() -> None:
-    script = Script([tell(1, RECEIVE, 0.01)], *[[] for _ in range(20)])  # the fence must not overtake it
+@pytest.mark.parametrize("body", [RECEIVE, RECEIVE_ADAPTER])
+async def test_a_deadline_before_the_commit_is_not_this_replicas_fault(body: Body) -> None:
+    script = Script([tell(1, body, 0.01)], *[[] for _ in range(20)])  # the fence must not overtake it
     await run(script, "hang")
-    assert script.outcomes == {1: (Outcome.REJECTED, "receive took longer than 0.01 s")}
+    assert script.outcomes == {1: (Outcome.REJECTED, f"{body.name} took longer than 0.01 s")}
 
 
 @pytest.mark.parametrize(("body", "partially_updated"), [(COMMIT, False), (RECEIVE, True)])
@@ -163,12 +171,13 @@ async def test_a_deadline_while_live_weights_change_is(body: Body, partially_upd
     assert script.outcomes[1][0] is Outcome.REPLICA_FAILED
 
 
+@pytest.mark.parametrize("body", [RECEIVE, RECEIVE_ADAPTER])
 @pytest.mark.parametrize("act", ["hang", "wait for ever"])
-async def test_a_drop_overtakes_an_instruction_that_waits_for_a_peer(act: str) -> None:
+async def test_a_drop_overtakes_an_instruction_that_waits_for_a_peer(act: str, body: Body) -> None:
     """Also one that waits for bytes which do not count any more once the update is dropped."""
-    hang, drop = tell(1, RECEIVE, 60.0), tell(2, DROP)
+    hang, drop = tell(1, body, 60.0), tell(2, DROP)
     member = await run(Script([hang], [hang], [hang, drop], [hang, drop]), act)
-    assert member.ran == ["receive", "drop"]
+    assert member.ran == [body.name, "drop"]
 
 
 async def test_a_controller_that_is_away_is_asked_again() -> None:
@@ -254,3 +263,65 @@ async def test_weights_that_may_be_a_mixture_take_no_request_before_the_fence_co
     assert admitted == [True, True, False, False, False, False]
     said = [report.failed for report in script.reports]
     assert said[:2] == ["", ""] and all(body.name in words for words in said[2:]), "until a fence has come"
+
+
+DEADLY = "its engine has died"
+
+
+def controller_of(member: Member, reports: list[Report], *turns: list[Instruction]) -> Callable[..., Any]:
+    """One that lets a poll wait for ever which brings no news, and fences a replica that has failed."""
+    told = list(turns)
+
+    async def poll(report: Report) -> Directive:
+        reports.append(report)
+        if report.failed:
+            return Directive(admitted=True, committed_version=3, epoch=1, fenced=report.failed)
+        asyncio.get_running_loop().call_later(0.02, member.dead.set)
+        if not told:
+            await asyncio.Event().wait()
+        return Directive(admitted=True, committed_version=3, epoch=1, instructions=told.pop(0))
+
+    return poll
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_an_engine_that_dies_is_reported_at_once(busy: bool) -> None:
+    """Whatever is waited for: the controller's answer, or an instruction that never ends."""
+    member, reports = Member("engine hangs"), list[Report]()
+    turns = [[tell(1, RECEIVE, 60.0)]] if busy else []
+    follower = Follower(
+        replica_id="r",
+        incarnation="i",
+        member=member,
+        poll=controller_of(member, reports, *turns),
+        heartbeat_s=60.0,
+        retry_s=60.0,
+    )
+    await asyncio.wait_for(follower.run(), 5)
+    assert [(report.failed, report.fenced) for report in reports] == [
+        ("", False),
+        (DEADLY, False),
+        (DEADLY, True),
+    ]
+    assert member.fenced == DEADLY and not member.admitted
+
+
+async def test_a_death_that_cannot_be_reported_yet_takes_no_request_and_is_said_again() -> None:
+    member, tries = Member(), 0
+
+    async def poll(report: Report) -> Directive:
+        nonlocal tries
+        if not report.failed:
+            member.dead.set()
+            return Directive(admitted=True, committed_version=3, epoch=1)
+        assert not member.admitted
+        tries += 1
+        if tries < 4:
+            raise ConnectionError("away")
+        return Directive(admitted=False, committed_version=3, epoch=1, fenced=report.failed)
+
+    follower = Follower(replica_id="r", incarnation="i", member=member, poll=poll, retry_s=0.05)
+    begin = asyncio.get_running_loop().time()
+    await asyncio.wait_for(follower.run(), 5)
+    assert asyncio.get_running_loop().time() - begin >= 0.15, "each time after a pause"
+    assert member.fenced == DEADLY

@@ -27,6 +27,8 @@ COMMIT = Commit(round_id=1, version=4, hold=False, kv_cache=KvCache.RECOMPUTE, i
 class HungLlm:
     """Stands where an AsyncLLM does whose engine core has stopped for good."""
 
+    errored = False  # which vLLM does not notice
+
     def __init__(self, process: BaseProcess, *, shutdown_hangs: bool) -> None:
         self.ended = threading.Event()
         if not shutdown_hangs:

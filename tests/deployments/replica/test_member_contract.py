@@ -10,6 +10,7 @@ from random import Random
 import pytest
 import torch
 
+from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.instructions import (
     Body,
     Call,
@@ -98,6 +99,7 @@ D1, D2, LEAVE, RELEASE, CONNECT = (
     Connect(init_info={}),
 )
 DRAIN, END_DRAIN, DRAIN_1 = Drain(drain_id="a"), EndDrain(drain_id="a"), Drain(drain_id=drain_of_round(1))
+ADAPTER = ReceiveAdapter(load_id="1" * 32, payload={})
 W1, FORGET = write(1), Forget(version=FIRST_VERSION + 2)
 PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, DISCONNECT = (
     Call(operation=each) for each in (Pause(), Resume(), Sleep(), Sleep(level=0), WakeUp(), Disconnect())
@@ -144,6 +146,10 @@ CASES: dict[str, tuple[Sequence[Body], str, str]] = {
     "retained": ([R1, V1, C1, W1, FORGET, W1], "dddddF", "dddF"),
     "retained twice": ([R1, V1, C1, R2, V2, D2, W1], "d" * 7, "dddddF"),
     "not retained": ([W1], "F", "F"),
+    "an adapter": ([CONNECT, ADAPTER, ADAPTER, R1, V1, C1, ADAPTER], "d" * 7, "drrdddr"),
+    "an adapter while a round is received": ([R1, ADAPTER, V1, R2, V2, C2], "ddrddd", "drdF"),
+    "an adapter while a round is verified": ([R1, V1, ADAPTER, C1], "dddF", "ddrd"),
+    "an adapter while asleep": ([SLEEP, ADAPTER, WAKE], "ddd", "drd"),
 }
 
 
@@ -216,7 +222,7 @@ async def test_no_random_sequence_tells_a_fake_from_the_real_member(
         END_DRAIN,
         DRAIN_1,
     ]
-    bodies += [PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, WAKE_WEIGHTS, WAKE_CACHE, W1, FORGET]
+    bodies += [PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, WAKE_WEIGHTS, WAKE_CACHE, W1, FORGET, ADAPTER]
     bodies += [CatchUp(version=STORED_VERSION, path=stored)]
     rng = Random(1)
     for _ in range(300):

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.errors import PayloadRejected, TransferFailed
+from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import (
     CatchUp,
@@ -25,6 +27,7 @@ from deployments.protocol.instructions import (
 )
 from deployments.protocol.operations import InFlight
 from deployments.protocol.reports import Check, Outcome, Staged, StoreResult, Swapped
+from deployments.replica.adapters.received import ReceivedAdapter
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.reports import ConnectState, StagingState, from_wire, to_wire
 from deployments.weights.store.version_writer import CommittedVersion, write_version
@@ -59,6 +62,8 @@ class Workers:
         self.stored: StoreResult | None = None
         self.active = False  # vLLM's own flag for an update
         self.reload_refusal: str | None = None
+        self.adapters = SimpleNamespace(received=ReceivedAdapter())
+        self.arrives = asyncio.Event()  # what was sent of an adapter
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
         self.calls.append((method, arguments))
@@ -74,7 +79,12 @@ class Workers:
                 self.active = True
                 done = self.states[0].payloads_done * (not arguments["begins"]) + 1
                 self.states = [replace(state, payloads_done=done) for state in self.states]
+            case "staging_receive_files":
+                self.states = [replace(state, payloads_done=0) for state in self.states]
+                self.arrives.set()
             case "staging_progress" | "staging_verify":
+                if self.arrives.is_set():
+                    self.states = [replace(state, payloads_done=1) for state in self.states]
                 return [to_wire(state) for state in self.states]
             case "reload_refusal":
                 return [None, self.reload_refusal]
@@ -96,6 +106,9 @@ class Workers:
 
     def named(self, method: str) -> list[dict[str, Any]]:
         return [arguments for name, arguments in self.calls if name == method]
+
+
+ADAPTER = ReceiveAdapter(load_id="1" * 32, payload={"x": 1})
 
 
 def receive(round_id: int = 1, retain: int | None = None) -> Receive:
@@ -158,6 +171,66 @@ async def test_what_is_left_of_a_round_that_a_new_controller_never_heard_of_is_d
         "staging_drop",
         "staging_receive",
     ]
+
+
+async def test_an_adapter_is_received_into_this_hosts_memory(member: StagedMember, engine: Workers) -> None:
+    await member.execute(ADAPTER)
+    [arguments] = engine.named("staging_receive_files")
+    assert arguments["payload"] == {"x": 1} and engine.named("staging_progress")
+    place = Path(arguments["directory"])
+    place.mkdir()
+    assert engine.adapters.received.find(ADAPTER.load_id) == place
+    await member.execute(ADAPTER)
+    assert not place.exists(), "the same again: what was there goes before"
+
+
+async def test_an_adapter_is_not_received_beside_what_is_left_of_a_round(
+    member: StagedMember, engine: Workers
+) -> None:
+    await member.execute(receive())
+    await member.execute(ADAPTER)
+    names = [name for name, _ in engine.calls if name in ("staging_drop", "staging_receive_files")]
+    assert names == ["staging_drop", "staging_receive_files"]
+    with pytest.raises(PayloadRejected, match="round 1 has brought no payload"):
+        await member.execute(Verify(round_id=1))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        (Outcome.REJECTED, PayloadRejected),
+        (Outcome.TRANSFER_FAILED, TransferFailed),
+        (Outcome.REPLICA_FAILED, RuntimeError),
+    ],
+)
+async def test_one_worker_without_the_adapter_is_a_replica_without_it(
+    member: StagedMember, engine: Workers, outcome: Outcome, error: type[Exception]
+) -> None:
+    engine.states[1] = replace(DONE, outcome=outcome, message="what happened")
+    with pytest.raises(error, match=r"^what happened$"):
+        await member.execute(ADAPTER)
+
+
+async def test_the_end_of_a_write_is_watched_until_somebody_cancels(
+    member: StagedMember, engine: Workers
+) -> None:
+    """Also if the cancellation comes in the moment in which a worker has answered."""
+    write = WriteVersion(version=4, label=None, directory="/store", fleet_id="f", digest=None)
+    asked = asyncio.Event()
+
+    async def workers(method: str, **arguments: Any) -> list[Any]:
+        asked.set()
+        return [None, None]
+
+    engine.workers = workers  # type: ignore[method-assign]
+    await member.execute(write)
+    asked.clear()
+    watching = member._watching
+    assert watching is not None
+    await asked.wait()
+    watching.cancel()
+    await asyncio.wait({watching}, timeout=2)
+    assert watching.cancelled()
 
 
 async def test_staging_takes_its_share_only_beside_requests(member: StagedMember, engine: Workers) -> None:

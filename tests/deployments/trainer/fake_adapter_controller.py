@@ -1,8 +1,10 @@
 """A fake controller that keeps adapters as the real one does: its catalog, and the fleet's own copies."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from deployments.errors import InvalidRequest, SlipstreamError
+from deployments.errors import Conflict, InvalidRequest, SlipstreamError
 from deployments.ledger.adapters.catalog import (
     AdapterLimits,
     check_name,
@@ -28,6 +30,8 @@ class FakeAdapterController(FakeController):
         self.refusal: SlipstreamError | None = None
         self.catalog = AdapterCatalog()
         self._files = AdapterStore(store / "adapters")
+        self.sent: dict[str, dict[str, bytes]] = {}  # by the load that it is for
+        self.transfer_error: Exception | None = None  # of every transfer
 
     @property
     def live(self) -> list[str]:
@@ -38,20 +42,35 @@ class FakeAdapterController(FakeController):
         return Path(named(self.catalog, name)[-1].path)
 
     def on_load_adapter(
-        self, name: str, path: str, in_place: bool = False, is_3d: bool = False, after: int | None = None
+        self,
+        name: str,
+        path: str,
+        in_place: bool = False,
+        is_3d: bool = False,
+        after: int | None = None,
+        load_id: str = "",
     ) -> Adapter:
         check_name(name, "base")
         if not in_place and any(each.name == name for each in self.catalog.live):
             raise InvalidRequest(f"The lora adapter '{name}' has already been loaded.")
         check_newest(self.catalog, name, after)
-        adapter = next_adapter(self.catalog, name, is_3d=is_3d)
+        adapter = next_adapter(self.catalog, name, is_3d=is_3d, load_id=load_id)
         self.catalog = numbered(self.catalog, adapter)
         adapter = with_files(adapter, self._files.copy(Path(path), self.roots, adapter.adapter_id))
+        self._files.complete(adapter.adapter_id)
         if self.refusal is not None:
             refusal, self.refusal = self.refusal, None
             raise refusal
         self.catalog = with_live(self.catalog, adapter, AdapterLimits().keep)
         return adapter
+
+    def on_send_adapter(self, token: int, load_id: str, payload: Mapping[str, Any]) -> None:
+        if self.on_renew(token).publisher != self.connected_to:
+            raise Conflict("connect before", {"connect_again": True})
+        if self.transfer_error is not None:
+            raise self.transfer_error
+        self.receive(payload)
+        self.sent[load_id] = {name: each.numpy().tobytes() for name, each in self.received.items()}
 
     def on_unload_adapter(self, name: str) -> None:
         self.catalog = without(self.catalog, {each.adapter_id for each in named(self.catalog, name)})

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from deployments.errors import FleetUnavailable, InvalidRequest, RoundAborted, TransferAborted
 from deployments.trainer.spec import TrainerSpec, adapter_directory
 from deployments.trainer.trainer import Trainer
+from deployments.trainer.turns import Turns
 from deployments.trainer.worker_group import WorkerGroup
 from deployments.trainer_reports import AdapterReport
 from tests.deployments.fake_controller import FakeController
@@ -69,6 +70,54 @@ def exists(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     return False
+
+
+@ray.remote(num_cpus=0)
+class SlowWorker:
+    async def learn(self) -> str:
+        await asyncio.sleep(1.0)
+        return "learned"
+
+
+@ray.remote(num_cpus=0)
+class Turning:
+    """A trainer whose step is a call of another actor."""
+
+    def __init__(self, worker: Any) -> None:
+        self._turns, self._worker, self.ended = Turns(), worker, ""
+
+    async def step(self) -> None:
+        await self._turns.take("step", self._learn)
+
+    async def doing(self) -> str | None:
+        return self._turns.doing
+
+    async def how_it_ended(self) -> str:
+        return self.ended
+
+    async def _learn(self) -> None:
+        try:
+            self.ended = await self._worker.learn.remote()
+        except BaseException as error:
+            self.ended = type(error).__name__
+            raise
+
+
+async def test_when_ray_cancels_a_call_what_the_call_has_begun_goes_on() -> None:
+    worker = SlowWorker.remote()
+    trainer = Turning.remote(worker)
+    step = trainer.step.remote()
+    async with asyncio.timeout(30):
+        while await trainer.doing.remote() != "step":
+            await asyncio.sleep(0.05)
+        ray.cancel(step)
+        with pytest.raises(ray.exceptions.RayError):
+            await step
+        while not (ended := await trainer.how_it_ended.remote()):
+            await asyncio.sleep(0.05)
+    ray.kill(trainer)
+    ray.kill(worker)
+    assert ended == "learned"
 
 
 async def until_gone(pids: list[int], timeout_s: float = 20.0) -> None:

@@ -1,11 +1,16 @@
 """The fleet's copies of adapters, and what is no adapter."""
 
 import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from deployments.weights.store.adapter_store import AdapterStore, Incomplete, adapter_digest
+from deployments.weights.store.adapter_store import AdapterStore, CannotWrite, Incomplete, adapter_digest
 from tests.tiny_adapters import save_tiny_adapter
 
 
@@ -17,6 +22,8 @@ def store(tmp_path: Path) -> AdapterStore:
 def test_a_copy_does_not_change_with_its_source(store: AdapterStore, tmp_path: Path) -> None:
     source = save_tiny_adapter(tmp_path / "a", 1)
     files = store.copy(source, [tmp_path], 7)
+    assert not Path(files.path).exists(), "it has its name when it is durable"
+    store.complete(7)
     assert adapter_digest(Path(files.path)) == files.digest == adapter_digest(source)
     save_tiny_adapter(tmp_path / "a", 2)
     assert adapter_digest(Path(files.path)) == files.digest != adapter_digest(source)
@@ -29,6 +36,34 @@ def test_the_configuration_is_a_part_of_the_digest(store: AdapterStore, tmp_path
     one = store.copy(save_tiny_adapter(tmp_path / "a", 1), [tmp_path], 1)
     two = store.copy(save_tiny_adapter(tmp_path / "a", 1, lora_alpha=32), [tmp_path], 2)
     assert one.digest != two.digest
+
+
+def test_a_copy_that_cannot_be_made_durable_goes(store: AdapterStore, tmp_path: Path) -> None:
+    store.copy(save_tiny_adapter(tmp_path / "a", 1), [tmp_path], 7)
+    (store.directory / ".a00000007.partial" / "adapter_config.json").unlink()
+    with pytest.raises(CannotWrite):
+        store.complete(7)
+    assert store.ids() == []
+
+
+def test_copies_leave_no_memory_behind(store: AdapterStore, tmp_path: Path) -> None:
+    """malloc keeps what a thread has freed, for each of the threads that have ever copied."""
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    save_file({"a": torch.zeros(40 << 20, dtype=torch.uint8)}, source / "adapter_model.safetensors")
+    before, barrier = resident_mib(), threading.Barrier(6)
+
+    def copy(adapter_id: int) -> None:
+        barrier.wait(30)  # each in a thread of its own
+        store.copy(source, [tmp_path], adapter_id)
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(copy, range(6)))
+        assert resident_mib() - before < 30
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])

@@ -1,0 +1,157 @@
+"""An adapter's two files on their way to the replicas' memory, over the transport that weights take.
+
+The files are the tensors: their bytes, under their names, so what a replica loads has the digest of the
+fleet's copy. A transfer that fails costs time and nothing else: the replicas load the fleet's copy.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
+
+from deployments.errors import Conflict
+from deployments.logs import serve_logger
+from deployments.protocol.publishing import RoundOptions
+from deployments.trainer.addresses import free_port, own_address
+from deployments.trainer.fleet_client import FleetWeightSyncClient
+from deployments.trainer.spec import PUBLISHER, TrainerSpec
+from deployments.unary import UnaryHandle
+from deployments.vllm_plugin import register
+from deployments.weights.store.adapter_store import CONFIG, TENSORS
+from deployments.weights.transports.registry import (
+    TRANSPORTS,
+    SameGpu,
+    TrainerFacts,
+    backend,
+    trainer_init_info,
+)
+
+ONE_CHUNK = 1 << 62  # so a transfer is one payload on every transport
+logger = serve_logger()
+
+
+class FileSource(WeightSource):
+    """The bytes of files (uint8 [size]) under their names."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, torch.Tensor] = {}
+
+    def read(self, directory: Path) -> bool:
+        """Take the files of an adapter; whether their sizes are others than before."""
+        before = self.metadata()
+        self._files = {
+            name: torch.from_numpy(np.fromfile(directory / name, dtype=np.uint8))
+            for name in (CONFIG, TENSORS)
+        }
+        return self.metadata() != before
+
+    def forget(self) -> None:
+        """Free the bytes; the sizes stay known."""
+        self._files = {name: torch.empty_like(each, device="meta") for name, each in self._files.items()}
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in self._files.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._files.items())
+
+
+class AdapterSyncClient(FleetWeightSyncClient):
+    """vLLM's weight-sync client, for a transfer that is no round.
+
+    Attributes:
+        load_id: of the load that the files are for.
+        on_sending: called when the replicas are about to receive.
+    """
+
+    load_id = ""
+    on_sending: Callable[[], None] = staticmethod(lambda: None)
+
+    def start_weight_update(self) -> None:
+        self._token()
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        self.on_sending()
+        self._once("send_adapter", self._token(), self.load_id, update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.release()
+
+
+class AdapterSender:
+    """Sends adapters to the replicas that serve. The connection lasts as long as membership and sizes do."""
+
+    def __init__(self, spec: TrainerSpec, controller: UnaryHandle, **clocks: Any) -> None:
+        self._spec = spec
+        self._client = AdapterSyncClient(controller, PUBLISHER, RoundOptions(), **clocks)
+        self._source = FileSource()
+        self._engine: TrainerWeightTransferEngine[Any] | None = None
+        self._epoch: int | None = None
+
+    def send(self, directory: Path, load_id: str, on_sending: Callable[[], None]) -> float | None:
+        """Send an adapter's files; the seconds that took. None: it failed, and the log says why.
+
+        Args:
+            on_sending: called once the replicas are about to receive; not if they never are.
+        """
+        began = time.perf_counter()
+        self._client.load_id, self._client.on_sending = load_id, on_sending
+        try:
+            self._connect_if_needed(resized=self._source.read(directory))
+            assert self._engine is not None
+            self._engine.send_weights()
+        except Exception as error:  # whatever it is, there is the store
+            logger.warning(
+                "replicas read the adapter from the store: its transfer over %r failed: %s",
+                self._spec.transport,
+                (str(error).strip().splitlines() or [type(error).__name__])[-1],  # Ray's begin with a trace
+            )
+            self.close()
+            self._client.release()
+            return None
+        finally:
+            self._source.forget()
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """Close the connection."""
+        engine, self._engine, self._epoch = self._engine, None, None
+        if engine is not None:
+            engine.shutdown()
+
+    def _connect_if_needed(self, *, resized: bool) -> None:
+        fleet = self._client.fleet()
+        connected = fleet.connection is not None
+        if fleet.connection is not None and fleet.connection.publisher != PUBLISHER:
+            raise Conflict(f"{fleet.connection.publisher!r} is connected, and its connection is left to it")
+        if self._engine is not None and connected and fleet.epoch == self._epoch and not resized:
+            return
+        self.close()
+        register()
+        facts = TrainerFacts(
+            rank=0,
+            workers=fleet.workers,
+            address=own_address(),
+            port=free_port(),
+            chunk_bytes=ONE_CHUNK,
+        )
+        info = trainer_init_info(backend(self._spec.transport, staging="host"), facts)
+        self._engine = WeightTransferTrainerFactory.trainer_init(
+            init_info=info, client=self._client, source=self._source
+        )
+        self._epoch = fleet.epoch
+
+
+def adapter_sender(spec: TrainerSpec, controller: UnaryHandle, **clocks: Any) -> AdapterSender | None:
+    """None: the replicas read every adapter from the store.
+
+    vLLM's own engines send weights alone. Over `ipc` each rank reaches the replicas on its own GPU, and one
+    rank sends an adapter.
+    """
+    one_gpu = TRANSPORTS[spec.transport].same_gpu is not SameGpu.REQUIRED or spec.config.world_size == 1
+    return AdapterSender(spec, controller, **clocks) if one_gpu and not spec.native else None

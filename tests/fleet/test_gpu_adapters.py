@@ -1,0 +1,54 @@
+"""A trainer's adapter as tensors over the transports of GPUs, to every replica."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fleet.adapter_talk import entries
+from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
+from tests.fleet.talk import complete, succeeded, train_and_publish
+from tests.tiny_models import save_tiny_llama
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
+TOKENS = 24
+
+
+@pytest.mark.parametrize(
+    ("layout", "port", "replicas"),
+    [
+        pytest.param("ipc", 8371, 1, marks=needs_gpus(1)),
+        pytest.param("nccl_two_replicas", 8372, 2, marks=needs_gpus(3)),
+    ],
+)
+def test_what_a_trainer_publishes_reaches_every_replica_over_the_transport(
+    tmp_path: Path, layout: str, port: int, replicas: int
+) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
+    extra = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
+    overrides = {
+        "engine": {"env": INVARIANT, "enforce_eager": True, "extra": extra},
+        "weights": {"staging": "host"},
+        "trainer": {
+            "lora": {"name": "trained", "rank": 4, "alpha": 16.0},
+            "optimizer": {"learning_rate": 0.05},
+        },
+    }
+    config = configuration(layout, checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+        before = complete(client, max_tokens=TOKENS).token_ids
+        for version in (1, 2, 3):  # over one connection
+            assert train_and_publish(client) == version
+            [status] = [each for each in entries(client) if each["version"] == version]
+            assert len(status["received"]) == len(status["replicas"]) == replicas
+            report = client.get("/train/status").json()["last_adapter"]
+            print(f"transfer {report['transfer_s']:.4f} s, publish {report['duration_s']:.4f} s")
+        asked = {
+            "model": "trained@3",
+            "prompt": [5, 6, 7],
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        assert succeeded(client.post("/v1/completions", json=asked)).json()["adapter"] == "trained@3"
+        assert complete(client, max_tokens=TOKENS).token_ids == before, "the base stays"
