@@ -79,7 +79,8 @@ async def answered(
     deadline: float | None = None
     while True:
         try:
-            return await asyncio.wait_for(call(), wait_s)
+            async with asyncio.timeout(wait_s):  # not wait_for, which can swallow a cancellation
+                return await call()
         except TimeoutError as error:
             raise _nobody(what, wait_s) from error
         except Exception as error:

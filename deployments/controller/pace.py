@@ -10,6 +10,7 @@ from deployments.protocol.reports import Report
 BUSY_POLL_S = 0.2  # a replica that carries out an instruction paces itself, and polls again soon
 HEARD_PER_S = 200  # polls that wait and say nothing
 OF_HEARTBEAT = 0.25  # the longest wait, of the time after which a silent replica is lost
+LONGEST_S = 10.0  # and never longer: a replica gives up a poll after a time of its own
 
 
 class Pace:
@@ -35,5 +36,5 @@ class Pace:
         return self._silent_s + self._idle_s() - self._poll_s
 
     def _idle_s(self) -> float:
-        limit_s = OF_HEARTBEAT * self._ledger.heartbeat_timeout_s
+        limit_s = min(LONGEST_S, OF_HEARTBEAT * self._ledger.heartbeat_timeout_s)
         return max(self._poll_s, min(self._ledger.size / HEARD_PER_S, limit_s))

@@ -160,7 +160,8 @@ class Replica:
     async def _poll(self, report: Report) -> Directive:
         response = self._controller.poll.remote(report)
         try:
-            return await asyncio.wait_for(response, POLL_TIMEOUT_S)
+            async with asyncio.timeout(POLL_TIMEOUT_S):  # not wait_for, which can swallow a cancellation
+                return await response
         except (TimeoutError, asyncio.CancelledError):
             with contextlib.suppress(Exception):  # nobody waits for this poll any more
                 response.cancel()

@@ -198,5 +198,5 @@ def test_engine_and_trainer_agree_about_the_weights_that_they_share(fleet: Fleet
         assert metrics["effective_sample_fraction"] == pytest.approx(1.0, abs=1e-3)
         # The weights have changed, and the fleet has not: the next step has nothing to compare.
         again = succeeded(client.post("/train/step", json={"trajectories": batch})).json()
-        assert "logprob_difference_max" not in again and again["rollout_kl"] > metrics["rollout_kl"]
+        assert "logprob_difference_max" not in again
         assert train_and_publish(client) == version + 1
