@@ -10,7 +10,8 @@ one (one table, the same run), and the figures of the fleet's processes that gro
 failed or something grows.
 
 With `--trainer` the fleet has a trainer of an adapter of the same size as well, and after each load it
-publishes: as tensors over the fleet's transport, and not through a directory. It needs a GPU of its own.
+publishes: as tensors over the fleet's transport, and not through a directory. It needs a GPU of its own, or
+shares that of the one replica with `--transport ipc`.
 """
 
 import argparse
@@ -173,9 +174,10 @@ def main() -> None:
     parser.add_argument(
         "--trainer", action="store_true", help="a trainer publishes an adapter after each load"
     )
+    parser.add_argument("--transport", choices=["nccl", "ipc"], default="nccl", help="with --device cuda")
     options = parser.parse_args()
     model = Path(resolve_model(options.model))
-    setup: Setup = CPU if options.device == "cpu" else gpu(model)
+    setup: Setup = CPU if options.device == "cpu" else gpu(model, transport=options.transport)
     extra = {"enable_lora": True, "max_lora_rank": options.rank, "max_loras": 8 if options.trainer else 4}
     setup = replace(setup, model=str(model), engine=setup.engine | {"extra": extra})
     os.environ[MARK] = mark = uuid.uuid4().hex
@@ -189,6 +191,8 @@ def main() -> None:
             lora = {"name": TRAINED, "rank": options.rank, "alpha": options.rank}
             dtype = setup.engine["dtype"]
             section = {"dtype": dtype, "wire_dtype": "bfloat16", "lora": lora}
+            if setup.settings.get("placement") == "colocated":
+                section["gpus_per_rank"] = 0.5
             setup = replace(setup, settings=setup.settings | {"trainer": section})
         with (
             fleet(

@@ -48,8 +48,12 @@ CPU = Setup(
 )
 
 
-def gpu(model: Path) -> Setup:
-    """Random weights of a real shape; both engines share one GPU, and one of them is always idle."""
+def gpu(model: Path, *, transport: str = "nccl") -> Setup:
+    """Random weights of a real shape; both engines share one GPU, and one of them is always idle.
+
+    A trainer shares the GPU of a replica if the transport is `ipc`; else it has one of its own.
+    """
+    shares = transport == "ipc"
     return Setup(
         model=str(model),
         engine={
@@ -58,8 +62,13 @@ def gpu(model: Path) -> Setup:
             "max_num_seqs": 256,
             "load_format": "dummy",
             "gpu_memory_utilization": 0.45,
+            **({"gpus_per_rank": 0.5} if shares else {}),
         },
-        settings={"device": "cuda", "weights": {"transport": "nccl", "staging": "host"}},
+        settings={
+            "device": "cuda",
+            "weights": {"transport": transport, "staging": "host"},
+            **({"placement": "colocated"} if shares else {}),
+        },
     )
 
 
