@@ -19,15 +19,15 @@ def shard_policy(
     *,
     device: str | None = None,
     mesh: DeviceMesh | None = None,
-    compute_dtype: torch.dtype | None = None,
 ) -> None:
     """Shard the policy's model in place; call on every rank, before its optimizer is built.
+
+    Gathered parameters have the policy's `compute_dtype`; gradients are reduced in float32.
 
     Args:
         device: the device of the shards; by default the model's. A model in host memory is moved
             layer by layer, so no device ever holds a full copy.
         mesh: one-dimensional; by default all ranks of the default process group.
-        compute_dtype: of gathered parameters in forward and backward; gradients are reduced in float32.
 
     Raises:
         ValueError: there is no process group, or the model has no list of layers.
@@ -38,7 +38,7 @@ def shard_policy(
     target = policy.device if device is None else torch.device(device)
     if mesh is None:
         mesh = init_device_mesh(target.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=policy.compute_dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
     whole = None
     if policy.adapter is not None:

@@ -21,7 +21,8 @@ from trainers.losses.interface import LearnedTokens
 from trainers.losses.policy_loss import policy_loss, token_weights
 from trainers.losses.registry import load_loss
 from trainers.optimizer import build_optimizer, learning_rate_factor
-from trainers.policy import DTYPES, Policy, TokenScores
+from trainers.output_head import TokenScores
+from trainers.policy import DTYPES, Policy
 from trainers.settings import Dtype, LearnerConfig
 from trainers.step_metrics import Metrics, StepTotals
 from trainers.trajectory import Trajectory

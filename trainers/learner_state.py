@@ -57,7 +57,9 @@ def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:
     optimizer.state.clear()
     for index, tensors in moments.items():
         optimizer.state[parameters[index]] = {
-            name: tensor.clone() if name == _STEPS else _copy_like(parameters[index], tensor)
+            name: tensor.to(parameters[index].device, copy=True)
+            if name == _STEPS
+            else _copy_like(parameters[index], tensor)
             for name, tensor in tensors.items()
         }
 

@@ -1,17 +1,120 @@
-"""Logits of chosen positions, whatever a model does before and after its output matrix.
+"""Log-probabilities of chosen tokens, whatever a model does before and after its output matrix.
 
-Logits are the largest tensor of a step, and few positions need them. `logits_to_keep` of transformers chooses
-columns, the same of every row. Applying the output matrix to chosen hidden states by hand would choose single
-positions, and would be wrong for the families that scale logits (Granite, Cohere, Falcon-H1) or cap them
-(Gemma). So the model's own forward runs, and its output layer is given the chosen hidden states alone.
+Logits are the largest tensor of a step: [tokens, vocabulary] in float32 is 20 GB for 32k tokens of a vocabulary
+of 150k. Two things keep it small.
+
+*Few positions.* `logits_to_keep` of transformers chooses columns, the same of every row. Here the model's own
+forward runs, and its output layer is given the hidden states of single positions alone.
+
+*Few at once.* Where a model returns what its output layer returns, the layer is run on one part of the positions
+after the other, and its backward pass runs it again: the logits of a part are all there is of them at any time.
+Some families scale logits (Granite, Cohere, Falcon-H1) or cap them (Gemma) after the output layer. They are
+found by a probe, and their logits are made at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+
+LOGITS_AT_ONCE = 1 << 27  # 512 MiB in float32
+_ENTROPY_TOKENS = 512  # whose entropies are computed at once
+
+_Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """The model's log-probabilities of a batch's learned tokens; both float32 [M]."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor | None  # where they are predicted, in nats, without gradient
+
+
+class OutputHead:
+    """The output layer of a model.
+
+    Args:
+        at_once: logits that are in memory at once, unless a single position has more.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, at_once: int = LOGITS_AT_ONCE) -> None:
+        self._model = model
+        self._vocabulary_size = int(model.config.get_text_config().vocab_size)
+        self._positions_at_once = max(1, at_once // self._vocabulary_size)
+        self._is_last: bool | None = None
+
+    def scores(
+        self,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        with_entropies: bool = False,
+        **inputs: torch.Tensor,
+    ) -> TokenScores:
+        """The log-probabilities of M tokens, with gradient unless gradients are disabled.
+
+        Args:
+            positions: int64 [M], into the R * L positions of the inputs: where each token is predicted.
+            targets: int64 [M]: the tokens.
+            inputs: what the model's forward takes; `input_ids` is [R, L].
+        """
+        if self._is_last is None:
+            self._is_last = self._probe(positions.device)
+        if not self._is_last:
+            logits = logits_at(self._model, positions, **inputs).float()
+            entropies = _entropies(logits.detach()) if with_entropies else None
+            return TokenScores(logprobs=_logprobs(logits, targets), entropies=entropies)
+        head = self._model.get_output_embeddings()
+        parts = _Parts(head.forward, targets, self._positions_at_once, with_entropies=with_entropies)
+        with _replaced(head, lambda hidden: parts(hidden.flatten(0, 1)[positions])[None, :, None]):
+            logprobs = self._model(**inputs, use_cache=False).logits[0, :, 0]
+        return TokenScores(
+            logprobs=logprobs, entropies=torch.cat(parts.entropies) if with_entropies else None
+        )
+
+    @torch.no_grad()
+    def _probe(self, device: torch.device) -> bool:
+        """Whether the model returns exactly what its output layer returns."""
+        head = self._model.get_output_embeddings()
+        if head is None:
+            return False
+        given = torch.linspace(-1e3, 1e3, 2 * self._vocabulary_size, device=device).view(1, 2, -1)
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        with _replaced(head, lambda _: given):
+            logits = self._model(input_ids=tokens, use_cache=False).logits
+        return torch.equal(logits, given)
+
+
+class _Parts:
+    """An output layer that returns log-probabilities, of some positions at a time."""
+
+    def __init__(
+        self, forward: _Forward, targets: torch.Tensor, at_once: int, *, with_entropies: bool
+    ) -> None:
+        self.entropies: list[torch.Tensor] = []
+        self._forward = forward
+        self._targets = targets
+        self._at_once = at_once
+        self._with_entropies = with_entropies
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float [M, H] -> float32 [M]."""
+        if len(hidden) <= self._at_once:
+            return self._part(hidden, self._targets, 0)
+        parts = zip(hidden.split(self._at_once), self._targets.split(self._at_once), strict=True)
+        return torch.cat(
+            [checkpoint(self._part, *part, number, use_reentrant=False) for number, part in enumerate(parts)]
+        )
+
+    def _part(self, hidden: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
+        logits = self._forward(hidden).float()
+        if self._with_entropies and number == len(self.entropies):  # not again in the backward pass
+            self.entropies.append(_entropies(logits.detach()))
+        return _logprobs(logits, targets)
 
 
 def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
@@ -21,27 +124,50 @@ def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: torch.T
         positions: int64 [M], into the R * L positions of the inputs.
         inputs: what the model's forward takes; `input_ids` is [R, L].
     """
-    with _choosing(model, positions) as chosen:
+    head = model.get_output_embeddings()
+    chosen: list[bool] = []
+    if head is None:
         logits = model(**inputs, use_cache=False).logits
+    else:
+        forward = head.forward
+
+        def choose(hidden: torch.Tensor) -> torch.Tensor:
+            chosen.append(True)
+            made: torch.Tensor = forward(hidden.flatten(0, 1)[positions][None])
+            return made
+
+        with _replaced(head, choose):
+            logits = model(**inputs, use_cache=False).logits
     # A model without an output layer of its own, or whose forward does not call it, returns all logits.
     return logits.flatten(0, 1) if chosen else logits.flatten(0, 1)[positions]
 
 
 @contextmanager
-def _choosing(model: PreTrainedModel, positions: torch.Tensor) -> Iterator[list[bool]]:
-    """Inside, the output layer sees hidden states [1, M, H]; the list is empty until it is called."""
-    chosen: list[bool] = []
-
-    def choose(_: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        chosen.append(True)
-        return (arguments[0].flatten(0, 1)[positions][None], *arguments[1:])
-
-    head = model.get_output_embeddings()
-    if head is None:
-        yield chosen
-        return
-    handle = head.register_forward_pre_hook(choose)
+def _replaced(layer: torch.nn.Module, forward: _Forward) -> Iterator[None]:
+    """Inside, the layer's own forward is another one; its hooks, such as FSDP2's, run as ever."""
+    attributes = vars(layer)
+    before = attributes.get("forward")  # of a layer that somebody else has wrapped
+    attributes["forward"] = forward
     try:
-        yield chosen
+        yield
     finally:
-        handle.remove()
+        if before is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = before
+
+
+def _logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """float [M, V], int64 [M] -> [M]."""
+    return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+@torch.no_grad()
+def _entropies(logits: torch.Tensor) -> torch.Tensor:
+    """float [M, V] -> [M]; part by part, because it copies its input, the largest tensor of a step."""
+    return torch.cat(
+        [
+            torch.distributions.Categorical(logits=part, validate_args=False).entropy()
+            for part in logits.split(_ENTROPY_TOKENS)
+        ]
+    )

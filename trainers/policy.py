@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, get_args
 
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainers.batching import TokenBatch
 from trainers.lora import Adapter
-from trainers.output_head import logits_at
+from trainers.output_head import OutputHead, TokenScores
 from trainers.settings import Dtype, LoraConfig
 from trainers.sources import load_parameters, names_without_aliases, tied_names
 
@@ -31,16 +30,7 @@ MODEL_FILES: Sequence[str] = (
     "generation_config.json",
     "*.py",  # remote code, also of a tokenizer
 )
-_ENTROPY_TOKENS = 512  # whose entropies are computed at once
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenScores:
-    """The model's log-probabilities of a batch's learned tokens; both float32 [M]."""
-
-    logprobs: torch.Tensor
-    entropies: torch.Tensor | None  # where they are predicted, in nats, without gradient
 
 
 class Policy:
@@ -48,18 +38,29 @@ class Policy:
 
     Attributes:
         adapter: what is trained of it; None: all.
+        compute_dtype: of matrix products (torch's autocast); parameters, gradients and what is published
+            keep theirs. None: the parameters' own.
 
     Log-probabilities are those at temperature 1. vLLM reports the same by default, at any sampling
     temperature (`logprobs_mode: raw_logprobs`): rollouts must sample at temperature 1, or their
     log-probabilities are not those of the sampling policy.
     """
 
-    def __init__(self, model: PreTrainedModel, directory: Path, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        directory: Path,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
         self.model = model
         self.directory = directory
         self._trust_remote_code = trust_remote_code
         self.device = next(model.parameters()).device
         self.adapter: Adapter | None = None
+        self.compute_dtype = compute_dtype
+        self._head = OutputHead(model)
 
     @classmethod
     def load(
@@ -68,16 +69,22 @@ class Policy:
         *,
         dtype: str = "float32",
         device: str = "cpu",
-        gradient_checkpointing: bool = False,
+        compute_dtype: str | None = None,
+        activation_checkpointing: bool = False,
         trust_remote_code: bool = False,
     ) -> Self:
         """Read a checkpoint directory.
 
         Args:
+            dtype: of the parameters.
+            compute_dtype: of matrix products; None: `dtype`.
+            activation_checkpointing: keep the inputs of decoder layers alone for the backward pass, which
+                runs each layer's forward pass again.
             trust_remote_code: run the code that the checkpoint brings; else one that needs it is refused.
 
         Raises:
-            ValueError: no such directory, an unknown dtype, or the checkpoint stores two different tensors
+            ValueError: no such directory, an unknown dtype, a model without layers that can be checkpointed,
+                or the checkpoint stores two different tensors
                 under names that its configuration ties.
         """
         if dtype not in DTYPES:
@@ -91,13 +98,18 @@ class Policy:
             directory, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
         ).to(device)
         _check_ties(model, directory)
-        if gradient_checkpointing:
+        if activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        # No dropout: log-probabilities of different passes are compared. Gradient checkpointing needs
+        # No dropout: log-probabilities of different passes are compared. Checkpointing needs
         # train(), and dropout is the only thing that train() changes in models of this kind.
         _disable_dropout(model)
-        model.train(gradient_checkpointing)
-        return cls(model, directory, trust_remote_code)
+        model.train(activation_checkpointing)
+        return cls(
+            model,
+            directory,
+            compute_dtype=None if compute_dtype is None else DTYPES[compute_dtype],
+            trust_remote_code=trust_remote_code,
+        )
 
     @property
     def vocabulary_size(self) -> int:
@@ -148,16 +160,15 @@ class Policy:
         """Log-probabilities of every learned token, with gradient unless gradients are disabled."""
         if self.adapter is not None:
             self.adapter.drop(torch.is_grad_enabled())
-        logits = logits_at(
-            self.model,
-            batch.predictors,
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-        ).float()  # [M, V]
-        logprobs = logits.gather(-1, batch.targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
-        entropies = _entropies(logits.detach()) if with_entropies else None
-        return TokenScores(logprobs=logprobs, entropies=entropies)
+        with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
+            return self._head.scores(
+                batch.predictors,
+                batch.targets,
+                with_entropies=with_entropies,
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                position_ids=batch.position_ids,
+            )
 
     def save_pretrained(self, directory: Path) -> None:
         """An ordinary Hugging Face checkpoint: config, weights as safetensors, `MODEL_FILES`."""
@@ -221,14 +232,3 @@ def _disable_dropout(model: torch.nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-
-
-@torch.no_grad()
-def _entropies(logits: torch.Tensor) -> torch.Tensor:
-    """float [M, V] -> [M]; part by part, because it copies its input, the largest tensor of a step."""
-    return torch.cat(
-        [
-            torch.distributions.Categorical(logits=part, validate_args=False).entropy()
-            for part in logits.split(_ENTROPY_TOKENS)
-        ]
-    )

@@ -144,6 +144,11 @@ class TrainerConfig(LearnerConfig):
     strategy: Strategy = Strategy.SINGLE
     world_size: PositiveInt = 1  # ranks
     dtype: Dtype = "float32"  # of parameters, gradients and moments; with `lora` of the base alone
+    # Of matrix products, in forward and backward passes. None: `dtype`. With parameters in float32, bfloat16
+    # here is mixed precision: small updates are kept, as with float32, at nearly the speed of bfloat16.
+    compute_dtype: Literal["bfloat16"] | None = None
+    # Keep the inputs of decoder layers alone for the backward pass, which runs each layer again.
+    activation_checkpointing: bool = False
     # Published and stored weights are cast to it on the device. None: they keep their dtypes.
     wire_dtype: Dtype | None = None
     seed: int = 0

@@ -73,6 +73,8 @@ class TrainerRank:
     def _begin(self, rendezvous_address: tuple[str, int]) -> None:
         """Seed, and join the other ranks."""
         torch.manual_seed(self._spec.config.seed)
+        if self._spec.config.compute_dtype is not None and self._spec.device == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32, for products that autocast leaves
         # One process needs no group: all collectives are among the ranks of this trainer.
         if self._spec.config.strategy != Strategy.FSDP2:
             return
@@ -88,12 +90,18 @@ class TrainerRank:
 
     def _read(self, directory: Path, lora: LoraConfig | None = None) -> Policy:
         """A policy, with an adapter if `lora` says so; sharded where there are ranks to share it."""
-        dtype, trusts = self._spec.config.dtype, self._spec.trust_remote_code
-        is_sharded = self._spec.config.strategy == Strategy.FSDP2
-        device = "cpu" if is_sharded else self._device()
-        policy = Policy.load(directory, dtype=dtype, device=device, trust_remote_code=trusts)
+        config = self._spec.config
+        is_sharded = config.strategy == Strategy.FSDP2
+        policy = Policy.load(
+            directory,
+            dtype=config.dtype,
+            device="cpu" if is_sharded else self._device(),
+            compute_dtype=config.compute_dtype,
+            activation_checkpointing=config.activation_checkpointing,
+            trust_remote_code=self._spec.trust_remote_code,
+        )
         if lora is not None:
-            policy.adapt(lora, seed=self._spec.config.seed)
+            policy.adapt(lora, seed=config.seed)
         if is_sharded:
             from trainers.fsdp2 import shard_policy
 

@@ -17,13 +17,15 @@ from transformers import (
 )
 
 from tests.trainers import tiny
-from trainers.output_head import logits_at
+from trainers.output_head import OutputHead, logits_at
 
 INPUTS = {
     "input_ids": torch.tensor([[0, 3, 4, 5, 6], [7, 8, 9, 10, 11]]),
     "attention_mask": torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]]),
     "position_ids": torch.tensor([[0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]),
 }
+TARGETS = torch.tensor([4, 5, 6, 1, 8])
+FAMILIES = [*tiny.KINDS, "gemma2", "granite", "cohere2", "gpt-oss", "no head"]
 POSITIONS = torch.tensor([2, 3, 3, 9, 5])  # some twice, in no order
 
 
@@ -50,7 +52,7 @@ def model(family: str) -> PreTrainedModel:
             return tiny.model(family)
 
 
-@pytest.mark.parametrize("family", [*tiny.KINDS, "gemma2", "granite", "cohere2", "gpt-oss", "no head"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_chosen_logits_and_their_gradients_are_those_of_the_whole_model(family: str) -> None:
     one, other = model(family).eval(), model(family).eval()
     expected = one(**INPUTS).logits.flatten(0, 1)[POSITIONS]
@@ -78,3 +80,65 @@ def test_no_position_is_no_logit_and_a_gradient_of_zero() -> None:
     assert logits.shape == (0, 40)
     logits.sum().backward()
     assert all(float(p.grad.abs().max()) == 0.0 for p in llama.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("at_once", [1, 3 * 40, 1000])  # a position at a time, three, all
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_and_their_gradients_are_those_of_the_whole_model(family: str, at_once: int) -> None:
+    one, other = model(family).eval(), model(family).eval()
+    logits = one(**INPUTS).logits.flatten(0, 1)[POSITIONS].float()
+    expected = logits.log_softmax(-1).gather(-1, TARGETS[:, None])[:, 0]
+    scores = OutputHead(other, at_once=at_once).scores(POSITIONS, TARGETS, with_entropies=True, **INPUTS)
+    assert scores.entropies is not None and not scores.entropies.requires_grad
+    torch.testing.assert_close(scores.logprobs, expected)
+    torch.testing.assert_close(scores.entropies, torch.distributions.Categorical(logits=logits).entropy())
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    (scores.logprobs * weights).sum().backward()
+    for left, right in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad)
+    assert len(scores.entropies) == 5, "the backward pass computes none again"
+
+
+@pytest.mark.parametrize(("at_once", "largest"), [(1, 1), (80, 2), (1000, 5)])
+def test_logits_are_made_of_few_positions_at_a_time(at_once: int, largest: int) -> None:
+    llama = model("llama")
+    kept: list[tuple[int, ...]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    head = OutputHead(llama, at_once=at_once)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        head.scores(POSITIONS, TARGETS, **INPUTS).logprobs.sum().backward()
+    of_logits = [shape for shape in kept if shape[-1:] == (40,)]
+    assert not of_logits or largest == 5, "a checkpointed part keeps none"
+    assert llama(**INPUTS).logits.shape == (2, 5, 40), "the model is as it was"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere2", "no head"])
+def test_a_model_that_changes_what_its_output_layer_returns_is_found(family: str) -> None:
+    changed = model(family).eval()
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.zero_()  # logits are 0 then, scaled and capped or not
+    head = OutputHead(changed, at_once=1)
+    head.scores(POSITIONS, TARGETS, **INPUTS)
+    assert head._is_last is False
+
+
+def test_a_layer_that_is_wrapped_already_stays_so() -> None:
+    llama = model("llama")
+    own, calls = llama.lm_head.forward, []
+
+    def wrapped(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(len(hidden))
+        result: torch.Tensor = own(hidden)
+        return result
+
+    vars(llama.lm_head)["forward"] = wrapped
+    head = OutputHead(llama)
+    head.scores(POSITIONS, TARGETS, **INPUTS)
+    assert calls == [5], "once, with the chosen positions"
+    assert llama.lm_head.forward is wrapped

@@ -1,0 +1,88 @@
+"""Settings that save time or memory: what they may change, and what not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tests.trainers import tiny
+from trainers.learner import Learner
+from trainers.policy import Policy
+from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig, TrainerConfig
+
+CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), max_tokens_per_microbatch=16)
+BATCH = [
+    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
+    tiny.trajectory((3, 4), (7, 1), advantage=-1.0),
+    tiny.trajectory((8, 9, 10), (11, 12, 13), advantage=0.5),
+]
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_products_in_bfloat16_train_parameters_in_float32(tmp_path: Path, kind: str) -> None:
+    tiny.model(kind).save_pretrained(tmp_path)
+    full, mixed = Policy.load(tmp_path), Policy.load(tmp_path, compute_dtype="bfloat16")
+    learner, exact = Learner(mixed, CONFIG), Learner(full, CONFIG)
+    metrics, expected = learner.step(BATCH), exact.step(BATCH)
+    assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
+    moments = learner.state_dict()["optimizer"]["state"].values()
+    assert {tensor.dtype for each in moments for tensor in each.values()} == {torch.float32}
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=0.05)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+    assert metrics["loss"] != expected["loss"], "it is computed otherwise"
+
+
+def test_updates_that_bfloat16_would_round_away_are_kept(tmp_path: Path) -> None:
+    tiny.model("llama").save_pretrained(tmp_path)
+    config = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-7, weight_decay=0.0))
+    moved = {}
+    for name, given in {
+        "mixed": {"dtype": "float32", "compute_dtype": "bfloat16"},
+        "bfloat16": {"dtype": "bfloat16"},
+    }.items():
+        policy = Policy.load(tmp_path, **given)
+        before = [parameter.detach().clone() for parameter in policy.model.parameters()]
+        learner = Learner(policy, config)
+        for _ in range(3):
+            learner.step(BATCH)
+        after = policy.model.parameters()
+        changed = [(p != b).float().mean() for p, b in zip(after, before, strict=True)]
+        moved[name] = float(torch.stack(changed).mean())
+    assert moved["mixed"] > 0.3 and moved["bfloat16"] < 0.1
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(name="a", rank=2)])
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_checkpointing_changes_no_number(tmp_path: Path, kind: str, lora: LoraConfig | None) -> None:
+    tiny.model(kind).save_pretrained(tmp_path)
+    after = []
+    for checkpointing in (False, True):
+        policy = Policy.load(tmp_path, activation_checkpointing=checkpointing)
+        if lora is not None:
+            policy.adapt(lora, seed=0)
+        kept = _kept_by_a_step(policy)
+        after.append((kept, [tensor.detach().clone() for tensor in policy.trained().values()]))
+    (kept, plain), (kept_less, checkpointed) = after
+    assert all(torch.equal(left, right) for left, right in zip(plain, checkpointed, strict=True))
+    assert kept_less < kept / 2
+
+
+def _kept_by_a_step(policy: Policy) -> int:
+    """Bytes that autograd keeps for the backward pass, with those that it keeps in recomputing."""
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    learner = Learner(policy, CONFIG)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        learner.step(BATCH)
+    return kept
+
+
+def test_an_unknown_dtype_of_products_is_refused() -> None:
+    with pytest.raises(ValidationError, match="compute_dtype"):
+        TrainerConfig(compute_dtype="float16")  # type: ignore[arg-type]
