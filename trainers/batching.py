@@ -9,7 +9,8 @@ with the same result. Prompts are padded on the left and answers on the right.
     row 0     pad pad p0 p1 p2   | r0 r1 r2 pad   | s0 s1 pad pad
     row 1     p0  p1  p2 p3 p4   | r0 pad pad pad | pad pad pad pad
 
-With G = 1 this is the plain layout, whose mask every attention kernel accepts.
+With G = 1 this is the plain layout, whose mask every attention kernel accepts. On GPUs there is a layout
+without padding, see `trainers.packing`.
 
 The layout is known here alone. Losses and metrics see the M learned tokens of a micro-batch, one after the
 other, without padding; `predictors` says at which position of the layout each of them is predicted.
@@ -18,10 +19,14 @@ other, without padding; `predictors` says at which position of the layout each o
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from trainers.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Row = tuple[int, ...]  # indices of trajectories with one prompt
 UNKNOWN_VERSION = -1
@@ -35,30 +40,35 @@ class TokenBatch:
     """
 
     input_ids: torch.Tensor  # int64 [R, L]
-    attention_mask: torch.Tensor  # int64 [R, L] if G is 1, else bool [R, 1, L, L], true where attended
+    # int64 [R, L] if G is 1, else bool [R, 1, L, L], true where attended; of a packed line a BlockMask
+    attention_mask: "torch.Tensor | BlockMask"
     position_ids: torch.Tensor  # int64 [R, L]; 0 at the first real token
-    predictors: (
-        torch.Tensor
-    )  # int64 [M]: of the R * L positions, the one whose hidden state predicts the token
+    # int64 [M]: of the R * L positions, the one whose hidden state predicts the token
+    predictors: torch.Tensor
     targets: torch.Tensor  # int64 [M]: the tokens
     answers: torch.Tensor  # int64 [M]: the answer of each token, 0 to A - 1
     lengths: torch.Tensor  # int64 [A]: learned tokens of each answer
     rollout_logprobs: torch.Tensor  # float32 [M]
     advantages: torch.Tensor  # float32 [M]
-    versions: (
-        torch.Tensor
-    )  # int64 [M]: of the weights that sampled the token; UNKNOWN_VERSION where nobody said
+    # int64 [M]: of the weights that sampled the token; UNKNOWN_VERSION where nobody said
+    versions: torch.Tensor
+
+
+def same_prompts(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> list[list[int]]:
+    """The indices of trajectories that share a prompt; each alone if none is to be shared."""
+    if not share_prompts:
+        return [[index] for index in range(len(trajectories))]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, trajectory in enumerate(trajectories):
+        groups.setdefault(trajectory.prompt_token_ids, []).append(index)
+    return list(groups.values())
 
 
 def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool) -> list[Row]:
     """Group trajectories into rows: those with the same prompt, as many as the budget allows."""
-    if not share_prompts:
-        return [(index,) for index in range(len(trajectories))]
     rows: list[Row] = []
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, trajectory in enumerate(trajectories):
-        groups.setdefault(trajectory.prompt_token_ids, []).append(index)
-    for prompt, members in groups.items():
+    for members in same_prompts(trajectories, share_prompts=share_prompts):
+        prompt = trajectories[members[0]].prompt_token_ids
         longest = max(len(trajectories[index].token_ids) for index in members)
         slots = max(1, (token_budget - len(prompt)) // longest)
         rows += [tuple(members[i : i + slots]) for i in range(0, len(members), slots)]
@@ -145,7 +155,30 @@ def collate(
             before = r * L + column - 1 + torch.arange(len(tokens))
             before[0] = r * L + P - 1  # the prompt's last column predicts the first token of every answer
             predictors.append(before)
-    answers = [trajectories[index] for row in rows for index in row]
+    return lay_out(
+        [trajectories[index] for row in rows for index in row],
+        input_ids=input_ids.to(device),
+        attention_mask=(real.long() if G == 1 else _side_by_side(real, P, G, T)).to(device),
+        position_ids=positions.to(device),
+        predictors=predictors,
+        device=device,
+    )
+
+
+def lay_out(
+    answers: Sequence[Trajectory],
+    *,
+    input_ids: torch.Tensor,
+    attention_mask: "torch.Tensor | BlockMask",
+    position_ids: torch.Tensor,
+    predictors: Sequence[torch.Tensor],
+    device: torch.device,
+) -> TokenBatch:
+    """A layout and what is learned of its answers.
+
+    Args:
+        predictors: of each answer int64 [tokens of the answer], learned or not.
+    """
     learned = torch.cat([_mask(answer) for answer in answers])
     lengths = torch.tensor([answer.learned_tokens for answer in answers])
 
@@ -153,9 +186,9 @@ def collate(
         return torch.cat(list(values))[learned].to(device)
 
     return TokenBatch(
-        input_ids=input_ids.to(device),
-        attention_mask=(real.long() if G == 1 else _side_by_side(real, P, G, T)).to(device),
-        position_ids=positions.to(device),
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
         predictors=of_learned(predictors),
         targets=of_learned(torch.tensor(answer.token_ids) for answer in answers),
         answers=torch.arange(len(answers)).repeat_interleave(lengths).to(device),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from trainers.layers import decoder_layers
 from trainers.policy import Policy
 
 
@@ -48,20 +49,3 @@ def shard_policy(
         fully_shard(layer, mesh=mesh, mp_policy=precision, ignored_params=whole)
     fully_shard(model, mesh=mesh, mp_policy=precision, ignored_params=whole)
     policy.device = target
-
-
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of every `layers` list; each is sharded as one unit.
-
-    Raises:
-        ValueError: the model has no list of layers.
-    """
-    layers = [
-        layer
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and name.rpartition(".")[2] == "layers"
-        for layer in module
-    ]
-    if not layers:
-        raise ValueError(f"expected a model with a ModuleList named 'layers', got {type(model).__name__}")
-    return layers

@@ -3,12 +3,13 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from trainers.batching import Row, TokenBatch, collate, plan_micro_batches, share_of_rank
+from trainers.batching import TokenBatch, collate, plan_micro_batches, share_of_rank
 from trainers.learner_state import (
     check_moments,
     master_weights,
@@ -161,14 +162,19 @@ class Learner:
 
     def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[TokenBatch, bool]]:
         trajectories = [trajectory for trajectory in trajectories if trajectory.learned_tokens]
-        plan: list[list[Row]] = plan_micro_batches(
-            trajectories,
-            token_budget=self.config.max_tokens_per_microbatch,
-            share_prompts=self.config.share_prompts and self.policy.can_share_prompts,
-        )
+        budget = self.config.max_tokens_per_microbatch
+        if self.policy.is_packed:
+            from trainers.packing import pack, plan_lines  # a second to import, for GPUs alone
+
+            plan = plan_lines(trajectories, token_budget=budget, share_prompts=self.config.share_prompts)
+            lay_out = partial(pack, token_budget=budget)
+        else:
+            shares = self.config.share_prompts and self.policy.can_share_prompts
+            plan = plan_micro_batches(trajectories, token_budget=budget, share_prompts=shares)
+            lay_out = partial(collate)
         pad, device = self.policy.pad_token_id, self.policy.device
         return [
-            (collate(trajectories, rows, pad_token_id=pad, device=device), counts)
+            (lay_out(trajectories, rows, pad_token_id=pad, device=device), counts)
             for rows, counts in share_of_rank(plan, rank=self._rank, world_size=self._world_size)
         ]
 

@@ -1,20 +1,21 @@
 """Log-probabilities of chosen tokens, whatever a model does before and after its output matrix.
 
-Logits are the largest tensor of a step: [tokens, vocabulary] in float32 is 20 GB for 32k tokens of a vocabulary
-of 150k. Two things keep it small.
+Logits are the largest tensor of a step: in float32, [tokens, vocabulary] is 20 GB for 32k tokens of a
+vocabulary of 150k. Two things keep it small.
 
 *Few positions.* `logits_to_keep` of transformers chooses columns, the same of every row. Here the model's own
 forward runs, and its output layer is given the hidden states of single positions alone.
 
-*Few at once.* Where a model returns what its output layer returns, the layer is run on one part of the positions
-after the other, and its backward pass runs it again: the logits of a part are all there is of them at any time.
-Some families scale logits (Granite, Cohere, Falcon-H1) or cap them (Gemma) after the output layer. They are
-found by a probe, and their logits are made at once.
+*Few at once.* Where a model returns what its output layer returns, the layer is run on one part of the
+positions after the other, and its backward pass runs it again: the logits of a part are all there is of them
+at any time. Some families scale logits (Granite, Cohere, Falcon-H1) or cap them (Gemma) after the output
+layer. They are found by a probe, and their logits are made at once.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -45,7 +46,7 @@ class OutputHead:
         self._model = model
         self._vocabulary_size = int(model.config.get_text_config().vocab_size)
         self._positions_at_once = max(1, at_once // self._vocabulary_size)
-        self._is_last: bool | None = None
+        self._is_last = self._probe()
 
     def scores(
         self,
@@ -53,7 +54,7 @@ class OutputHead:
         targets: torch.Tensor,
         *,
         with_entropies: bool = False,
-        **inputs: torch.Tensor,
+        **inputs: Any,
     ) -> TokenScores:
         """The log-probabilities of M tokens, with gradient unless gradients are disabled.
 
@@ -62,8 +63,6 @@ class OutputHead:
             targets: int64 [M]: the tokens.
             inputs: what the model's forward takes; `input_ids` is [R, L].
         """
-        if self._is_last is None:
-            self._is_last = self._probe(positions.device)
         if not self._is_last:
             logits = logits_at(self._model, positions, **inputs).float()
             entropies = _entropies(logits.detach()) if with_entropies else None
@@ -77,11 +76,12 @@ class OutputHead:
         )
 
     @torch.no_grad()
-    def _probe(self, device: torch.device) -> bool:
+    def _probe(self) -> bool:
         """Whether the model returns exactly what its output layer returns."""
         head = self._model.get_output_embeddings()
         if head is None:
             return False
+        device = next(self._model.parameters()).device
         given = torch.linspace(-1e3, 1e3, 2 * self._vocabulary_size, device=device).view(1, 2, -1)
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
         with _replaced(head, lambda _: given):
@@ -117,7 +117,7 @@ class _Parts:
         return _logprobs(logits, targets)
 
 
-def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """The logits of M positions, [M, V], in the model's dtype.
 
     Args:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainers.batching import TokenBatch
+from trainers.layers import decoder_layers
 from trainers.lora import Adapter
 from trainers.output_head import OutputHead, TokenScores
 from trainers.settings import Dtype, LoraConfig
@@ -30,6 +31,7 @@ MODEL_FILES: Sequence[str] = (
     "generation_config.json",
     "*.py",  # remote code, also of a tokenizer
 )
+_FLEX = "flex_attention"  # transformers' name
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 
 
@@ -71,6 +73,8 @@ class Policy:
         device: str = "cpu",
         compute_dtype: str | None = None,
         activation_checkpointing: bool = False,
+        compile_layers: bool = False,
+        packed: bool = False,
         trust_remote_code: bool = False,
     ) -> Self:
         """Read a checkpoint directory.
@@ -80,12 +84,14 @@ class Policy:
             compute_dtype: of matrix products; None: `dtype`.
             activation_checkpointing: keep the inputs of decoder layers alone for the backward pass, which
                 runs each layer's forward pass again.
+            compile_layers: torch.compile of each decoder layer.
+            packed: attention for `trainers.packing`, which needs a GPU to train.
             trust_remote_code: run the code that the checkpoint brings; else one that needs it is refused.
 
         Raises:
-            ValueError: no such directory, an unknown dtype, a model without layers that can be checkpointed,
-                or the checkpoint stores two different tensors
-                under names that its configuration ties.
+            ValueError: no such directory, an unknown dtype, a model whose layers cannot be checkpointed,
+                compiled or packed, or the checkpoint stores two different tensors under names that its
+                configuration ties.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -95,14 +101,25 @@ class Policy:
                 f"expected a Hugging Face checkpoint directory with a config.json, got {directory}"
             )
         model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+            directory,
+            dtype=DTYPES[dtype],
+            trust_remote_code=trust_remote_code,
+            **({"attn_implementation": _FLEX} if packed else {}),
         ).to(device)
         _check_ties(model, directory)
+        if packed and not _attends_to_all(model):
+            raise ValueError(
+                f"{directory}: expected a model whose layers all attend to all that came before, for packed "
+                "rows; this one has a window or another kind of layer: leave out 'packed'"
+            )
         if activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         # No dropout: log-probabilities of different passes are compared. Checkpointing needs
         # train(), and dropout is the only thing that train() changes in models of this kind.
         _disable_dropout(model)
+        if compile_layers:
+            for layer in decoder_layers(model):
+                layer.compile()
         model.train(activation_checkpointing)
         return cls(
             model,
@@ -127,9 +144,16 @@ class Policy:
     @property
     def can_share_prompts(self) -> bool:
         """Whether the attention accepts a separate mask per row, see `trainers.batching`."""
-        config = self.model.config.get_text_config()
-        windowed = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
-        return config._attn_implementation == "sdpa" and not windowed
+        return self._attention == "sdpa" and _attends_to_all(self.model)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its batches are packed lines, see `trainers.packing`."""
+        return self._attention == _FLEX
+
+    @property
+    def _attention(self) -> str:
+        return str(self.model.config.get_text_config()._attn_implementation)
 
     @property
     def tied_names(self) -> frozenset[str]:
@@ -204,6 +228,14 @@ class BaseOf:
             raise ValueError("the base of a policy without an adapter is the policy itself")
         with self._policy.adapter.disabled():
             return self._policy.scores(batch)
+
+
+def _attends_to_all(model: PreTrainedModel) -> bool:
+    """Whether each layer attends to all that came before: then it may be told to attend to less."""
+    config = model.config.get_text_config()
+    if kinds := getattr(config, "layer_types", None):
+        return all(kind == "full_attention" for kind in kinds)
+    return getattr(config, "sliding_window", None) is None
 
 
 def _check_ties(model: PreTrainedModel, directory: Path) -> None:

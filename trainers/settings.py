@@ -149,6 +149,10 @@ class TrainerConfig(LearnerConfig):
     compute_dtype: Literal["bfloat16"] | None = None
     # Keep the inputs of decoder layers alone for the backward pass, which runs each layer again.
     activation_checkpointing: bool = False
+    compile_layers: bool = False  # torch.compile of each decoder layer, in the first steps
+    # No padding, and of each prompt one copy beside its answers (torch's FlexAttention). Needs device 'cuda'
+    # and a model whose layers all attend to all that came before.
+    packed: bool = False
     # Published and stored weights are cast to it on the device. None: they keep their dtypes.
     wire_dtype: Dtype | None = None
     seed: int = 0

@@ -98,6 +98,8 @@ class TrainerRank:
             device="cpu" if is_sharded else self._device(),
             compute_dtype=config.compute_dtype,
             activation_checkpointing=config.activation_checkpointing,
+            compile_layers=config.compile_layers,
+            packed=config.packed,
             trust_remote_code=self._spec.trust_remote_code,
         )
         if lora is not None:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.trainers import tiny
-from trainers.fsdp2 import decoder_layers, shard_policy
+from trainers.fsdp2 import shard_policy
+from trainers.layers import decoder_layers
 from trainers.learner import Learner
 from trainers.policy import Policy
 from trainers.settings import LearnerConfig, OptimizerConfig

@@ -28,7 +28,7 @@ def test_products_in_bfloat16_train_parameters_in_float32(tmp_path: Path, kind: 
     assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
     moments = learner.state_dict()["optimizer"]["state"].values()
     assert {tensor.dtype for each in moments for tensor in each.values()} == {torch.float32}
-    assert metrics["loss"] == pytest.approx(expected["loss"], rel=0.05)
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=0.05, abs=2e-3)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
     assert metrics["loss"] != expected["loss"], "it is computed otherwise"
 
@@ -85,4 +85,4 @@ def _kept_by_a_step(policy: Policy) -> int:
 
 def test_an_unknown_dtype_of_products_is_refused() -> None:
     with pytest.raises(ValidationError, match="compute_dtype"):
-        TrainerConfig(compute_dtype="float16")  # type: ignore[arg-type]
+        TrainerConfig(compute_dtype="float16")

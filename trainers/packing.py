@@ -1,0 +1,163 @@
+"""Packing: micro-batches without padding, for GPUs.
+
+A line holds prompts, each with its answers after it, one after the other:
+
+    line      p0 p1 | r0 r1 r2 | s0 | q0 q1 q2 | t0 t1 | pad
+    prompts    0  0    0  0  0    0    1  1  1    1  1    -1
+    answers   -1 -1    0  0  0    1   -1 -1 -1    2  2    -1
+
+A token attends to the tokens before it of its own answer and of its prompt. FlexAttention computes the
+blocks in which there is such a pair and leaves out all others, so a prompt is read once for all of its
+answers in the line, and answers cost what they would cost alone. Its backward pass exists on GPUs only; on
+CPUs there are rows, see `trainers.batching`.
+
+Lines have few different lengths, because a compiled kernel is made for each of the first ones.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from trainers.batching import Row, TokenBatch, lay_out, same_prompts
+from trainers.trajectory import Trajectory
+
+_BLOCK = 128  # of FlexAttention
+_LENGTHS = 8  # different ones, of lines within the budget
+_NONE = -1
+
+
+@dataclass(slots=True)
+class _Line:
+    room: int  # tokens
+    rows: list[Row] = field(default_factory=list)
+
+    def take(self, prompt: int, answers: Sequence[tuple[int, int]], *, must: bool) -> list[tuple[int, int]]:
+        """Take what fits, longest first; returns the rest.
+
+        Part of a prompt's answers is taken only if it is longer than the prompt, which comes twice then.
+
+        Args:
+            prompt: its length.
+            answers: (length, index of the trajectory) of each.
+            must: take the first one whatever its length.
+        """
+        room, taken, rest = self.room - prompt, [], []
+        for position, (length, index) in enumerate(answers):
+            if length <= room or (must and position == 0):
+                taken.append(index)
+                room -= length
+            else:
+                rest.append((length, index))
+        if not taken or (rest and not must and self.room - prompt - room < prompt):
+            return list(answers)
+        self.rows.append(tuple(taken))
+        self.room = room
+        return rest
+
+
+def plan_lines(
+    trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = True
+) -> list[list[Row]]:
+    """Micro-batches of one line each, of at most `token_budget` tokens: its prompts with their answers.
+
+    A prompt whose answers do not fit in one line comes once in each of theirs. A trajectory longer than
+    the budget gets a line of its own.
+
+    Raises:
+        ValueError: the budget is not positive.
+    """
+    if token_budget <= 0:
+        raise ValueError(f"token_budget must be positive, got {token_budget}")
+    groups = []
+    for members in same_prompts(trajectories, share_prompts=share_prompts):
+        answers = sorted(((len(trajectories[index].token_ids), index) for index in members), reverse=True)
+        groups.append((len(trajectories[members[0]].prompt_token_ids), answers))
+    groups.sort(key=lambda group: -group[0] - sum(length for length, _ in group[1]))
+    lines: list[_Line] = []
+    for prompt, answers in groups:
+        rest = answers
+        for line in lines:
+            if rest and line.room > prompt:
+                rest = line.take(prompt, rest, must=False)
+        while rest:
+            lines.append(_Line(token_budget))
+            rest = lines[-1].take(prompt, rest, must=True)
+    return [line.rows for line in lines]
+
+
+def line_length(tokens: int, *, token_budget: int) -> int:
+    """The length of a line of so many tokens, padding included: a multiple of an eighth of the budget."""
+    step = _BLOCK * math.ceil(token_budget / (_BLOCK * _LENGTHS))
+    return step * math.ceil(tokens / step)
+
+
+def pack(
+    trajectories: Sequence[Trajectory],
+    rows: Sequence[Row],
+    *,
+    token_budget: int,
+    pad_token_id: int,
+    device: torch.device,
+) -> TokenBatch:
+    """Lay out the rows of a line, see the picture in the module's docstring; answers in their order.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if not rows:
+        raise ValueError("pack needs at least one row, got none")
+    ids: list[int] = []
+    positions: list[int] = []
+    prompts: list[int] = []
+    answers: list[int] = []
+    predictors: list[torch.Tensor] = []
+
+    def write(tokens: Sequence[int], *, position: int, prompt: int, answer: int) -> None:
+        ids.extend(tokens)
+        positions.extend(range(position, position + len(tokens)))
+        prompts.extend([prompt] * len(tokens))
+        answers.extend([answer] * len(tokens))
+
+    for number, row in enumerate(rows):
+        prompt = trajectories[row[0]].prompt_token_ids
+        write(prompt, position=0, prompt=number, answer=_NONE)
+        last_of_prompt = len(ids) - 1
+        for index in row:
+            tokens = trajectories[index].token_ids
+            before = torch.arange(len(ids) - 1, len(ids) - 1 + len(tokens))
+            before[0] = last_of_prompt  # it predicts the first token of every answer
+            predictors.append(before)
+            write(tokens, position=len(prompt), prompt=number, answer=index)
+
+    length = line_length(len(ids), token_budget=token_budget)
+
+    def line(values: Sequence[int], padding: int) -> torch.Tensor:
+        return torch.tensor([*values, *[padding] * (length - len(values))], device=device)
+
+    mask = _mask(line(prompts, _NONE), line(answers, _NONE))
+    on_gpu = device.type == "cuda"  # elsewhere a kernel takes longer to compile than the mask to compute
+    return lay_out(
+        [trajectories[index] for row in rows for index in row],
+        input_ids=line(ids, pad_token_id)[None],
+        attention_mask=create_block_mask(mask, 1, None, length, length, device=device, _compile=on_gpu),
+        position_ids=line(positions, 0)[None],
+        predictors=predictors,
+        device=device,
+    )
+
+
+def _mask(
+    prompts: torch.Tensor, answers: torch.Tensor
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """FlexAttention's `mask_mod`. Padding attends to padding: a softmax over nothing is not a number."""
+
+    def attends(
+        _batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        own = (answers[key] == _NONE) | (answers[key] == answers[query])
+        return (query >= key) & (prompts[key] == prompts[query]) & own
+
+    return attends
