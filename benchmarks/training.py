@@ -8,8 +8,8 @@
 
 *plain* is a loop over rows of equal length: float32 parameters, autocast to bfloat16, each layer
 checkpointed, log-probabilities of 128 columns at a time, AdamW fused. The others are `Learner.step` with the
-named settings of the trainer; *float32* is none of them. All take the same tokens, once to warm up and compile,
-then `--steps` times.
+named settings of the trainer; *float32* is none of them. All take the same tokens, once to warm up and to
+compile, then `--steps` times.
 
 Tokens are those of prompts and answers as if each answer were read with its own prompt. The share of the
 device's bfloat16 peak is that of 6 operations a parameter and token, attention not counted. The losses of

@@ -32,18 +32,19 @@ SIZES = {
 }
 
 
-def model(kind: str, seed: int = 0) -> PreTrainedModel:
+def model(kind: str, seed: int = 0, **changed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
+    sizes = SIZES | changed
     match kind:
         case "llama":
-            return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+            return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
         case "llama-tied":
-            return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+            return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
         case "qwen3":
-            return Qwen3ForCausalLM(Qwen3Config(**SIZES))
+            return Qwen3ForCausalLM(Qwen3Config(**sizes))
         case "qwen3-moe":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts))
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
     raise ValueError(kind)
 
 
