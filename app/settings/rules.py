@@ -94,6 +94,9 @@ def _cpu_rules(config: AppConfig) -> Iterator[str]:
         yield expected("weights.staging", "'host' with device 'cpu'", "'device'", reason)
     if config.placement is Placement.COLOCATED:
         yield expected("placement", "'separate' with device 'cpu'", "'colocated'", "there is no GPU to share")
+    if config.trainer is not None and config.trainer.packed:
+        reason = "FlexAttention has no backward pass there"
+        yield expected("trainer.packed", "false with device 'cpu'", "true", reason)
     if config.engine.enable_sleep_mode:
         reason = "sleep releases GPU memory"
         yield expected("engine.enable_sleep_mode", "false with device 'cpu'", "true", reason)

@@ -133,10 +133,10 @@ class Publisher:
 class Arena:
     """What the cases share."""
 
-    def __init__(self, launched: Launched, file: Path, clients: int = 4) -> None:
+    def __init__(self, launched: Launched, file: Path, clients: int = 4, replicas: int | None = None) -> None:
         self.launched = launched
         self.publisher = Publisher(launched.url)
-        self.replicas = launched.replicas  # configured now
+        self.replicas = launched.replicas if replicas is None else replicas  # configured now
         self.refused: list[str] = []  # what publishers were told, newest last
         self._mark = 0
         self._reader = Reader(file)
@@ -273,6 +273,19 @@ def until(condition: Callable[[], bool], timeout_s: float, what: str, pause_s: f
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {timeout_s:.0f} s: {what}")
         time.sleep(pause_s)
+
+
+@contextmanager
+def load(url: str, file: Path, clients: int) -> Iterator[None]:
+    """More clients, whose answers are in the file at the end."""
+    recorder = _recorder(url, file, clients)
+    try:
+        yield
+        assert recorder.stdin is not None
+        recorder.stdin.close()
+        recorder.wait(60)
+    finally:
+        recorder.kill()
 
 
 def _recorder(url: str, file: Path, clients: int) -> subprocess.Popen[str]:

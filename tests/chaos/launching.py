@@ -94,8 +94,13 @@ def engine_core(replica: psutil.Process) -> psutil.Process:
 
 
 @contextmanager
-def launch(root: Path, settings: Mapping[str, Any]) -> Iterator[Launched]:
-    """A fleet of the marked model, started by the launcher. Ctrl-C ends it, and nothing may be left of it."""
+def launch(root: Path, settings: Mapping[str, Any], **of_serve: Any) -> Iterator[Launched]:
+    """A fleet of the marked model, started by the launcher. Ctrl-C ends it, and nothing may be left of it.
+
+    Args:
+        settings: of the application.
+        of_serve: other entries of the configuration.
+    """
     http_port, dashboard_port = free_ports(2)
     mark = uuid.uuid4().hex
     scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # short: sockets are below it
@@ -110,6 +115,7 @@ def launch(root: Path, settings: Mapping[str, Any]) -> Iterator[Launched]:
         "http_options": {"host": "127.0.0.1", "port": http_port, "request_timeout_s": None},
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         "applications": [application],
+        **of_serve,
     }
     own_disk = _mount(root / "state")
     file, output = root / "serve.yaml", root / "output"

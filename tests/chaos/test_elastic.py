@@ -1,4 +1,4 @@
-"""One replica, four, and one again, under load with rounds back to back: no answer is lost, and no round."""
+"""One replica, more, and one again, under load with rounds back to back: no answer is lost, and no round."""
 
 import json
 import time
@@ -12,9 +12,10 @@ from app.client import calls
 from app.client.connection import FleetClient
 from app.command.deploy import deploy
 from deployments.protocol.status import SizeStatus
-from tests.chaos.arena import Arena, until
+from tests.chaos.arena import Arena, load, until
 from tests.chaos.checker import Expected, check
 from tests.chaos.launching import SETTINGS, launch
+from tests.chaos.recording import Reader
 
 pytestmark = [pytest.mark.chaos, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(580)]
 MOST = 4
@@ -35,6 +36,22 @@ def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
             arena.close()
 
 
+@pytest.fixture
+def automatic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    """One replica with places for four requests, and half of them taken."""
+    root = tmp_path_factory.mktemp("automatic")
+    scaling = {"target_load": 0.8, "upscale_delay_s": 3.0, "downscale_delay_s": 5.0}
+    size = {"num_replicas": "auto", "min_replicas": 1, "max_replicas": MOST - 1, "max_num_seqs": 4}
+    engine = {**SETTINGS["engine"], **size, "scaling": scaling}
+    with launch(root, {**SETTINGS, "engine": engine}) as launched:
+        arena = Arena(launched, root / "seen.jsonl", clients=2, replicas=1)
+        try:
+            until(lambda: arena.committed() >= 3, 120, "the first rounds")
+            yield arena
+        finally:
+            arena.close()
+
+
 def size(arena: Arena) -> dict[str, Any]:
     fleet = arena.fleet()
     return {} if fleet is None else dict(fleet["size"])
@@ -46,13 +63,14 @@ def scale(arena: Arena, wanted: int) -> float:
     with arena.launched.client() as client:
         answer: SizeStatus = FleetClient(client).send(calls.scale(wanted))
     assert answer.wanted == wanted
-
-    def there() -> bool:
-        now = size(arena)
-        return bool(now) and (now["running"], now["joining"], now["leaving"]) == (wanted, 0, 0)
-
-    until(there, SCALE_S, f"{wanted} replicas")
+    until(lambda: running(arena, wanted), SCALE_S, f"{wanted} replicas")
     return time.monotonic() - begin
+
+
+def running(arena: Arena, wanted: int) -> bool:
+    """Whether so many replicas serve, and no other is there."""
+    now = size(arena)
+    return bool(now) and (now["running"], now["joining"], now["leaving"]) == (wanted, 0, 0)
 
 
 def deploy_live_settings(arena: Arena) -> None:
@@ -109,3 +127,37 @@ def test_one_four_one_under_load(elastic: Arena) -> None:
     with elastic.launched.client() as client:
         answer = client.post("/fleet/scale", json={"replicas": MOST + 1})
     assert answer.status_code == 400 and "expected 1 to 4" in answer.json()["error"]["message"]
+
+
+def test_the_load_decides_how_many_there_are(automatic: Arena) -> None:
+    begin, version = time.time(), automatic.committed()
+    time.sleep(10.0)
+    assert running(automatic, 1), "half of the places are taken: one is enough"
+    file = automatic.launched.output.parent / "more.jsonl"
+    with load(automatic.launched.url, file, clients=10):
+        until(lambda: running(automatic, MOST - 1), SCALE_S, "three replicas")
+        grown_s, at_three = time.time() - begin, automatic.committed()
+        until(lambda: automatic.committed() > at_three + 1, 60, "rounds with three")
+        assert running(automatic, MOST - 1)
+    ended = time.time()
+    until(lambda: running(automatic, 1), SCALE_S, "one replica")
+    shrunk_s, before = time.time() - ended, automatic.committed()
+    until(lambda: automatic.committed() > before, 60, "a round with one")
+    time.sleep(1.0)  # what was on its way then
+    recording = automatic.recording().since(begin)
+    recording.answers += [each for each in Reader(file).read().answers if each.status]
+    recording.answers.sort(key=lambda each: each.end)
+    faults = [(each.name, each.fields) for each in recording.events if each.name in FAULTS]
+    figures = {
+        "grown_s": round(grown_s, 1),
+        "shrunk_s": round(shrunk_s, 1),
+        "rounds": automatic.committed() - version,
+        "answers": len(recording.answers),
+        "not_whole": sum(not each.whole for each in recording.answers),
+        "left": sum(each.name == "left" for each in recording.events),
+        "refused": len(automatic.refused),
+    }
+    print(json.dumps(figures), flush=True)
+    assert not faults
+    assert figures["left"] == MOST - 2
+    assert not (broken := check(recording, Expected())), "\n".join(broken[:20])

@@ -1,8 +1,10 @@
 """Two processes over Gloo: sharding must not change any result."""
 
 import os
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.trainers import tiny
 from trainers.fsdp2 import shard_policy
 from trainers.layers import decoder_layers
 from trainers.learner import Learner
+from trainers.output_head import OutputHead
 from trainers.policy import Policy
 from trainers.settings import LearnerConfig, OptimizerConfig
 from trainers.sources import ParameterSource
@@ -27,7 +30,31 @@ BATCH = [
 ]
 
 
-def sharded_rank(rank: int, directory: Path, kind: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, how it is loaded, and how near two ranks come to one process."""
+
+    kind: str
+    given: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-3
+
+
+CASES = (
+    Case("llama-tied"),
+    Case("qwen3-moe", {"activation_checkpointing": True}),
+    # Other micro-batches, so other sums of rounded numbers; AdamW's first steps magnify the small ones.
+    Case("llama", {"compute_dtype": "bfloat16", "activation_checkpointing": True}, 0.1),
+)
+
+
+def load(directory: Path, case: Case) -> Policy:
+    """A policy whose logits are made of three positions at a time."""
+    policy = Policy.load(directory, **case.given)
+    policy._head = OutputHead(policy.model, at_once=3 * 40)
+    return policy
+
+
+def sharded_rank(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -37,46 +64,68 @@ def sharded_rank(rank: int, directory: Path, kind: str) -> None:
         timeout=timedelta(seconds=30),
     )
     try:
-        policy = Policy.load(directory)
-        shard_policy(policy)
-        source = ParameterSource(policy.model)
-        before = {name: tensor.clone() for name, tensor in source}
-        learner = Learner(policy, CONFIG)
-        metrics = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
-        after = {name: tensor.clone() for name, tensor in source}
-        local = sum(p.to_local().numel() for p in policy.model.parameters())  # type: ignore[attr-defined]
-        policy.load_weights(directory)
-        restored = {name: tensor.clone() for name, tensor in source}
-        if rank == 0:
-            specs = [(s.name, s.dtype, s.shape) for s in source.specs()]
-            torch.save((before, after, restored, metrics, local, specs), directory / "out.pt")
+        for case in CASES:
+            out = learned_by_a_rank(directory / case.kind, case)
+            if rank == 0:
+                torch.save(out, directory / case.kind / "out.pt")
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["llama-tied", "qwen3-moe"])
-def test_two_ranks_learn_and_publish_what_one_process_does(tmp_path: Path, kind: str) -> None:
-    policy = tiny.policy(tmp_path, kind)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(sharded_rank, args=(tmp_path, kind), nprocs=2, join=True)
-    before, after, restored, metrics, local, specs = torch.load(tmp_path / "out.pt", weights_only=False)
+def learned_by_a_rank(directory: Path, case: Case) -> dict[str, Any]:
+    policy = load(directory, case)
+    shard_policy(policy)
+    source = ParameterSource(policy.model)
+    before = {name: tensor.clone() for name, tensor in source}
+    learner = Learner(policy, CONFIG)
+    metrics = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
+    after = {name: tensor.clone() for name, tensor in source}
+    local = sum(p.to_local().numel() for p in policy.model.parameters())  # type: ignore[attr-defined]
+    policy.load_weights(directory)
+    restored = {name: tensor.clone() for name, tensor in source}
+    return {
+        "before": before,
+        "after": after,
+        "restored": restored,
+        "metrics": metrics,
+        "local": local,
+        "names": [spec.name for spec in source.specs()],
+    }
 
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks learned, a directory for each case: processes that import torch start slowly."""
+    directory = tmp_path_factory.mktemp("ranks")
+    for case in CASES:
+        tiny.policy(directory / case.kind, case.kind)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(sharded_rank, args=(directory,), nprocs=2, join=True)
+    return directory
+
+
+@pytest.mark.timeout(300)  # the first one starts the ranks
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
+def test_two_ranks_learn_and_publish_what_one_process_does(directory: Path, case: Case) -> None:
+    policy = load(directory / case.kind, case)
+    of_ranks = torch.load(directory / case.kind / "out.pt", weights_only=False)
     source = ParameterSource(policy.model)
     original = {name: tensor.clone() for name, tensor in source}
-    assert list(before) == list(original) == [name for name, _, _ in specs]
-    assert all(torch.equal(before[name], tensor) for name, tensor in original.items())
+    assert list(of_ranks["before"]) == list(original) == of_ranks["names"]
+    assert all(torch.equal(of_ranks["before"][name], tensor) for name, tensor in original.items())
     learner = Learner(policy, CONFIG)
     expected = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
+    near = case.tolerance
     for name, tensor in source:
-        torch.testing.assert_close(after[name], tensor, rtol=1e-3, atol=1e-5)
-    assert all(torch.equal(restored[name], tensor) for name, tensor in original.items())
-    for mine, theirs in zip(expected, metrics, strict=True):
+        torch.testing.assert_close(of_ranks["after"][name], tensor, rtol=near, atol=near / 50)
+    assert all(torch.equal(of_ranks["restored"][name], tensor) for name, tensor in original.items())
+    for mine, theirs in zip(expected, of_ranks["metrics"], strict=True):
         assert theirs.keys() == mine.keys() and mine["staleness_max"] == 3
         for name in mine.keys() - {"step_s"}:
-            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6), name
+            assert theirs[name] == pytest.approx(mine[name], rel=near, abs=near / 50), name
     assert "logprob_difference_max" in expected[0] and "logprob_difference_max" not in expected[1]
     total = sum(p.numel() for p in policy.model.parameters())
-    assert local == pytest.approx(total / 2, rel=0.1)
+    assert of_ranks["local"] == pytest.approx(total / 2, rel=0.1)
 
 
 def test_a_model_without_layers_is_refused() -> None:

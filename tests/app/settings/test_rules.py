@@ -51,6 +51,11 @@ LORA = {"enable_lora": True, "max_loras": 2}
             "(sleep releases GPU memory)",
         ),
         (
+            {"trainer": {"packed": True}},
+            "'trainer.packed': expected false with device 'cpu', got true "
+            "(FlexAttention has no backward pass there)",
+        ),
+        (
             {"placement": "colocated", "trainer": {"strategy": "fsdp2", "world_size": 2}},
             "'placement': expected 'separate' with device 'cpu', got 'colocated' (there is no GPU to share)",
         ),
