@@ -36,6 +36,13 @@ class Reference(Protocol):
         """As `Policy.scores`, called without gradients."""
 
 
+class OutOfMemory(RuntimeError):
+    """A micro-batch did not fit into the device's memory.
+
+    Its text says how large it was, which one did fit, and what became of the step.
+    """
+
+
 class Learner:
     """A policy and its optimizer.
 
@@ -61,6 +68,8 @@ class Learner:
         self._loss = load_loss(config.loss)
         self._published: int | None = None  # the version that the policy was after so many steps
         self._published_step: int | None = None
+        self._tokens_at_once = 0  # of the micro-batch in work
+        self._fitted_tokens = 0  # of the largest micro-batch that has fit
         self._optimizer, self._schedule = build_optimizer(policy.parameters(), config.optimizer)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -77,6 +86,7 @@ class Learner:
 
         Raises:
             ValueError: there are no trajectories, or no token of them is learned from.
+            OutOfMemory: the update it happened in has changed nothing.
         """
         if not any(trajectory.learned_tokens for trajectory in trajectories):
             raise ValueError(
@@ -89,8 +99,8 @@ class Learner:
             self.policy.adapter.seed_dropout(self.steps_done, self._rank)
         micro_batches = self._micro_batches(trajectories)
         old = self._old_logprobs(micro_batches) if self.config.updates_per_step > 1 else None
-        for _ in range(self.config.updates_per_step):
-            metrics = self._update(micro_batches, old, trajectories)
+        for done in range(self.config.updates_per_step):
+            metrics = self._whole_update(micro_batches, old, trajectories, done=done)
             if metrics["skipped"]:
                 break
         else:
@@ -182,6 +192,36 @@ class Learner:
     def _old_logprobs(self, micro_batches: Sequence[tuple[TokenBatch, bool]]) -> list[torch.Tensor]:
         return [self.policy.scores(batch).logprobs for batch, _ in micro_batches]
 
+    def _whole_update(
+        self,
+        micro_batches: Sequence[tuple[TokenBatch, bool]],
+        old: Sequence[torch.Tensor] | None,
+        trajectories: Sequence[Trajectory],
+        *,
+        done: int,
+    ) -> Metrics:
+        """An update, or none: the gradients of an update that fails would count in the next one."""
+        self._tokens_at_once = 0
+        try:
+            return self._update(micro_batches, old, trajectories)
+        except torch.OutOfMemoryError:
+            problem = self._out_of_memory(done)
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+        raise OutOfMemory(problem)  # out of the handler: the cause's frames would keep their tensors
+
+    def _out_of_memory(self, done: int) -> str:
+        """The sentence for an update that did not fit, after so many of the step that did."""
+        fitted, updates = self._fitted_tokens, self.config.updates_per_step
+        budget = self.config.max_tokens_per_microbatch
+        sizes = f"the largest that has fit had {fitted}" if fitted else "none has fit yet"
+        state = f"{done} of {updates} updates of the step are done" if done else "The weights are as before"
+        return (
+            f"out of memory in a micro-batch of {self._tokens_at_once} tokens: {sizes}. {state}. Lower "
+            f"max_tokens_per_microbatch ({budget}), which splits no trajectory, or set "
+            "activation_checkpointing"
+        )
+
     def _update(
         self,
         micro_batches: Sequence[tuple[TokenBatch, bool]],
@@ -196,6 +236,7 @@ class Learner:
             device=self.policy.device,
         )
         for number, (batch, counts) in enumerate(micro_batches):
+            self._tokens_at_once = batch.input_ids.numel()
             reference = self._reference_logprobs(batch)
             scores = self.policy.scores(batch, with_entropies=True)
             before = old[number] if old is not None else None
@@ -205,6 +246,7 @@ class Learner:
             loss = (made.values * weights[batch.answers]).sum()
             # FSDP2 averages gradients over ranks, but the loss is normalised over all ranks: scale it back.
             (loss * (self._world_size if counts else 0.0)).backward()
+            self._fitted_tokens = max(self._fitted_tokens, self._tokens_at_once)
             if counts:
                 assert scores.entropies is not None
                 totals.add(tokens, loss=loss, entropies=scores.entropies, clipped=made.clipped)
@@ -236,7 +278,6 @@ class Learner:
         skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
         if not skipped:
             self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": skipped}
 
 

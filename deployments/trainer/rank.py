@@ -15,7 +15,7 @@ from deployments.protocol.status import FleetStatus
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.spec import TrainerSpec
 from deployments.unary import UnaryHandle
-from trainers.learner import Learner
+from trainers.learner import Learner, OutOfMemory
 from trainers.policy import Policy
 from trainers.settings import LoraConfig, Strategy
 from trainers.step_metrics import Metrics, drift
@@ -53,7 +53,8 @@ class TrainerRank:
             published: as in `Learner.step`.
 
         Raises:
-            InvalidRequest: the batch is not valid: what was expected and what was received. Nothing changed.
+            InvalidRequest: the batch is not valid, or needs more memory than there is: what was expected and
+                what was received. Nothing changed.
         """
         try:
             parsed = parse_trajectories(
@@ -64,7 +65,12 @@ class TrainerRank:
             )
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        metrics = self._learner.step(parsed, published=published)
+        try:
+            metrics = self._learner.step(parsed, published=published)
+        except OutOfMemory as error:
+            if self._spec.config.world_size > 1:
+                raise  # the other ranks wait for this one in a collective: they are restarted together
+            raise InvalidRequest(str(error)) from None
         sentence = drift(metrics, self._spec.config.logprob_drift_bound)
         if sentence is not None and self._rank == 0:
             logger.warning(sentence)

@@ -32,15 +32,13 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Arena,
         launch(root, {**SETTINGS, "engine": engine}, proxy_location="HeadOnly") as launched,
         second_node(launched, root / "node") as node,
     ):
-        arena = Arena(launched, root / "seen.jsonl")
+        with launched.client() as client:  # before there is load: engines start slowly beside it
+            FleetClient(client).send(calls.scale(REPLICAS))
+            until(lambda: client.get("/fleet").json()["size"]["running"] == REPLICAS, SCALE_S, "replicas")
+        assert node.replicas(), "Serve spreads replicas over nodes"
+        arena = Arena(launched, root / "seen.jsonl", replicas=REPLICAS)
         try:
-            with launched.client() as client:
-                FleetClient(client).send(calls.scale(REPLICAS))
-            arena.replicas = REPLICAS
-            until(arena.whole, SCALE_S, "three replicas")
-            assert node.replicas(), "Serve spreads replicas over nodes"
-            before = arena.committed()
-            until(lambda: arena.committed() > before + 2, 60, "rounds with three")
+            until(lambda: arena.committed() >= 3 and arena.whole(), 120, "the first rounds")
             yield arena, node
         finally:
             arena.close()

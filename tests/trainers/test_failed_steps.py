@@ -1,0 +1,89 @@
+"""A step that fails in the middle leaves the weights as they were, and nothing for the next one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainers import tiny
+from trainers.learner import Learner, OutOfMemory
+from trainers.policy import Policy
+from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig
+
+CONFIG = LearnerConfig(
+    optimizer=OptimizerConfig(learning_rate=1e-2), max_tokens_per_microbatch=6, share_prompts=False
+)
+BATCH = [
+    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
+    tiny.trajectory((3, 4), (7, 1), advantage=-1.0),
+    tiny.trajectory((8, 9, 10), (11, 12, 13), advantage=0.5),
+]
+
+
+class Failing:
+    """The policy's own scores, until the n-th call raises."""
+
+    def __init__(self, policy: Policy, error: BaseException, after: int) -> None:
+        self._scores: Callable[..., Any] = policy.scores
+        self._error, self._left = error, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._left == 0:
+            raise self._error
+        self._left -= 1
+        return self._scores(*args, **kwargs)
+
+
+def weights(policy: Policy) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for tensor in policy.trained().values()]
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(name="a", rank=2)])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("lost")])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_it_is_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraConfig | None, error: Exception, after: int
+) -> None:
+    policy, other = tiny.policy(tmp_path), Policy.load(tmp_path)
+    if lora is not None:
+        policy.adapt(lora, seed=0)
+        other.adapt(lora, seed=0)
+    learner, undisturbed = Learner(policy, CONFIG), Learner(other, CONFIG)
+    learner.step(BATCH)
+    undisturbed.step(BATCH)
+    before = weights(policy)
+    with monkeypatch.context() as patched:
+        patched.setattr(policy, "scores", Failing(policy, error, after))
+        with pytest.raises(RuntimeError):
+            learner.step(BATCH)
+    assert learner.steps_done == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(policy), strict=True))
+    mine, theirs = learner.step(BATCH), undisturbed.step(BATCH)
+    assert {**mine, "step_s": 0} == {**theirs, "step_s": 0}
+    assert all(torch.equal(a, b) for a, b in zip(weights(policy), weights(other), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("after", "fitted"), [(0, "none has fit yet"), (2, "the largest that has fit had 6")]
+)
+def test_the_error_says_what_would_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, fitted: str
+) -> None:
+    policy = tiny.policy(tmp_path)
+    monkeypatch.setattr(policy, "scores", Failing(policy, torch.OutOfMemoryError("CUDA ..."), after))
+    with pytest.raises(OutOfMemory, match=rf"a micro-batch of \d+ tokens: .*{fitted}") as caught:
+        Learner(policy, CONFIG).step(BATCH)
+    text = str(caught.value)
+    assert "max_tokens_per_microbatch (6)" in text and "activation_checkpointing" in text
+    assert "The weights are as before" in text
+    assert caught.value.__context__ is None, "its frames would keep what the step has allocated"
+
+
+def test_updates_that_were_done_before_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny.policy(tmp_path)
+    config = CONFIG.model_copy(update={"updates_per_step": 2})
+    monkeypatch.setattr(policy, "scores", Failing(policy, torch.OutOfMemoryError("CUDA ..."), 7))
+    with pytest.raises(OutOfMemory, match="1 of 2 updates of the step are done"):
+        Learner(policy, config).step(BATCH)
