@@ -174,12 +174,15 @@ def main() -> None:
     parser.add_argument(
         "--trainer", action="store_true", help="a trainer publishes an adapter after each load"
     )
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs: it starts sooner")
     parser.add_argument("--transport", choices=["nccl", "ipc"], default="nccl", help="with --device cuda")
     options = parser.parse_args()
     model = Path(resolve_model(options.model))
     setup: Setup = CPU if options.device == "cpu" else gpu(model, transport=options.transport)
     extra = {"enable_lora": True, "max_lora_rank": options.rank, "max_loras": 8 if options.trainer else 4}
     setup = replace(setup, model=str(model), engine=setup.engine | {"extra": extra})
+    if options.eager:
+        setup.engine["enforce_eager"] = True
     os.environ[MARK] = mark = uuid.uuid4().hex
     sampler = Sampler(mark)
     context = multiprocessing.get_context("spawn")

@@ -152,6 +152,9 @@ def _process(command: list[str], log: Path, environment: dict[str, str]) -> Iter
         )
         try:
             yield process
+        except KeyboardInterrupt:  # by hand, or by a limit of time
+            print(log.read_text(errors="replace")[-3000:], file=sys.stderr, flush=True)
+            raise
         finally:
             process.send_signal(signal.SIGINT)
             try:

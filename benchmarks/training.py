@@ -9,7 +9,8 @@
 *plain* is a loop over rows of equal length: float32 parameters, autocast to bfloat16, each layer
 checkpointed, log-probabilities of 128 columns at a time, AdamW fused. The others are `Learner.step` with the
 named settings of the trainer; *float32* is none of them. All take the same tokens, once to warm up and to
-compile, then `--steps` times.
+compile, then `--steps` times. *trl* is the step of TRL's GRPOTrainer, and *trl+liger* the same with
+liger-kernel; both need `trl`.
 
 Tokens are those of prompts and answers as if each answer were read with its own prompt. The share of the
 device's bfloat16 peak is that of 6 operations a parameter and token, attention not counted. The losses of
@@ -20,6 +21,7 @@ import argparse
 import gc
 import random
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -59,7 +61,7 @@ class Result:
     seconds: float
     first_s: float
     memory: int
-    loss: float
+    losses: tuple[float, float]
     grad_norm: float
 
 
@@ -155,28 +157,31 @@ def measure(options: argparse.Namespace, batch: Sequence[Trajectory], variant: s
     on_gpu = options.device == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    step = plain(options, batch) if variant == "plain" else ours(options, batch, variant)
-    seconds = []
-    for _ in range(1 + options.steps):
-        began = time.perf_counter()
-        metrics = step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    if options.profile:
-        with torch.profiler.profile() as profile:
-            step()
-        print(
-            profile.key_averages().table(
-                sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60
-            )
-        )
+    if variant.startswith("trl"):
+        from benchmarks.training_trl import train
+
+        seconds, logged = train(options, batch, liger="liger" in variant, rate=RATE)
+    else:
+        step = plain(options, batch) if variant == "plain" else ours(options, batch, variant)
+        seconds, logged = [], []
+        for _ in range(1 + options.steps):
+            began = time.perf_counter()
+            logged.append(step())
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        if options.profile:
+            with torch.profiler.profile() as profile:
+                step()
+            order = f"self_{'device' if on_gpu else 'cpu'}_time_total"
+            table = profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60)
+            print(table, file=sys.stderr)
     return Result(
         seconds=statistics.median(seconds[1:]),
         first_s=seconds[0],
         memory=torch.cuda.max_memory_allocated() if on_gpu else 0,
-        loss=metrics["loss"],
-        grad_norm=metrics["grad_norm"],
+        losses=(logged[0]["loss"], logged[-1]["loss"]),
+        grad_norm=logged[-1]["grad_norm"],
     )
 
 
@@ -204,7 +209,7 @@ def main() -> None:
             "packed+compiled",
             "packed+compiled+checkpointed",
         ],
-        help=f"plain, or names of {', '.join(SETTINGS)} joined by +",
+        help=f"plain, trl, trl+liger, or names of {', '.join(SETTINGS)} joined by +",
     )
     options = parser.parse_args()
     options.model = Path(resolve_model(options.model))
@@ -217,7 +222,7 @@ def main() -> None:
         f"{options.model.name}, {parameters / 1e9:.2f} B parameters, {len(batch)} answers, {tokens} tokens\n"
     )
     print(
-        "| variant | step (s) | first step (s) | tokens/s | of peak | memory (GiB) | loss | gradient norm |"
+        "| variant | step (s) | first step (s) | tokens/s | of peak | memory (GiB) | losses | gradient norm |"
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for variant in options.variants:
@@ -230,7 +235,7 @@ def main() -> None:
             print(
                 f"| {variant} | {made.seconds:.2f} | {made.first_s:.1f} | {tokens / made.seconds:.0f} | "
                 f"{6 * parameters * tokens / made.seconds / PEAK:.1%} | {made.memory / 2**30:.1f} | "
-                f"{made.loss:.6f} | {made.grad_norm:.4f} |",
+                f"{made.losses[0]:.6f}, {made.losses[1]:.6f} | {made.grad_norm:.4f} |",
                 flush=True,
             )
         torch._dynamo.reset()

@@ -62,8 +62,11 @@ class Ours:
     async def update_weights(self, payload: JsonValue) -> None:
         options = StagingOptions(kv_cache=self.kv_cache, in_flight=InFlight.KEEP)
         # CUDA IPC handles of vLLM's engine travel as the fleet's routes send them on.
-        pickled = isinstance(payload, dict) and payload.get(FIELD) is not None
-        payload = refuse_or_restrict(payload, allowed=True) if pickled else encode_payload(payload)
+        pickled = False
+        if isinstance(payload, dict) and FIELD in payload:
+            pickled = payload[FIELD] is not None
+            payload = refuse_or_restrict(payload, allowed=True)
+        payload = payload if pickled else encode_payload(payload)
         await self._run(Receive(round_id=self.version + 1, payload=payload, options=options))
 
     async def finish_weight_update(self) -> None:

@@ -8,8 +8,10 @@ forward runs, and its output layer is given the hidden states of single position
 
 *Few at once.* Where a model returns what its output layer returns, the layer is run on one part of the
 positions after the other, and its backward pass runs it again: the logits of a part are all there is of them
-at any time. Some families scale logits (Granite, Cohere, Falcon-H1) or cap them (Gemma) after the output
-layer. They are found by a probe, and their logits are made at once.
+at any time. From logits to log-probabilities is one function with a backward pass of its own: in float32
+whatever the logits' dtype, and, compiled, without a float32 copy of them. Some families scale logits
+(Granite, Cohere, Falcon-H1) or cap them (Gemma) after the output layer. They are found by a probe, and their
+logits are made at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 LOGITS_AT_ONCE = 1 << 27  # 512 MiB in float32
-_ENTROPY_TOKENS = 512  # whose entropies are computed at once
+COMPILED_LOGITS_AT_ONCE = 1 << 29  # 1 GiB in bfloat16
+_ENTROPY_TOKENS = 512  # whose entropies are computed at once, unless that is compiled
 
 _Forward = Callable[[torch.Tensor], torch.Tensor]
+_Function = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +44,15 @@ class OutputHead:
     """The output layer of a model.
 
     Args:
+        compiled: torch.compile of what is done with logits.
         at_once: logits that are in memory at once, unless a single position has more.
     """
 
-    def __init__(self, model: PreTrainedModel, *, at_once: int = LOGITS_AT_ONCE) -> None:
+    def __init__(self, model: PreTrainedModel, *, compiled: bool = False, at_once: int | None = None) -> None:
+        if at_once is None:
+            at_once = COMPILED_LOGITS_AT_ONCE if compiled else LOGITS_AT_ONCE
         self._model = model
+        self._math = _COMPILED if compiled else _EAGER
         self._vocabulary_size = int(model.config.get_text_config().vocab_size)
         self._positions_at_once = max(1, at_once // self._vocabulary_size)
         self._is_last = self._probe()
@@ -64,11 +73,13 @@ class OutputHead:
             inputs: what the model's forward takes; `input_ids` is [R, L].
         """
         if not self._is_last:
-            logits = logits_at(self._model, positions, **inputs).float()
-            entropies = _entropies(logits.detach()) if with_entropies else None
-            return TokenScores(logprobs=_logprobs(logits, targets), entropies=entropies)
+            logits = logits_at(self._model, positions, **inputs)
+            entropies = self._math.entropies(logits.detach()) if with_entropies else None
+            return TokenScores(logprobs=self._math.chosen(logits, targets), entropies=entropies)
         head = self._model.get_output_embeddings()
-        parts = _Parts(head.forward, targets, self._positions_at_once, with_entropies=with_entropies)
+        parts = _Parts(
+            head.forward, targets, self._positions_at_once, self._math, with_entropies=with_entropies
+        )
         with _replaced(head, lambda hidden: parts(hidden.flatten(0, 1)[positions])[None, :, None]):
             logprobs = self._model(**inputs, use_cache=False).logits[0, :, 0]
         return TokenScores(
@@ -93,9 +104,16 @@ class _Parts:
     """An output layer that returns log-probabilities, of some positions at a time."""
 
     def __init__(
-        self, forward: _Forward, targets: torch.Tensor, at_once: int, *, with_entropies: bool
+        self,
+        forward: _Forward,
+        targets: torch.Tensor,
+        at_once: int,
+        math: "_Math",
+        *,
+        with_entropies: bool,
     ) -> None:
         self.entropies: list[torch.Tensor] = []
+        self._math = math
         self._forward = forward
         self._targets = targets
         self._at_once = at_once
@@ -111,10 +129,10 @@ class _Parts:
         )
 
     def _part(self, hidden: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
-        logits = self._forward(hidden).float()
+        logits = self._forward(hidden)
         if self._with_entropies and number == len(self.entropies):  # not again in the backward pass
-            self.entropies.append(_entropies(logits.detach()))
-        return _logprobs(logits, targets)
+            self.entropies.append(self._math.entropies(logits.detach()))
+        return self._math.chosen(logits, targets)
 
 
 def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -157,17 +175,68 @@ def _replaced(layer: torch.nn.Module, forward: _Forward) -> Iterator[None]:
             attributes["forward"] = before
 
 
-def _logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """float [M, V], int64 [M] -> [M]."""
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+def _logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    """float [M, V] -> float32 [M]."""
+    return logits.float().logsumexp(-1)
 
 
-@torch.no_grad()
+def _gradient(
+    logits: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor:
+    """Of the log-probabilities of `targets`: [M, V], in the logits' dtype."""
+    made = (logits.float() - sums[:, None]).exp_().mul_(-gradient[:, None])
+    return made.scatter_add_(1, targets[:, None], gradient[:, None]).to(logits.dtype)
+
+
+def _gradient_to_compile(
+    logits: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor:
+    """The same, of operations that become one kernel: a scatter would need [M, V] in float32."""
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    chosen = (tokens[None] == targets[:, None]).float()
+    return ((chosen - (logits.float() - sums[:, None]).exp()) * gradient[:, None]).to(logits.dtype)
+
+
 def _entropies(logits: torch.Tensor) -> torch.Tensor:
-    """float [M, V] -> [M]; part by part, because it copies its input, the largest tensor of a step."""
-    return torch.cat(
-        [
-            torch.distributions.Categorical(logits=part, validate_args=False).entropy()
-            for part in logits.split(_ENTROPY_TOKENS)
-        ]
-    )
+    """float [M, V] -> float32 [M]."""
+    return torch.special.entr(logits.float().softmax(-1)).sum(-1)
+
+
+def _entropies_of_parts(logits: torch.Tensor) -> torch.Tensor:
+    return torch.cat([_entropies(part) for part in logits.split(_ENTROPY_TOKENS)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Math:
+    """What is done with logits [M, V]."""
+
+    logsumexp: _Function
+    gradient: _Function
+    entropies: _Function
+
+    def chosen(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """float [M, V], int64 [M] -> float32 [M]: the log-probabilities of `targets`."""
+        made: torch.Tensor = _Chosen.apply(logits, targets, self)
+        return made
+
+
+class _Chosen(torch.autograd.Function):
+    """Keeps the logits, in their own dtype, and no other tensor of their size."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, math: _Math) -> torch.Tensor:
+        sums = math.logsumexp(logits)
+        ctx.save_for_backward(logits, sums, targets)
+        ctx.math = math
+        return logits.gather(-1, targets[:, None]).squeeze(-1).float() - sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, sums, targets = ctx.saved_tensors
+        return ctx.math.gradient(logits, sums, targets, gradient), None, None
+
+
+_EAGER = _Math(_logsumexp, _gradient, _entropies_of_parts)
+# Compiled when they are called first; from the second number of positions on for any number.
+_COMPILED = _Math(torch.compile(_logsumexp), torch.compile(_gradient_to_compile), torch.compile(_entropies))

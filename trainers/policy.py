@@ -54,6 +54,7 @@ class Policy:
         directory: Path,
         *,
         compute_dtype: torch.dtype | None = None,
+        compiled_head: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         self.model = model
@@ -62,7 +63,7 @@ class Policy:
         self.device = next(model.parameters()).device
         self.adapter: Adapter | None = None
         self.compute_dtype = compute_dtype
-        self._head = OutputHead(model)
+        self._head = OutputHead(model, compiled=compiled_head)
 
     @classmethod
     def load(
@@ -84,7 +85,7 @@ class Policy:
             compute_dtype: of matrix products; None: `dtype`.
             activation_checkpointing: keep the inputs of decoder layers alone for the backward pass, which
                 runs each layer's forward pass again.
-            compile_layers: torch.compile of each decoder layer.
+            compile_layers: torch.compile of each decoder layer, and of what is done with logits.
             packed: attention for `trainers.packing`, which needs a GPU to train.
             trust_remote_code: run the code that the checkpoint brings; else one that needs it is refused.
 
@@ -125,6 +126,7 @@ class Policy:
             model,
             directory,
             compute_dtype=None if compute_dtype is None else DTYPES[compute_dtype],
+            compiled_head=compile_layers,
             trust_remote_code=trust_remote_code,
         )
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from tests.trainers import tiny
-from trainers.output_head import OutputHead, logits_at
+from trainers.output_head import _COMPILED, _EAGER, OutputHead, logits_at
 
 INPUTS = {
     "input_ids": torch.tensor([[0, 3, 4, 5, 6], [7, 8, 9, 10, 11]]),
@@ -82,13 +82,19 @@ def test_no_position_is_no_logit_and_a_gradient_of_zero() -> None:
     assert all(float(p.grad.abs().max()) == 0.0 for p in llama.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("at_once", [1, 3 * 40, 1000])  # a position at a time, three, all
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scores_and_their_gradients_are_those_of_the_whole_model(family: str, at_once: int) -> None:
+CASES = [(family, at_once, False) for family in FAMILIES for at_once in (1, 3 * 40, 1000)]
+CASES += [("llama", 3 * 40, True), ("granite", 3 * 40, True)]
+
+
+@pytest.mark.parametrize(("family", "at_once", "compiled"), CASES)  # one position at a time, three, all
+def test_scores_and_their_gradients_are_those_of_the_whole_model(
+    family: str, at_once: int, compiled: bool
+) -> None:
     one, other = model(family).eval(), model(family).eval()
     logits = one(**INPUTS).logits.flatten(0, 1)[POSITIONS].float()
     expected = logits.log_softmax(-1).gather(-1, TARGETS[:, None])[:, 0]
-    scores = OutputHead(other, at_once=at_once).scores(POSITIONS, TARGETS, with_entropies=True, **INPUTS)
+    head = OutputHead(other, at_once=at_once, compiled=compiled)
+    scores = head.scores(POSITIONS, TARGETS, with_entropies=True, **INPUTS)
     assert scores.entropies is not None and not scores.entropies.requires_grad
     torch.testing.assert_close(scores.logprobs, expected)
     torch.testing.assert_close(scores.entropies, torch.distributions.Categorical(logits=logits).entropy())
@@ -142,3 +148,10 @@ def test_a_layer_that_is_wrapped_already_stays_so() -> None:
     head.scores(POSITIONS, TARGETS, **INPUTS)
     assert calls == [5], "once, with the chosen positions"
     assert llama.lm_head.forward is wrapped
+
+
+def test_a_token_that_cannot_come_has_no_entropy() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf], [2.0, -torch.inf, -torch.inf]])
+    expected = torch.distributions.Categorical(logits=logits[0, :2]).entropy()
+    for math in (_EAGER, _COMPILED):
+        torch.testing.assert_close(math.entropies(logits), torch.stack([expected, torch.tensor(0.0)]))

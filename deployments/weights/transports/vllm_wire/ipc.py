@@ -54,7 +54,7 @@ class StagedIpcEngine(StagedWeightTransferEngine[IPCWeightTransferInitInfo, IPCW
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
         """As vLLM's, from handles in JSON types. Raises ValueError."""
-        if "ipc_handles_pickled" in update_dict:
+        if update_dict.get("ipc_handles_pickled") is not None:
             raise ValueError(
                 "ipc_handles_pickled: a worker does not unpickle; send them through the fleet's routes"
             )
