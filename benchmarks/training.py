@@ -46,6 +46,7 @@ COLUMNS = 128
 SETTINGS = {
     "mixed": {"compute_dtype": "bfloat16"},
     "checkpointed": {"activation_checkpointing": True},
+    "selective": {"activation_checkpointing": "selective"},
     "packed": {"compute_dtype": "bfloat16", "packed": True},
     "compiled": {"compile_layers": True},
     "float32": {},

@@ -28,6 +28,8 @@ _BLOCK = 128  # of FlexAttention
 _LENGTHS = 8  # different ones, of lines within the budget
 _NONE = -1
 
+_compiled_block_mask = torch.compile(create_block_mask)
+
 
 @dataclass(slots=True)
 class _Line:
@@ -138,11 +140,12 @@ def pack(
         return torch.tensor([*values, *[padding] * (length - len(values))], device=device)
 
     mask = _mask(line(prompts, _NONE), line(answers, _NONE))
-    on_gpu = device.type == "cuda"  # elsewhere a kernel takes longer to compile than the mask to compute
+    # On a CPU a kernel takes longer to compile than the mask to compute.
+    make = _compiled_block_mask if device.type == "cuda" else create_block_mask
     return lay_out(
         [trajectories[index] for row in rows for index in row],
         input_ids=line(ids, pad_token_id)[None],
-        attention_mask=create_block_mask(mask, 1, None, length, length, device=device, _compile=on_gpu),
+        attention_mask=make(mask, 1, None, length, length, device=device),
         position_ids=line(positions, 0)[None],
         predictors=predictors,
         device=device,

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainers.batching import TokenBatch
-from trainers.layers import decoder_layers
+from trainers.checkpointing import prepare_layers
 from trainers.lora import Adapter
 from trainers.output_head import OutputHead, TokenScores
-from trainers.settings import Dtype, LoraConfig
+from trainers.settings import Checkpointing, Dtype, LoraConfig
 from trainers.sources import load_parameters, names_without_aliases, tied_names
 
 # Copied unchanged: loading and saving a tokenizer may change it, and needs its libraries. A list of what is
@@ -73,7 +73,7 @@ class Policy:
         dtype: str = "float32",
         device: str = "cpu",
         compute_dtype: str | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Checkpointing = False,
         compile_layers: bool = False,
         packed: bool = False,
         trust_remote_code: bool = False,
@@ -83,8 +83,8 @@ class Policy:
         Args:
             dtype: of the parameters.
             compute_dtype: of matrix products; None: `dtype`.
-            activation_checkpointing: keep the inputs of decoder layers alone for the backward pass, which
-                runs each layer's forward pass again.
+            activation_checkpointing: what of each decoder layer is kept for the backward pass, see
+                `trainers.checkpointing`.
             compile_layers: torch.compile of each decoder layer, and of what is done with logits.
             packed: attention for `trainers.packing`, which needs a GPU to train.
             trust_remote_code: run the code that the checkpoint brings; else one that needs it is refused.
@@ -113,15 +113,11 @@ class Policy:
                 f"{directory}: expected a model whose layers all attend to all that came before, for packed "
                 "rows; this one has a window or another kind of layer: leave out 'packed'"
             )
-        if activation_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpointed = prepare_layers(model, activation_checkpointing, compiled=compile_layers)
         # No dropout: log-probabilities of different passes are compared. Checkpointing needs
         # train(), and dropout is the only thing that train() changes in models of this kind.
         _disable_dropout(model)
-        if compile_layers:
-            for layer in decoder_layers(model):
-                layer.compile()
-        model.train(activation_checkpointing)
+        model.train(checkpointed)
         return cls(
             model,
             directory,

@@ -39,6 +39,7 @@ class Schedule(StrEnum):
 
 
 Dtype = Literal["float32", "bfloat16"]
+Checkpointing = bool | Literal["selective"]
 
 
 def _not_zero(value: Any) -> Any:
@@ -147,8 +148,9 @@ class TrainerConfig(LearnerConfig):
     # Of matrix products, in forward and backward passes. None: `dtype`. With parameters in float32, bfloat16
     # here is mixed precision: small updates are kept, as with float32, at nearly the speed of bfloat16.
     compute_dtype: Literal["bfloat16"] | None = None
-    # Keep the inputs of decoder layers alone for the backward pass, which runs each layer again.
-    activation_checkpointing: bool = False
+    # true: keep the inputs of decoder layers alone for the backward pass, which runs each layer again;
+    # selective: keep what is dear to compute again.
+    activation_checkpointing: Checkpointing = False
     compile_layers: bool = False  # torch.compile of each decoder layer, in the first steps
     # No padding, and of each prompt one copy beside its answers (torch's FlexAttention). Needs device 'cuda'
     # and a model whose layers all attend to all that came before.

@@ -1,0 +1,79 @@
+"""What the backward pass computes again, and what it does not."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.trainers import tiny
+from tests.trainers.test_policy import ANSWERS
+from trainers.learner import Learner
+from trainers.policy import Policy
+from trainers.settings import Checkpointing, LearnerConfig
+
+CONFIG = LearnerConfig(max_tokens_per_microbatch=64)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(policy: Policy) -> Counter[str]:
+    learner = Learner(policy, CONFIG)
+    with Operations() as counted:
+        learner.step(ANSWERS)
+    return counted.seen
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_selective_checkpointing_repeats_what_is_cheap(tmp_path: Path, kind: str) -> None:
+    tiny.model(kind).save_pretrained(tmp_path)
+    settings: tuple[Checkpointing, ...] = (False, "selective", True)
+    none, selective, full = (
+        operations(Policy.load(tmp_path, activation_checkpointing=each)) for each in settings
+    )
+    for product in ("mm", "bmm", "_scaled_dot_product_flash_attention_for_cpu"):
+        assert selective[product] == none[product], product
+    assert full["mm"] > none["mm"]
+    for cheap in ("silu", "rsqrt"):
+        assert selective[cheap] == full[cheap] > none[cheap], cheap
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_compiled_layers_keep_less_within_a_budget(tmp_path: Path, kind: str) -> None:
+    tiny.model(kind).save_pretrained(tmp_path)
+    kept, after = [], []
+    settings: tuple[Checkpointing, ...] = (False, "selective")
+    for setting in settings:
+        torch._dynamo.reset()
+        policy = Policy.load(tmp_path, activation_checkpointing=setting, compile_layers=True)
+        learner = Learner(policy, CONFIG)
+        learner.step(ANSWERS)  # compiles
+        kept.append(kept_by_layers(learner))
+        after.append([tensor.detach().clone() for tensor in policy.trained().values()])
+    for left, right in zip(*after, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
+    assert kept[1] < 0.8 * kept[0]
+
+
+def kept_by_layers(learner: Learner) -> int:
+    """Bytes that autograd keeps of compiled layers for the backward pass of a step."""
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        learner.step(ANSWERS)
+    return kept
