@@ -164,6 +164,15 @@ class TrainerConfig(LearnerConfig):
     step_timeout_s: PositiveFloat = 600.0
 
     @model_validator(mode="after")
+    def _selective_by_the_compiler(self) -> Self:
+        if self.packed and self.activation_checkpointing == "selective" and not self.compile_layers:
+            raise ValueError(
+                "'activation_checkpointing': expected true or false with 'packed' and without 'compile_layers', "
+                "got 'selective' (FlexAttention is compiled, and torch does not look into compiled code)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_process_is_one_rank(self) -> Self:
         if self.strategy is Strategy.SINGLE and self.world_size != 1:
             raise ValueError(

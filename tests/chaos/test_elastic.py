@@ -20,6 +20,7 @@ from tests.chaos.recording import Reader
 pytestmark = [pytest.mark.chaos, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(580)]
 MOST = 4
 SCALE_S = 200.0
+GROW_S = 300.0  # the load asks for one replica after the other
 FAULTS = ("lost", "fence", "not_stored")
 
 
@@ -135,7 +136,7 @@ def test_the_load_decides_how_many_there_are(automatic: Arena) -> None:
     assert running(automatic, 1), "half of the places are taken: one is enough"
     file = automatic.launched.output.parent / "more.jsonl"
     with load(automatic.launched.url, file, clients=10):
-        until(lambda: running(automatic, MOST - 1), SCALE_S, "three replicas")
+        until(lambda: running(automatic, MOST - 1), GROW_S, "three replicas")
         grown_s, at_three = time.time() - begin, automatic.committed()
         until(lambda: automatic.committed() > at_three + 1, 60, "rounds with three")
         assert running(automatic, MOST - 1)

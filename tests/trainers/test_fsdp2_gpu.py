@@ -47,7 +47,7 @@ def test_every_step_is_that_of_a_whole_model(tmp_path: Path, kind: str, given: d
     policy = Policy.load(tmp_path, device="cuda", **given)
     shard_policy(policy)
     sharded = Learner(policy, CONFIG)
-    relative = 0.05 if given else 1e-3
+    relative = 0.1 if given else 1e-3  # bfloat16 rounds differently in every kernel
     losses = []
     for _ in range(4):
         _copy(policy, whole.policy)  # rounding is magnified by AdamW's first steps

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,8 +141,16 @@ def test_a_window_is_not_lost_in_shared_or_packed_rows(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", tiny.KINDS)
-@pytest.mark.parametrize("given", [{}, {"activation_checkpointing": True}, {"compile_layers": True}])
-def test_on_a_gpu_packed_steps_are_those_of_rows(tmp_path: Path, kind: str, given: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"activation_checkpointing": True},
+        {"compile_layers": True},
+        {"compile_layers": True, "activation_checkpointing": "selective"},
+    ],
+)
+def test_on_a_gpu_packed_steps_are_those_of_rows(tmp_path: Path, kind: str, given: dict[str, Any]) -> None:
     tiny.model(kind, head_dim=16).save_pretrained(tmp_path)  # the smallest that FlexAttention takes
     config = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), max_tokens_per_microbatch=8)
     plain = Learner(Policy.load(tmp_path, device="cuda"), config)

@@ -47,6 +47,9 @@ def test_a_constant_schedule_needs_no_end() -> None:
 
 
 def test_several_ranks_need_the_strategy_for_them() -> None:
+    assert "expected true or false with 'packed'" in problem(
+        TrainerConfig, packed=True, activation_checkpointing="selective"
+    )
     assert problem(TrainerConfig, world_size=2) == (
         "Value error, 'world_size': expected 1 with strategy 'single', got 2 "
         "(more than one rank needs strategy 'fsdp2')"
