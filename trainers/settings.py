@@ -167,7 +167,7 @@ class TrainerConfig(LearnerConfig):
     def _selective_by_the_compiler(self) -> Self:
         if self.packed and self.activation_checkpointing == "selective" and not self.compile_layers:
             raise ValueError(
-                "'activation_checkpointing': expected true or false with 'packed' and without 'compile_layers', "
+                "'activation_checkpointing': expected true or false with 'packed' but not 'compile_layers', "
                 "got 'selective' (FlexAttention is compiled, and torch does not look into compiled code)"
             )
         return self
