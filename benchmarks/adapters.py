@@ -221,7 +221,9 @@ def main() -> None:
                 if options.trainer:
                     time.sleep(options.every)
                     published.append(publish(client))
-                    print(f"publish {number}: {_ms(published[-1][0]):.0f} ms", file=sys.stderr, flush=True)
+                    window, report = published[-1]
+                    text = f"publish {number}: {_ms(window):.0f} ms, {parts([report])}"
+                    print(text, file=sys.stderr, flush=True)
                 if number % every == 0:
                     sampler.sample(number)
             sampler.sample(options.loads)

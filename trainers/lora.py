@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 from transformers import PreTrainedModel
 
+from trainers.host_copies import host_copies
 from trainers.settings import LoraConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
@@ -117,10 +118,8 @@ class Adapter:
         Raises:
             OSError: a file cannot be written.
         """
-        tensors = {
-            name: tensor.detach().to("cpu", tensor.dtype if dtype is None else dtype).contiguous()
-            for name, tensor in self.tensors().items()
-        }
+        own = self.tensors()
+        tensors = dict(zip(own, host_copies(list(own.values()), dtype), strict=True))
         stated = {"format": "pt"} if metadata is None else {"format": "pt", **metadata}
         _write(directory / CONFIG, json.dumps(self._written(), indent=2, sort_keys=True).encode(), durable)
         _write(directory / TENSORS, save(tensors, metadata=stated), durable)

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import ray
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deployments.errors import Conflict, InvalidRequest
 from deployments.logs import serve_logger
@@ -26,6 +28,7 @@ from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint
 from deployments.unary import UnaryHandle
 from deployments.weights.store.versions import Store
+from trainers.host_copies import host_copies
 from trainers.learner import Learner
 from trainers.lora import Adapter
 from trainers.policy import DTYPES, BaseOf
@@ -202,8 +205,12 @@ class LoraWorker(TrainerRank):
         if step in (0, self._state_file.step):
             return
         state = self._learner.state_dict(wire_dtype=self._spec.config.wire_dtype)
+        leaves, tree = tree_flatten({**state, "lora": settings(self._lora, self._base_version)})
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        copies = iter(host_copies(tensors))  # `torch.save` would copy one after the other
+        leaves = [next(copies) if isinstance(each, torch.Tensor) else each for each in leaves]
         try:
-            self._state_file.write({**state, "lora": settings(self._lora, self._base_version)}, step)
+            self._state_file.write(tree_unflatten(leaves, tree), step)
         except OSError as error:
             logger.warning(
                 "the state of the adapter %r at step %d is not saved, the former one stays: %s",
