@@ -116,6 +116,7 @@ def parse_trajectories(
     """Read and check a whole batch; every problem is collected before one error is raised.
 
     Args:
+        entries: trajectories, or their JSON form.
         sampled: as in `Trajectory.from_json`.
 
     Raises:
@@ -126,9 +127,12 @@ def parse_trajectories(
     trajectories, found = [], []
     for number, entry in enumerate(entries):
         try:
-            if not isinstance(entry, Mapping):
+            if isinstance(entry, Trajectory):
+                trajectory = entry
+            elif isinstance(entry, Mapping):
+                trajectory = Trajectory.from_json(entry, sampled=sampled)
+            else:
                 raise ValueError(f"expected an object, got {_describe(entry)}")
-            trajectory = Trajectory.from_json(entry, sampled=sampled)
         except ValueError as error:
             found.append(f"trajectory {number}: {error}")
             continue

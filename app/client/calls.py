@@ -1,7 +1,6 @@
 """The calls of our own routes, and of the few of vLLM's that our programs need."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -76,8 +75,16 @@ def disconnect() -> Call[None]:
 
 def step(trajectories: Sequence[Trajectory]) -> Call[Object]:
     """One optimizer step; its metrics."""
-    body = {"trajectories": [asdict(each) for each in trajectories]}
-    return Call(method="POST", path="/train/step", body=body, read=_object(), repeatable=False)
+    from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes  # numpy, which the launcher does without
+
+    return Call(
+        method="POST",
+        path="/train/step",
+        content=to_bytes(trajectories),
+        headers={"content-type": MEDIA_TYPE},
+        read=_object(),
+        repeatable=False,
+    )
 
 
 def publish(label: str | None = None) -> Call[RoundReport | AdapterReport]:

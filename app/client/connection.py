@@ -47,6 +47,7 @@ class Call(Generic[T]):
     path: str
     read: Reader[T]
     body: Mapping[str, Any] | None = None
+    content: bytes | None = None  # in place of a body; `headers` say what it is
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     repeatable: bool = True  # may be sent again when its answer was lost
@@ -57,6 +58,7 @@ class Call(Generic[T]):
             "method": self.method,
             "url": self.path,
             "json": self.body,
+            "content": self.content,
             "params": dict(self.query) or None,
             "headers": dict(self.headers),
         }

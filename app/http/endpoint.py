@@ -8,7 +8,7 @@ as JSON), None (an empty answer), or a whole response.
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -31,6 +31,7 @@ class Contract:
 
     query: type[BaseModel] | None
     body: type[BaseModel] | None
+    binary: str | None  # a media type of bodies that the handler takes as bytes, beside JSON
     request: bool
     answer: Any  # a type
 
@@ -43,6 +44,7 @@ class Endpoint:
         max_body_bytes: a larger body is refused.
         answer: the type of what a response that the handler makes itself carries.
         media_type: of such a response.
+        binary: a media type: the handler takes bodies of it as bytes.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Endpoint:
         max_body_bytes: int = MAX_BODY_BYTES,
         answer: type | None = None,
         media_type: str = "application/json",
+        binary: str | None = None,
     ) -> None:
         self.method = method
         self.path = path
@@ -65,7 +68,8 @@ class Endpoint:
         hints = get_type_hints(handler)
         self.contract = Contract(
             query=hints.get("query"),
-            body=hints.get("body"),
+            body=_model(hints.get("body")),
+            binary=binary,
             request="request" in hints,
             answer=hints["return"] if answer is None else answer,
         )
@@ -83,10 +87,21 @@ class Endpoint:
             arguments["query"] = read_query(request, self.contract.query)
         if self.contract.body is not None:
             content = await read_body(request, self._max_body_bytes)
-            arguments["body"] = parse_body(content, self.contract.body)
+            is_binary = self.contract.binary is not None and _media_type(request) == self.contract.binary
+            arguments["body"] = content if is_binary else parse_body(content, self.contract.body)
         if self.contract.request:
             arguments["request"] = request
         return _response(await self.handler(**arguments))
+
+
+def _model(hint: Any) -> type[BaseModel] | None:
+    """The model of `Model`, and of `Model | bytes`."""
+    model: type[BaseModel] | None = next((each for each in get_args(hint) if each is not bytes), hint)
+    return model
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def read_query(request: Request, model: type[Model]) -> Model:

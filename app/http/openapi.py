@@ -184,6 +184,9 @@ def _operation(endpoint: Endpoint, schemas: Mapping[Part, Any], definitions: Map
     if (body := schemas.get((*key, "body"))) is not None:
         model = definitions[body["$ref"].removeprefix(_SCHEMAS + _PREFIX)]
         operation["requestBody"] = {**_content(body), "required": bool(model.get("required"))}
+        if (binary := endpoint.contract.binary) is not None:
+            schema = {"type": "string", "format": "binary"}
+            operation["requestBody"]["content"][binary] = {"schema": schema}
     succeeded: Document = {"description": "success"}
     if (answer := schemas.get((*key, "answer"))) is not None:
         succeeded |= _content(answer)

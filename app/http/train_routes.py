@@ -8,6 +8,7 @@ from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
 from deployments.unary import UnaryHandle
+from trainers.trajectory_arrays import MEDIA_TYPE
 
 
 class TrainRoutes:
@@ -24,19 +25,22 @@ class TrainRoutes:
     def endpoints(self) -> list[Endpoint]:
         limit = self._max_body_bytes
         return [
-            Endpoint("POST", "/train/step", self.step, max_body_bytes=limit),
+            Endpoint("POST", "/train/step", self.step, max_body_bytes=limit, binary=MEDIA_TYPE),
             Endpoint("POST", "/train/publish", self.publish, max_body_bytes=limit),
             Endpoint("POST", "/train/save", self.save, max_body_bytes=limit),
             Endpoint("GET", "/train/status", self.status),
         ]
 
-    async def step(self, body: StepBody) -> StepMetrics:
+    async def step(self, body: StepBody | bytes) -> StepMetrics:
         """One optimizer step on a batch of trajectories; answers its metrics.
+
+        The arrays of `application/x-safetensors` are those of `trainers/trajectory_arrays.py`.
 
         Raises:
             InvalidRequest: no trainer, or a batch that it cannot learn from.
         """
-        metrics: StepMetrics = await self._handle().step.remote(body.trajectories)
+        batch = body if isinstance(body, bytes) else body.trajectories
+        metrics: StepMetrics = await self._handle().step.remote(batch)
         return metrics
 
     async def publish(self, body: PublishBody) -> RoundReport | AdapterReport:

@@ -48,7 +48,8 @@ def divide(application: Mapping[str, Any], config: AppConfig) -> dict[str, Any]:
         args["router"].pop("num_replicas", None)
     return {
         **application,
-        "args": {name: value for name, value in args.items() if value != {}},
+        # Any other empty section says something: a trainer with nothing but defaults.
+        "args": {name: value for name, value in args.items() if name not in LIVE or value != {}},
         "deployments": list(own.values()),
     }
 

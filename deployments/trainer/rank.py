@@ -20,6 +20,7 @@ from trainers.policy import Policy
 from trainers.settings import LoraConfig, Strategy
 from trainers.step_metrics import Metrics, drift
 from trainers.trajectory import parse_trajectories
+from trainers.trajectory_arrays import from_bytes
 
 FLEET_TIMEOUT_S = 120.0  # for a controller that starts beside the trainer
 logger = serve_logger()
@@ -46,22 +47,26 @@ class TrainerRank:
         """Of this rank; answered also during a step."""
         return os.getpid()
 
-    def step(self, trajectories: Sequence[JsonValue], published: int | None = None) -> Metrics:
-        """One optimizer step on trajectories in their JSON form, see `trainers.trajectory`.
+    def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None = None) -> Metrics:
+        """One optimizer step.
 
         Args:
+            trajectories: in their JSON form, see `trainers.trajectory`, or as `trainers.trajectory_arrays`.
             published: as in `Learner.step`.
 
         Raises:
             InvalidRequest: the batch is not valid, or needs more memory than there is: what was expected and
                 what was received. Nothing changed.
         """
+        sampled = self._spec.config.loss.has_rollouts
         try:
             parsed = parse_trajectories(
-                trajectories,
+                from_bytes(trajectories, sampled=sampled)
+                if isinstance(trajectories, bytes)
+                else trajectories,
                 vocabulary_size=self._policy.vocabulary_size,
                 max_length=self._policy.max_length,
-                sampled=self._spec.config.loss.has_rollouts,
+                sampled=sampled,
             )
         except ValueError as error:
             raise InvalidRequest(str(error)) from error

@@ -81,8 +81,11 @@ class Trainer:
                 )
             )
 
-    async def step(self, trajectories: Sequence[JsonValue]) -> Metrics:
-        """One optimizer step on trajectories in their JSON form; returns its metrics.
+    async def step(self, trajectories: Sequence[JsonValue] | bytes) -> Metrics:
+        """One optimizer step; returns its metrics.
+
+        Args:
+            trajectories: in their JSON form, or as `trainers.trajectory_arrays`.
 
         Raises:
             InvalidRequest: the batch is malformed; nothing has changed.
@@ -201,7 +204,7 @@ class Trainer:
                 error,
             )
 
-    async def _learn(self, trajectories: Sequence[JsonValue]) -> Metrics:
+    async def _learn(self, trajectories: Sequence[JsonValue] | bytes) -> Metrics:
         published = self._version if self._lora is None else self._adapter_version
         metrics = await self._group.call(
             TrainerWorker.step, trajectories, published, timeout_s=self._step_timeout_s

@@ -23,6 +23,8 @@ from tests.fleet.talk import (
     succeeded,
     train_and_publish,
 )
+from trainers.trajectory import Trajectory
+from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 
@@ -199,4 +201,13 @@ def test_engine_and_trainer_agree_about_the_weights_that_they_share(fleet: Fleet
         # The weights have changed, and the fleet has not: the next step has nothing to compare.
         again = succeeded(client.post("/train/step", json={"trajectories": batch})).json()
         assert "logprob_difference_max" not in again
+        arrays = to_bytes([Trajectory.from_json(each) for each in batch])
+        content = {"content": arrays, "headers": {"content-type": MEDIA_TYPE}}
+        third = succeeded(client.post("/train/step", **content)).json()
+        assert (third["tokens"], third["step"]) == (metrics["tokens"], metrics["step"] + 2)
+        trainer = serve.get_deployment_handle("trainer", app_name="slipstream")
+        fourth = trainer.step.remote(arrays).result(timeout_s=60)
+        assert (fourth["tokens"], fourth["step"]) == (metrics["tokens"], metrics["step"] + 3)
+        wrong = client.post("/train/step", content=arrays[:-1], headers=content["headers"])
+        assert (wrong.status_code, "safetensors" in wrong.text) == (400, True)
         assert train_and_publish(client) == version + 1

@@ -15,6 +15,7 @@ from tests.app.http.fake_controller import FakeController, report
 from tests.app.http.fake_trainer import STATUS, FakeTrainer, adapter_report
 from tests.app.http.serving import FakeRouter, client
 from trainers.trajectory import Trajectory, VersionSpan
+from trainers.trajectory_arrays import from_bytes
 
 SPAN = VersionSpan(version=3, start=0, end=2)
 TRAJECTORY = Trajectory(
@@ -64,8 +65,7 @@ async def test_the_trainers_calls_are_typed() -> None:
         assert (await made.send(calls.save())).path == "/tmp/checkpoint"
         assert (await made.send(calls.save("/data/x"))).path == "/data/x"
         assert await made.send(calls.train_status()) == STATUS
-    (sent,) = trainer.received[0]
-    assert Trajectory.from_json(sent) == TRAJECTORY
+    assert from_bytes(trainer.received[0]) == [TRAJECTORY]
 
 
 async def test_a_publish_of_an_adapter_is_read_as_one() -> None:

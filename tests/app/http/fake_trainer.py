@@ -52,7 +52,7 @@ class FakeTrainer:
         self._adapts = adapts
         self.received: list[Any] = []
 
-    async def step(self, batch: Sequence[JsonValue]) -> dict[str, float]:
+    async def step(self, batch: Sequence[JsonValue] | bytes) -> dict[str, float]:
         self.received.append(batch)
         if not batch:
             raise InvalidRequest("trajectories must be a non-empty list, got an empty list")

@@ -44,6 +44,21 @@ async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
     assert trainer.received == [[TRAJECTORY], "step 1", None, "/data/x", None]
 
 
+@pytest.mark.parametrize("media_type", ["application/x-safetensors", "Application/X-Safetensors; charset=x"])
+async def test_a_batch_of_arrays_reaches_the_trainer_as_it_is(media_type: str) -> None:
+    trainer, headers = FakeTrainer(), {"content-type": media_type}
+    async with client(FakeController(), trainer=trainer) as fleet:
+        answer = await fleet.post("/train/step", content=b"\x00arrays", headers=headers)
+        assert (answer.status_code, trainer.received) == (200, [b"\x00arrays"])
+        for wrong in ("text/plain", "application/octet-stream"):
+            answer = await fleet.post("/train/step", content=b"\x00", headers={"content-type": wrong})
+            assert (answer.status_code, "must be JSON" in answer.text) == (400, True)
+        answer = await fleet.post("/train/publish", content=b"\x00", headers=headers)
+        assert (answer.status_code, "must be JSON" in answer.text) == (400, True)
+        content = (await fleet.get("/openapi.json")).json()["paths"]["/train/step"]["post"]["requestBody"]
+    assert set(content["content"]) == {"application/json", "application/x-safetensors"}
+
+
 async def test_a_publish_of_an_adapter_answers_with_its_name_and_version() -> None:
     async with client(FakeController(), trainer=FakeTrainer(adapts=True)) as fleet:
         answer = await fleet.post("/train/publish", json={"label": "step 1"})

@@ -24,6 +24,8 @@ from app.jobs.run import Run, produce
 from app.jobs.tasks import Problem
 from tests.app.http.fake_controller import report
 from tests.app.http.fake_trainer import STATUS, adapter_report
+from trainers.trajectory import Trajectory, VersionSpan
+from trainers.trajectory_arrays import from_bytes
 
 
 class CountingTask:
@@ -41,7 +43,7 @@ class FakeFleet:
 
     def __init__(self) -> None:
         self.version = 4
-        self.batches: list[dict[str, Any]] = []
+        self.batches: list[list[Trajectory]] = []
         self.labels: list[str] = []
         self.abort_next = False
         self.same = False
@@ -79,7 +81,7 @@ class FakeFleet:
                     self.steps = max(0, self.steps - 1)  # the trainer resumes from an older version
                     error = {"type": "fleet_unavailable", "message": "another one is being started"}
                     return httpx.Response(503, json={"error": error})
-                self.batches.append(json.loads(request.content))
+                self.batches.append(from_bytes(request.content))
                 self.steps += 1
                 self.lose("step", request)
                 return httpx.Response(200, json={"loss": 0.5})
@@ -145,8 +147,8 @@ async def test_every_step_is_trained_published_and_recorded(tmp_path: Path) -> N
     assert records[0].reward == 2.0 and records[0].groups_with_signal == 2
     assert all(record.staleness_max <= 2 for record in records)
     (batch, *_) = fleet.batches
-    assert len(batch["trajectories"]) == 6
-    assert batch["trajectories"][0]["weight_versions"] == [{"version": 4, "start": 0, "end": 1}]
+    assert len(batch) == 6
+    assert batch[0].weight_versions == (VersionSpan(version=4, start=0, end=1),)
 
 
 class AdaptingFleet(FakeFleet):
@@ -335,7 +337,7 @@ async def test_a_group_without_signal_is_replaced_and_counts_in_the_reward(tmp_p
     (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1", "--dynamic-sampling")
     assert record.groups == 2 == record.groups_with_signal
     assert record.groups_filtered >= 1 and record.reward == 2.0
-    assert len(fleet.batches[0]["trajectories"]) == 6
+    assert len(fleet.batches[0]) == 6
 
 
 async def test_a_task_without_any_signal_ends_dynamic_sampling_with_a_sentence(tmp_path: Path) -> None:
@@ -360,7 +362,7 @@ async def test_what_is_too_long_loses_reward_for_its_advantage_alone(tmp_path: P
     (record,) = await run_job(fleet, tmp_path / "m.jsonl", *given)
     assert record.reward == 2.0
     # rewards 1, 2, 3 and penalties 0, -0.5, -1
-    assert [t["advantage"] for t in fleet.batches[0]["trajectories"][:3]] == [-0.5, 0.0, 0.5]
+    assert [each.advantage for each in fleet.batches[0][:3]] == [-0.5, 0.0, 0.5]
 
 
 def test_the_state_says_what_is_in_flight_and_ready(tmp_path: Path) -> None:
@@ -391,7 +393,9 @@ class KeepingFleet(FakeFleet):
         return made
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content) if request.content else {}
+        if request.url.path not in ("/train/save", "/fleet/publish"):
+            return await super().answer(request)
+        body = json.loads(request.content)
         match request.url.path:
             case "/train/save" if self.full:
                 error = {"type": "invalid_request", "message": "the disk is full"}
@@ -399,10 +403,8 @@ class KeepingFleet(FakeFleet):
             case "/train/save":
                 self.saved.append(body["path"])
                 return httpx.Response(200, json={"path": body["path"], "step": 1, "save_s": 0.1})
-            case "/fleet/publish":
-                self.published.append(body)
-                return httpx.Response(200, json=asdict(report(9, 9, body["label"])))
-        return await super().answer(request)
+        self.published.append(body)
+        return httpx.Response(200, json=asdict(report(9, 9, body["label"])))
 
 
 BEST = ["--steps", "4", "--eval-every", "1", "--eval-problems", "2", "--eval-attempts", "2", "--publish-best"]

@@ -68,3 +68,9 @@ def test_only_other_settings_restart_the_fleet(changed: dict[str, Any], names: l
 def test_the_setting_is_named() -> None:
     old, new = (application(engine={"seed": seed, "max_num_seqs": 3})["args"] for seed in (1, 2))
     assert restarting(old, new) == ["engine.seed"]
+
+
+@pytest.mark.parametrize("section", ["trainer", "engine", "store"])
+def test_an_empty_section_stays_unless_its_settings_are_live(section: str) -> None:
+    made = application(**{section: {}, "router": {}})["args"]
+    assert made[section] == {} and "router" not in made

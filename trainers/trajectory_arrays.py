@@ -1,0 +1,157 @@
+"""A batch of trajectories as arrays, in the safetensors format: for HTTP, and for Ray's object store.
+
+    prompt_lengths     integers [N]       tokens of each prompt
+    prompt_token_ids   integers [P]       all prompts, one after the other
+    lengths            integers [N]       tokens of each answer
+    token_ids          integers [T]       all answers, one after the other
+    logprobs           floats [T]
+    advantages         floats [N] or [T]  of each answer, or of each token
+    loss_mask          booleans or integers [T]; optional
+    weight_versions    integers [S, 4]; optional: trajectory, version, start and end of each span
+
+A token takes 9 bytes or less, in JSON about 25, and nothing is parsed number by number.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from trainers.trajectory import Trajectory, VersionSpan
+
+MEDIA_TYPE = "application/x-safetensors"
+
+Array = npt.NDArray[np.generic]
+_KINDS = {"integers": "iu", "floats": "f", "booleans or integers": "biu"}
+_REQUIRED = {
+    "prompt_lengths": "integers",
+    "prompt_token_ids": "integers",
+    "lengths": "integers",
+    "token_ids": "integers",
+}
+_OF_ROLLOUTS = {"logprobs": "floats", "advantages": "floats"}
+_OPTIONAL = {"loss_mask": "booleans or integers", "weight_versions": "integers"}
+
+
+def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
+    """The arrays of a batch; numbers that are not integers are rounded to float32."""
+    lengths = [len(each.token_ids) for each in trajectories]
+    arrays: dict[str, Array] = {
+        "prompt_lengths": np.array([len(each.prompt_token_ids) for each in trajectories], np.int32),
+        "prompt_token_ids": _joined([each.prompt_token_ids for each in trajectories], np.int32),
+        "lengths": np.array(lengths, np.int32),
+        "token_ids": _joined([each.token_ids for each in trajectories], np.int32),
+        "logprobs": _joined([each.logprobs for each in trajectories], np.float32),
+    }
+    by_token = any(isinstance(each.advantage, tuple) for each in trajectories)
+    advantages = [
+        each.advantage
+        if isinstance(each.advantage, tuple)
+        else (each.advantage,) * (length if by_token else 1)
+        for each, length in zip(trajectories, lengths, strict=True)
+    ]
+    arrays["advantages"] = _joined(advantages, np.float32)
+    if any(each.loss_mask is not None for each in trajectories):
+        masks = [
+            (True,) * len(each.token_ids) if each.loss_mask is None else each.loss_mask
+            for each in trajectories
+        ]
+        arrays["loss_mask"] = _joined(masks, np.bool_)
+    spans = [
+        (index, span.version, span.start, span.end)
+        for index, each in enumerate(trajectories)
+        for span in each.weight_versions
+    ]
+    if spans:
+        arrays["weight_versions"] = np.array(spans, np.int64)
+    return save(arrays)
+
+
+def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
+    """The trajectories of a batch; what is wrong with single ones is not looked for.
+
+    Args:
+        sampled: false for answers that are imitated: `logprobs` and `advantages` may be missing.
+
+    Raises:
+        ValueError: these are not such arrays: what was expected and what came.
+    """
+    try:
+        arrays: Mapping[str, Array] = load(content)
+    except (SafetensorError, TypeError, ValueError) as error:
+        raise ValueError(f"expected trajectories as arrays in the safetensors format: {error}") from error
+    _check(arrays, sampled=sampled)
+    prompt_lengths, lengths = arrays["prompt_lengths"], arrays["lengths"]
+    count, tokens = len(lengths), int(lengths.sum())
+    _check_size("prompt_token_ids", arrays, int(prompt_lengths.sum()))
+    for name in ("token_ids", "logprobs", "loss_mask"):
+        _check_size(name, arrays, tokens)
+    zeros = np.zeros(tokens, np.float32)
+    advantages = arrays.get("advantages", zeros[:count])
+    if len(advantages) not in (count, tokens):
+        raise ValueError(f"advantages: expected [{count}] or [{tokens}], got [{len(advantages)}]")
+    prompts = _parts(arrays["prompt_token_ids"], prompt_lengths)
+    answers = _parts(arrays["token_ids"], lengths)
+    logprobs = _parts(arrays.get("logprobs", zeros), lengths)
+    masks = _parts(arrays["loss_mask"], lengths) if "loss_mask" in arrays else None
+    values = advantages.tolist() if len(advantages) == count else _parts(advantages, lengths)
+    spans = _spans(arrays.get("weight_versions"), count)
+    return [
+        Trajectory(
+            prompt_token_ids=prompts[index],
+            token_ids=answers[index],
+            logprobs=logprobs[index],
+            advantage=values[index],
+            weight_versions=tuple(spans[index]),
+            loss_mask=None if masks is None else tuple(map(bool, masks[index])),
+        )
+        for index in range(count)
+    ]
+
+
+def _joined(parts: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> Array:
+    return np.concatenate([np.array(part, dtype) for part in parts] or [np.zeros(0, dtype)])
+
+
+def _parts(values: Array, lengths: Array) -> list[tuple[int, ...]]:
+    ends = np.cumsum(lengths).tolist()
+    return [tuple(values[start:end].tolist()) for start, end in pairwise([0, *ends])]
+
+
+def _check(arrays: Mapping[str, Array], *, sampled: bool) -> None:
+    required = _REQUIRED | (_OF_ROLLOUTS if sampled else {})
+    known = _REQUIRED | _OF_ROLLOUTS | _OPTIONAL
+    for name in required:
+        if name not in arrays:
+            raise ValueError(f"expected the array {name!r}, got {sorted(arrays)}")
+    for name, array in arrays.items():
+        if name not in known:
+            raise ValueError(f"expected no other arrays than {sorted(known)}, got {name!r}")
+        if array.dtype.kind not in _KINDS[known[name]]:
+            raise ValueError(f"{name}: expected {known[name]}, got {array.dtype}")
+        expected = "[spans, 4]" if name == "weight_versions" else "one dimension"
+        if array.ndim != (2 if name == "weight_versions" else 1) or array.shape[1:] not in ((), (4,)):
+            raise ValueError(f"{name}: expected {expected}, got {list(array.shape)}")
+    count = len(arrays["lengths"])
+    _check_size("prompt_lengths", arrays, count)
+    for name in ("prompt_lengths", "lengths"):
+        if (arrays[name].astype(np.int64) < 0).any():  # numpy would count from the end
+            raise ValueError(f"{name}: expected numbers of tokens, got {arrays[name].min()}")
+
+
+def _check_size(name: str, arrays: Mapping[str, Array], expected: int) -> None:
+    if name in arrays and len(arrays[name]) != expected:
+        raise ValueError(f"{name}: expected [{expected}], got [{len(arrays[name])}]")
+
+
+def _spans(rows: Array | None, count: int) -> dict[int, list[VersionSpan]]:
+    spans: dict[int, list[VersionSpan]] = defaultdict(list)
+    for index, version, start, end in [] if rows is None else rows.tolist():
+        if not 0 <= index < count:
+            raise ValueError(f"weight_versions: expected trajectories in [0, {count}), got {index}")
+        spans[index].append(VersionSpan(version=version, start=start, end=end))
+    return spans
