@@ -13,7 +13,7 @@ every request, token by token, with an engine in a process of its own.
 import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -110,6 +110,9 @@ class Comparison:
     before: int  # from the old weights
     total: int
     differs_at: int | None  # the first token that a fresh engine would not have sampled
+    # If it differs, the first token that a fresh engine samples otherwise where it has this request alone.
+    # None: none, so it is not the engine whose answers depend on the batch.
+    alone_differs_at: int | None = None
 
 
 async def in_flight(
@@ -156,15 +159,40 @@ def sample(fleet: FleetClient, model: str, prompt: list[int]) -> list[Trajectory
     return trajectories
 
 
-def compare(running: Sequence[Running], rest: Sequence[list[int]]) -> list[Comparison]:
-    """Each answer's tokens after the switch with those of a fresh engine (`rest`)."""
-    comparisons = []
-    for request, expected in zip(running, rest, strict=True):
-        actual = request.tokens[request.switch :]
-        differing = [i for i, (a, b) in enumerate(zip(actual, expected, strict=True)) if a != b]
-        first = request.switch + differing[0] if differing else None
-        comparisons.append(Comparison(before=request.switch, total=len(request.tokens), differs_at=first))
-    return comparisons
+Rest = Callable[[Sequence[Running], int], Sequence[list[int]]]
+
+
+def compare(running: Sequence[Running], rest: Rest) -> list[Comparison]:
+    """Each answer's tokens after the switch with those of a fresh engine.
+
+    Args:
+        rest: asks a fresh engine for the tokens after the switch; so many requests share a batch.
+    """
+    together = rest(running, len(running))
+    first = [
+        _difference(request.switch, request.tokens[request.switch :], expected)
+        for request, expected in zip(running, together, strict=True)
+    ]
+    differing = [index for index, position in enumerate(first) if position is not None]
+    alone: dict[int, int | None] = {}
+    if differing:
+        answers = rest([running[index] for index in differing], 1)
+        for index, answer in zip(differing, answers, strict=True):
+            alone[index] = _difference(running[index].switch, together[index], answer)
+    return [
+        Comparison(
+            before=request.switch,
+            total=len(request.tokens),
+            differs_at=first[index],
+            alone_differs_at=alone.get(index),
+        )
+        for index, request in enumerate(running)
+    ]
+
+
+def _difference(start: int, actual: Sequence[int], expected: Sequence[int]) -> int | None:
+    pairs = enumerate(zip(actual, expected, strict=True), start)
+    return next((position for position, (one, other) in pairs if one != other), None)
 
 
 def scenario(settings: Options) -> list[Comparison]:
@@ -187,15 +215,18 @@ def scenario(settings: Options) -> list[Comparison]:
         running = asyncio.run(in_flight(settings, token, model, prompts))
         with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
             saved = fleet.send(calls.save(directory)).path
-            rest = fresh_answers(
-                saved,
-                [request.prompt + request.tokens[: request.switch] for request in running],
-                [len(request.tokens) - request.switch for request in running],
-                arguments=arguments,
-                environment=environment,
-                at_once=len(running),
-            )
-    return compare(running, rest)
+
+            def rest(requests: Sequence[Running], at_once: int) -> Sequence[list[int]]:
+                return fresh_answers(
+                    saved,
+                    [request.prompt + request.tokens[: request.switch] for request in requests],
+                    [len(request.tokens) - request.switch for request in requests],
+                    arguments=arguments,
+                    environment=environment,
+                    at_once=at_once,
+                )
+
+            return compare(running, rest)
 
 
 def main() -> None:
@@ -204,6 +235,8 @@ def main() -> None:
     print("request  tokens before the switch  after  as a fresh engine's")
     for number, comparison in enumerate(comparisons):
         same = "yes" if comparison.differs_at is None else f"not from token {comparison.differs_at} on"
+        if comparison.alone_differs_at is not None:
+            same += f" (a fresh engine by itself neither, from token {comparison.alone_differs_at} on)"
         after = comparison.total - comparison.before
         print(f"{number:7d}  {comparison.before:24d}  {after:5d}  {same}")
     equal = sum(comparison.differs_at is None for comparison in comparisons)

@@ -31,5 +31,6 @@ def test_every_continuation_is_that_of_a_fresh_engine(layout: str, port: int, tm
         options += ["--engine", json.dumps(engine), "--environment", json.dumps(INVARIANT)]
         outcomes = scenario(parse(options))
     print("tokens before the switch:", [outcome.before for outcome in outcomes])
+    print("different:", [outcome for outcome in outcomes if outcome.differs_at is not None])
     assert [outcome.differs_at for outcome in outcomes] == [None] * REQUESTS
     assert all(64 <= outcome.before < outcome.total == 400 for outcome in outcomes)
