@@ -9,11 +9,10 @@ directive of an earlier controller, and what it reports can change.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from deployments.errors import SlipstreamError
+from deployments.ledger.adapters.loads import Load
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import Member, MemberState, PendingCall, classify
 from deployments.ledger.membership import Membership
@@ -21,24 +20,6 @@ from deployments.protocol.adapters import Adapter, AdapterCatalog, DropAdapter, 
 from deployments.protocol.instructions import Body
 
 KINDS = (LoadAdapter, SetAdapters, DropAdapter)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Load:
-    """One version on its way to be live."""
-
-    adapter: Adapter
-    call: PendingCall | None = None  # None: its files are being copied
-    stored: bool = True  # the fleet has its copy; not live before
-    asked: set[str] = field(default_factory=set)  # incarnations
-    rejected: dict[str, str] = field(default_factory=dict)  # replica id -> why
-    error: SlipstreamError | None = None
-    decided: bool = False
-
-    @property
-    def wanted(self) -> bool:
-        """Replicas are to hold it, or may."""
-        return self.call is not None and self.error is None and not self.rejected
 
 
 class OnLoaded(Protocol):
@@ -151,9 +132,3 @@ def _wanted_ids(catalog: AdapterCatalog, loads: Collection[Load]) -> set[int]:
 def busy(member: Member) -> bool:
     """It has something of ours to do: its report will say more."""
     return any(isinstance(queued.instruction.body, KINDS) for queued in member.queue)
-
-
-def asked_to_load(member: Member, adapter_id: int) -> bool:
-    """Whether it is to load this one, and has not said that it did."""
-    bodies = (queued.instruction.body for queued in member.queue)
-    return any(isinstance(body, LoadAdapter) and body.adapter.adapter_id == adapter_id for body in bodies)

@@ -15,7 +15,7 @@ every live adapter before it takes requests (`converged`).
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
+from deployments.errors import Conflict, InvalidRequest, SlipstreamError
 from deployments.ledger.adapters.catalog import (
     AdapterLimits,
     check_name,
@@ -29,11 +29,12 @@ from deployments.ledger.adapters.catalog import (
     without,
     without_retired,
 )
-from deployments.ledger.adapters.convergence import Convergence, Load, asked_to_load, busy
+from deployments.ledger.adapters.convergence import Convergence, busy
+from deployments.ledger.adapters.loads import Load, asked_to_load, fault, withdrawn
 from deployments.ledger.decisions import Cataloged, DecisionLog
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
-from deployments.ledger.members import Member, PendingCall, classify, join_reasons
+from deployments.ledger.members import Member, PendingCall, classify
 from deployments.ledger.membership import Membership
 from deployments.ledger.round import RoundPhase
 from deployments.ledger.version_state import VersionState
@@ -233,7 +234,7 @@ class Adapters:
             if load.call is None or load.decided or self._membership.returning():
                 continue
             if load.error is None:
-                load.error = self._fault(load)
+                load.error = fault(load, self._membership)
                 changed = changed or load.error is not None
             if load.error is not None:
                 self._undo(load, load.error, now)
@@ -244,27 +245,6 @@ class Adapters:
 
     def _all_hold(self, adapter: Adapter) -> bool:
         return all(adapter.adapter_id in each.adapters.held for each in self._membership.serving())
-
-    def _fault(self, load: Load) -> SlipstreamError | None:
-        """Why it cannot become live."""
-        serving = self._membership.serving()
-        if load.rejected:
-            if any(asked_to_load(each, load.adapter.adapter_id) for each in self._membership.live()):
-                return None  # it may accept
-            others = any(load.adapter.adapter_id in each.adapters.held for each in serving)
-            kind = Conflict if others else InvalidRequest
-            reasons = set(load.rejected.values())
-            text = reasons.pop() if len(reasons) == 1 and not others else join_reasons(load.rejected)
-            return kind(
-                f"The lora adapter '{load.adapter.name}' is not loaded, on any replica: {text}",
-                {"replicas": dict(load.rejected)},
-            )
-        if len(serving) < max(1, self._membership.needed):
-            return FleetUnavailable(
-                f"The lora adapter '{load.adapter.name}' is not loaded: {len(serving)} replicas serve, and "
-                f"{max(1, self._membership.needed)} are needed"
-            )
-        return None
 
     def _make_live(self, load: Load, now: float) -> None:
         before = self.catalog.live
@@ -277,23 +257,12 @@ class Adapters:
 
     def _undo(self, load: Load, error: SlipstreamError, now: float) -> None:
         """Answer with the error once no replica has it."""
-        adapter_id, has_it = load.adapter.adapter_id, False
-        for member in self._membership.live():
-            for queued in list(member.queue):
-                body = queued.instruction.body
-                if isinstance(body, LoadAdapter) and body.adapter.adapter_id == adapter_id:
-                    if queued.delivered:
-                        has_it = True
-                        continue
-                    member.queue.remove(queued)
-                    if queued.call is not None:
-                        queued.call.waiting.discard(member)
-            has_it = has_it or adapter_id in member.adapters.held
-        if not has_it:
-            del self._loads[load.adapter.name]
-            self._record(load.adapter, "failed", now, error.message)
-            if load.call is not None:
-                load.call.finish(error=error)
+        if not withdrawn(load, self._membership):
+            return
+        del self._loads[load.adapter.name]
+        self._record(load.adapter, "failed", now, error.message)
+        if load.call is not None:
+            load.call.finish(error=error)
 
     def _answer(self) -> None:
         """End the calls whose catalog all replicas have that take requests."""
