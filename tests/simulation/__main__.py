@@ -46,6 +46,8 @@ def search(args: argparse.Namespace) -> int:
         virtual_s += outcome.virtual_s
         if ran % 50 == 0:
             gc.collect()
+        if ran % 500 == 0:
+            print(f"{ran} schedules, {failed} failed", flush=True)
         if outcome.problem is not None:
             failed += 1
             print(f"seed {seed}: {outcome.problem}\n  replay: {outcome.replay}", flush=True)
