@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainers.batching import TokenBatch
-from trainers.checkpointing import prepare_layers
+from trainers.layers import prepare_layers
 from trainers.lora import Adapter
 from trainers.output_head import OutputHead, TokenScores
 from trainers.settings import Checkpointing, Dtype, LoraConfig
@@ -84,7 +84,7 @@ class Policy:
             dtype: of the parameters.
             compute_dtype: of matrix products; None: `dtype`.
             activation_checkpointing: what of each decoder layer is kept for the backward pass, see
-                `trainers.checkpointing`.
+                `trainers.layers`.
             compile_layers: torch.compile of each decoder layer, and of what is done with logits.
             packed: attention for `trainers.packing`, which needs a GPU to train.
             trust_remote_code: run the code that the checkpoint brings; else one that needs it is refused.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from trainers import host_copies as module
-from trainers.host_copies import copied_together, host_copies
+from trainers import lora as module
+from trainers.lora import copied_together, host_copies
 
 
 def tensors(device: str) -> list[torch.Tensor]:

@@ -28,9 +28,8 @@ from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint
 from deployments.unary import UnaryHandle
 from deployments.weights.store.versions import Store
-from trainers.host_copies import host_copies
 from trainers.learner import Learner
-from trainers.lora import Adapter
+from trainers.lora import Adapter, host_copies
 from trainers.policy import DTYPES, BaseOf
 from trainers.settings import LoraConfig
 
