@@ -24,7 +24,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's n
 PREFIX = "base_model.model."  # of every tensor in peft's files
 _NAME = "default"  # peft's name for the only adapter of a model
 _HALVES = tuple(f".lora_{half}.{_NAME}.weight" for half in "AB")
-AT_ONCE = 256 << 20  # bytes; a larger tensor is copied by itself
+COPIED_AT_ONCE = 256 << 20  # bytes; a larger tensor is copied by itself
 
 
 class Adapter:
@@ -222,7 +222,7 @@ def _batches(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> Iterato
     batch: list[int] = []
     size = 0
     for index in indexes:
-        if batch and size + tensors[index].nbytes > AT_ONCE:
+        if batch and size + tensors[index].nbytes > COPIED_AT_ONCE:
             yield batch
             batch, size = [], 0
         batch.append(index)

@@ -17,6 +17,7 @@ logits are made at once.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class OutputHead:
         if at_once is None:
             at_once = COMPILED_LOGITS_AT_ONCE if compiled else LOGITS_AT_ONCE
         self._model = model
-        self._math = _COMPILED if compiled else _EAGER
+        self._math = _compiled() if compiled else _EAGER
         self._vocabulary_size = int(model.config.get_text_config().vocab_size)
         self._positions_at_once = max(1, at_once // self._vocabulary_size)
         self._is_last = self._probe()
@@ -238,5 +239,12 @@ class _Chosen(torch.autograd.Function):
 
 
 _EAGER = _Math(_logsumexp, _gradient, _entropies_of_parts)
-# Compiled when they are called first; from the second number of positions on for any number.
-_COMPILED = _Math(torch.compile(_logsumexp), torch.compile(_gradient_to_compile), torch.compile(_entropies))
+
+
+@cache
+def _compiled() -> _Math:
+    """Compiled when they are called first; from the second number of positions on for any number.
+
+    Not made with the module: torch loads its compiler for it, which takes more than a second.
+    """
+    return _Math(*map(torch.compile, (_logsumexp, _gradient_to_compile, _entropies)))

@@ -17,9 +17,10 @@ Lines have few different lengths, because a compiled kernel is made for each of 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from trainers.batching import Row, TokenBatch, lay_out, same_prompts
 from trainers.trajectory import Trajectory
@@ -27,8 +28,6 @@ from trainers.trajectory import Trajectory
 _BLOCK = 128  # of FlexAttention
 _LENGTHS = 8  # different ones, of lines within the budget
 _NONE = -1
-
-_compiled_block_mask = torch.compile(create_block_mask)
 
 
 @dataclass(slots=True)
@@ -141,7 +140,7 @@ def pack(
 
     mask = _mask(line(prompts, _NONE), line(answers, _NONE))
     # On a CPU a kernel takes longer to compile than the mask to compute.
-    make = _compiled_block_mask if device.type == "cuda" else create_block_mask
+    make = _compiled_block_mask() if device.type == "cuda" else create_block_mask
     return lay_out(
         [trajectories[index] for row in rows for index in row],
         input_ids=line(ids, pad_token_id)[None],
@@ -150,6 +149,11 @@ def pack(
         predictors=predictors,
         device=device,
     )
+
+
+@cache
+def _compiled_block_mask() -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask)
 
 
 def _mask(

@@ -58,22 +58,8 @@ def test_compiled_layers_keep_less_within_a_budget(tmp_path: Path, kind: str) ->
         policy = Policy.load(tmp_path, activation_checkpointing=setting, compile_layers=True)
         learner = Learner(policy, CONFIG)
         learner.step(ANSWERS)  # compiles
-        kept.append(kept_by_layers(learner))
+        kept.append(tiny.kept_by_a_step(learner, ANSWERS))
         after.append([tensor.detach().clone() for tensor in policy.trained().values()])
     for left, right in zip(*after, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
     assert kept[1] < 0.8 * kept[0]
-
-
-def kept_by_layers(learner: Learner) -> int:
-    """Bytes that autograd keeps of compiled layers for the backward pass of a step."""
-    kept = 0
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal kept
-        kept += tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        learner.step(ANSWERS)
-    return kept

@@ -35,7 +35,7 @@ def test_tensors_that_are_copied_together_can_be_written(tmp_path: Path) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("at_once", [1, 40, 1 << 20])
 def test_from_a_gpu(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    monkeypatch.setattr(module, "COPIED_AT_ONCE", at_once)
     given = tensors("cuda")
     for before, after in zip(given, host_copies(given), strict=True):
         assert after.device.type == "cpu" and after.is_contiguous()
@@ -44,7 +44,7 @@ def test_from_a_gpu(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 40, 1 << 20])
 def test_batches_hold_every_tensor_once(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    monkeypatch.setattr(module, "COPIED_AT_ONCE", at_once)
     given = tensors("cpu")
     batches = list(module._batches(given, range(len(given))))
     assert [index for batch in batches for index in batch] == list(range(len(given)))

@@ -61,27 +61,12 @@ def test_checkpointing_changes_no_number(tmp_path: Path, kind: str, lora: LoraCo
         policy = Policy.load(tmp_path, activation_checkpointing=checkpointing)
         if lora is not None:
             policy.adapt(lora, seed=0)
-        kept = _kept_by_a_step(policy)
+        kept = tiny.kept_by_a_step(Learner(policy, CONFIG), BATCH)
         after.append((kept, [tensor.detach().clone() for tensor in policy.trained().values()]))
     (all_kept, expected), *others = after
     for _, made in others:
         assert all(torch.equal(left, right) for left, right in zip(expected, made, strict=True))
     assert all(kept < all_kept / 2 for kept, _ in others)
-
-
-def _kept_by_a_step(policy: Policy) -> int:
-    """Bytes that autograd keeps for the backward pass, with those that it keeps in recomputing."""
-    kept = 0
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal kept
-        kept += tensor.nbytes
-        return tensor
-
-    learner = Learner(policy, CONFIG)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        learner.step(BATCH)
-    return kept
 
 
 def test_an_unknown_dtype_of_products_is_refused() -> None:

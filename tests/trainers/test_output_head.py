@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from tests.trainers import tiny
-from trainers.output_head import _COMPILED, _EAGER, OutputHead, logits_at
+from trainers.output_head import _EAGER, OutputHead, _compiled, logits_at
 
 INPUTS = {
     "input_ids": torch.tensor([[0, 3, 4, 5, 6], [7, 8, 9, 10, 11]]),
@@ -153,5 +153,5 @@ def test_a_layer_that_is_wrapped_already_stays_so() -> None:
 def test_a_token_that_cannot_come_has_no_entropy() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf], [2.0, -torch.inf, -torch.inf]])
     expected = torch.distributions.Categorical(logits=logits[0, :2]).entropy()
-    for math in (_EAGER, _COMPILED):
+    for math in (_EAGER, _compiled()):
         torch.testing.assert_close(math.entropies(logits), torch.stack([expected, torch.tensor(0.0)]))

@@ -1,5 +1,7 @@
 """Batches as arrays say what the same batches say as objects."""
 
+import json
+import struct
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,10 @@ def test_answers_that_are_imitated_need_no_log_probabilities() -> None:
         ({"prompt_lengths": np.array([3])}, r"prompt_lengths: expected \[2\], got \[1\]"),
         ({"prompt_lengths": np.array([4, -1])}, "prompt_lengths: expected numbers of tokens, got -1"),
         ({"lengths": np.array([5, -1])}, "lengths: expected numbers of tokens, got -1"),
+        (
+            {"lengths": np.array([2**63 - 1, 2**63 - 1])},
+            r"token_ids: expected \[18446744073709551614\], got \[4\]",
+        ),
         ({"lengths": np.array([2**31 - 1, 1], np.int32)}, r"token_ids: expected \[2147483648\], got \[4\]"),
     ],
 )
@@ -112,6 +118,14 @@ def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], sentence: s
 def test_what_is_no_safetensors_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="expected trajectories as arrays in the safetensors format"):
         from_bytes(content)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])
+def test_numbers_that_numpy_does_not_have_are_refused(dtype: str) -> None:
+    described = {"lengths": {"dtype": dtype, "shape": [2], "data_offsets": [0, 4 if dtype == "BF16" else 2]}}
+    header = json.dumps(described).encode()
+    with pytest.raises(ValueError, match=f"that numpy has, got '{dtype}'"):
+        from_bytes(struct.pack("<Q", len(header)) + header + b"\0" * described["lengths"]["data_offsets"][1])
 
 
 @given(some.binary(max_size=200))

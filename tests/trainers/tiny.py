@@ -1,5 +1,6 @@
 """Models of a few thousand parameters, one for each way of holding weights."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from trainers.learner import Learner
 from trainers.policy import Policy
 from trainers.trajectory import Trajectory, VersionSpan
 
@@ -72,3 +74,17 @@ def trajectory(
         advantage=advantage,
         weight_versions=span,
     )
+
+
+def kept_by_a_step(learner: Learner, batch: Sequence[Trajectory]) -> int:
+    """Bytes that autograd keeps for the backward pass, with those that it keeps in recomputing."""
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        learner.step(batch)
+    return kept

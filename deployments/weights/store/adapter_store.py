@@ -89,7 +89,7 @@ class AdapterStore:
                         os.fsync(file.fileno())
                 shutil.rmtree(final, ignore_errors=True)
                 partial.rename(final)
-        except BaseException:
+        except BaseException:  # also the caller's: what is not complete must not stay
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
