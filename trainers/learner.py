@@ -70,7 +70,7 @@ class Learner:
         self._published_step: int | None = None
         self._tokens_at_once = 0  # of the micro-batch in work
         self._fitted_tokens = 0  # of the largest micro-batch that has fit
-        self._optimizer, self._schedule = build_optimizer(policy.parameters(), config.optimizer)
+        self.optimizer, self._schedule = build_optimizer(policy.parameters(), config.optimizer)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
 
@@ -116,7 +116,7 @@ class Learner:
         """
         dtype = None if wire_dtype is None else DTYPES[wire_dtype]
         return {
-            "optimizer": {"state": moments_of(self._optimizer)},
+            "optimizer": {"state": moments_of(self.optimizer)},
             "weights": master_weights(self.policy, dtype),
             "wire_dtype": wire_dtype,
             "steps_done": self.steps_done,
@@ -128,7 +128,7 @@ class Learner:
         Raises:
             ValueError: the state is of another model, strategy or number of ranks.
         """
-        check_moments(self._optimizer, state["optimizer"]["state"])
+        check_moments(self.optimizer, state["optimizer"]["state"])
 
     def is_exact(self, state: Mapping[str, Any]) -> bool:
         """Whether the policy's weights are those of the state, except for the rounding of `wire_dtype`."""
@@ -146,7 +146,7 @@ class Learner:
         Raises:
             ValueError: see `check_state`; nothing has been changed then.
         """
-        restore_moments(self._optimizer, state["optimizer"]["state"])
+        restore_moments(self.optimizer, state["optimizer"]["state"])
         if weights:
             restore_weights(self.policy, state["weights"])
         self.restart(state["steps_done"], keep_moments=True)
@@ -160,10 +160,10 @@ class Learner:
         """
         factor = learning_rate_factor(self.config.optimizer)(steps_done)
         if not keep_moments:
-            self._optimizer.state.clear()
-        for group in self._optimizer.param_groups:
+            self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
             group["lr"] = self.config.optimizer.learning_rate * factor
-        rates = [group["lr"] for group in self._optimizer.param_groups]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         self._schedule.load_state_dict(
             self._schedule.state_dict() | {"last_epoch": steps_done, "_last_lr": rates}
         )
@@ -207,7 +207,7 @@ class Learner:
         except torch.OutOfMemoryError:
             problem = self._out_of_memory(done)
         finally:
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
         raise OutOfMemory(problem)  # out of the handler: the cause's frames would keep their tensors
 
     def _out_of_memory(self, done: int) -> str:
@@ -277,7 +277,7 @@ class Learner:
         learning_rate = float(self._schedule.get_last_lr()[0])
         skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
         if not skipped:
-            self._optimizer.step()
+            self.optimizer.step()
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": skipped}
 
 

@@ -3,12 +3,13 @@
 Master weights are the tensors that publishing rounds (float32 published as bfloat16): an update smaller than
 the rounding exists in them alone.
 
-All tensors of a state are plain. Under FSDP2 they are this rank's shards, and each rank restores its own.
-Settings (learning rate, betas, weight decay) are no part of it: a restarted learner has those it was
-configured with.
+Two forms of it. By parameter's name (`named_moments`, `named_weights`), sharded as the model is, for
+`torch.distributed.checkpoint`, which restores it on any number of ranks. And plain tensors by parameter's
+index, of one rank alone, for an adapter. Settings (learning rate, betas, weight decay) are in neither: a
+restarted learner has those it was configured with.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -62,6 +63,58 @@ def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:
             else _copy_like(parameters[index], tensor)
             for name, tensor in tensors.items()
         }
+
+
+NamedMoments = dict[str, dict[str, torch.Tensor]]  # by AdamW's name, then the parameter's
+
+
+def named_moments(policy: Policy, optimizer: torch.optim.Optimizer) -> NamedMoments:
+    """AdamW's moments of all weights; nothing is copied."""
+    moments: NamedMoments = {}
+    for name, parameter in policy.model.named_parameters():
+        for kind, tensor in optimizer.state.get(parameter, {}).items():
+            moments.setdefault(kind, {})[name] = tensor
+    return moments
+
+
+@torch.no_grad()
+def empty_moments(policy: Policy, names: Mapping[str, Collection[str]]) -> NamedMoments:
+    """Tensors to restore moments into: zeros, sharded as their parameters are.
+
+    Args:
+        names: of the parameters that have moments, by AdamW's name.
+
+    Raises:
+        ValueError: the model has no such parameter.
+    """
+    parameters = dict(policy.model.named_parameters())
+    unknown = sorted({name for each in names.values() for name in each} - parameters.keys())
+    if unknown:
+        raise ValueError(f"moments of {unknown[0]!r}, which this model does not have ({len(unknown)} such)")
+    return {
+        kind: {
+            name: torch.zeros((), device=parameters[name].device)
+            if kind == _STEPS
+            else torch.zeros_like(parameters[name])
+            for name in sorted(each)
+        }
+        for kind, each in names.items()
+    }
+
+
+def set_moments(policy: Policy, optimizer: torch.optim.Optimizer, moments: NamedMoments) -> None:
+    """Make these the optimizer's moments."""
+    optimizer.state.clear()
+    for name, parameter in policy.model.named_parameters():
+        own = {kind: each[name] for kind, each in moments.items() if name in each}
+        if own:
+            optimizer.state[parameter] = own
+
+
+def named_weights(policy: Policy, wire_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """As `master_weights`, sharded as the model is."""
+    rounded = master_weights(policy, wire_dtype)
+    return {name: tensor.detach() for name, tensor in policy.trained().items() if name in rounded}
 
 
 def master_weights(policy: Policy, wire_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -14,6 +14,9 @@ from app.jobs.evaluation import Evaluation
 RUNS = Path("~/.cache/slipstream/runs")
 
 
+SHOWN = 120  # characters of an answer in the log; the record has all of it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """One step of the learner."""
@@ -47,7 +50,7 @@ class StepRecord:
         return (
             f"step {self.step:>3}  reward {self.reward:.3f}  version {self.version}  "
             f"staleness {self.staleness_mean:.1f}  {self.tokens_per_s:.0f} tokens/s  "
-            f"loss {shown}  {self.step_s:.1f} s  {self.example!r}"
+            f"loss {shown}  {self.step_s:.1f} s  {_short(self.example)!r}"
         )
 
     def values(self) -> dict[str, float]:
@@ -62,6 +65,10 @@ class StepRecord:
             found["evaluation/reward"] = self.evaluation.reward
             found |= {f"evaluation/pass@{k}": value for k, value in self.evaluation.pass_at.items()}
         return found
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

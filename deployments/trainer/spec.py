@@ -26,10 +26,6 @@ class TrainerSpec:
         chunk_bytes: the size of the pieces in which weights are sent.
         native: whether vLLM's own engine of the transport's name sends, inside a pause (`staging: none`).
         trust_remote_code: whether the code that a checkpoint brings with it is run.
-        optimizer_state_every: after every n-th step the optimizer's state is saved, and master weights if
-            `wire_dtype` rounds them; 0: never. That is twice the size of the weights in the trainer's dtype,
-            or three times. A trainer that restarts from another step than the saved one has its weights as
-            stored and these moments; without a state, moments start at zero.
     """
 
     config: TrainerConfig
@@ -40,5 +36,4 @@ class TrainerSpec:
     chunk_bytes: int
     native: bool
     trust_remote_code: bool = False
-    optimizer_state_every: int = 10
     publish_timeout_s: float = 900.0

@@ -233,7 +233,7 @@ class Trainer:
                     raise
                 logger.warning("the round is sent again, to the replicas that are left: %s", error)
         self._version, self._last_round = report.version, report
-        await self._group.call(TrainerWorker.save_optimizer_state, timeout_s=self._step_timeout_s)
+        await self._group.call(TrainerWorker.save_checkpoint, timeout_s=self._step_timeout_s)
         return report
 
     async def _run_round(self, label: str | None) -> RoundReport:

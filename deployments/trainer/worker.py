@@ -1,11 +1,13 @@
 """One rank of the trainer: the policy, its optimizer and its part of every publish."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import ray
 import torch
+from pydantic import JsonValue
 
 from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
@@ -13,12 +15,13 @@ from deployments.lost_calls import repeated
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.reports import StoreResult
 from deployments.trainer.checkpoint import BaseCheckpoint, summary
+from deployments.trainer.checkpoints import Checkpoints
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.publisher import Publisher
 from deployments.trainer.rank import TrainerRank
+from deployments.trainer.resume import resume
 from deployments.trainer.save_directory import directory_to_save
 from deployments.trainer.spec import TrainerSpec
-from deployments.trainer.state_file import StateFile, resume
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import SavedCheckpoint
 from deployments.unary import UnaryHandle
@@ -27,6 +30,7 @@ from deployments.weights.store.versions import Store
 from trainers.learner import Learner
 from trainers.policy import DTYPES
 from trainers.sources import ParameterSource
+from trainers.step_metrics import Metrics
 
 STORED_TIMEOUT_S = 60.0
 logger = serve_logger()
@@ -41,7 +45,6 @@ class TrainerWorker(TrainerRank):
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)
         self._base = BaseCheckpoint(Path(spec.model))
-        self._state_file = StateFile(self._store.directory.parent / "trainer", rank)
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
         """Join the group, load the newest stored version or the model, and be ready for steps.
@@ -52,12 +55,18 @@ class TrainerWorker(TrainerRank):
         """
         spec = self._spec
         self._begin(rendezvous_address)
-        version = self._stored.newest(self._fleet().fleet_id)
+        fleet_id = self._fleet().fleet_id
+        version = self._stored.newest(fleet_id)
         self._policy = self._read(self._store.path_of(version) if version else Path(spec.model))
         reference = self._read(Path(spec.model)) if spec.config.loss.kl_coefficient != 0.0 else None
         self._learner = Learner(self._policy, spec.config, reference=reference)
+        self._checkpoints = Checkpoints(
+            self._store.directory.parent / "trainer" / "checkpoints",
+            rank=self._rank,
+            keep=spec.config.checkpoints_kept,
+        )
         if version:
-            self._resume(version)
+            self._resume(version, fleet_id)
         wire_dtype = spec.config.wire_dtype
         source = self._source(None if wire_dtype is None else DTYPES[wire_dtype])
         self._lacking = self._base.lacking([spec.name for spec in source.specs()])
@@ -81,6 +90,11 @@ class TrainerWorker(TrainerRank):
             parameters=self._parameters(),
             untrained=summary(self._lacking),
         )
+
+    def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None = None) -> Metrics:
+        """As `TrainerRank.step`."""
+        self._checkpoints.wait_until_copied()
+        return super().step(trajectories, published)
 
     def publish(self, label: str | None) -> RoundReport | None:
         """Move the fleet to this policy, and begin to write the version to the store.
@@ -106,21 +120,16 @@ class TrainerWorker(TrainerRank):
         self._writer.put(version, self._store)
         return report
 
-    def save_optimizer_state(self) -> None:
-        """Write the optimizer's state and master weights for a restart, after every n-th step
-        (`optimizer_state_every`). If that fails, the former state stays and training goes on."""
-        every, step = self._spec.optimizer_state_every, self._learner.steps_done
-        if step in (0, self._state_file.step) or every == 0 or step % every != 0:
-            return  # nothing new: before the first step there are no moments. 15 s at 1.7B in float32
-        try:
-            self._state_file.write(self._learner.state_dict(wire_dtype=self._spec.config.wire_dtype), step)
-        except OSError as error:
-            logger.warning(
-                "trainer rank %d: the optimizer's state of step %d is not saved, the former one stays: %s",
-                self._rank,
-                step,
-                error,
-            )
+    def save_checkpoint(self) -> None:
+        """Begin to write a checkpoint for a restart, after every n-th step (`trainer.checkpoint_every`). If
+        that fails, the former ones stay and training goes on."""
+        step, every = self._learner.steps_done, self._spec.config.checkpoint_every
+        since = step - (self._checkpoints.step or 0)
+        if every == 0 or step == 0 or (since < every and step % every != 0) or since == 0:
+            return  # before the first step there are no moments
+        config, fleet_id = self._spec.config, self._publisher.fleet_id
+        if not self._checkpoints.save(self._learner, wire_dtype=config.wire_dtype, fleet_id=fleet_id):
+            logger.info("no checkpoint of step %d: the former one is still being written", step)
 
     def load_version(self, version: int) -> None:
         """Go back to the weights of a stored version; the optimizer's moments start at zero, also after a
@@ -128,8 +137,9 @@ class TrainerWorker(TrainerRank):
 
         Raises:
             InvalidRequest: the version is not in the store, or damaged; nothing has changed.
-            OSError: the state file of the former weights cannot be removed.
+            OSError: a checkpoint of the former weights cannot be removed.
         """
+        self._checkpoints.wait_until_copied()
         try:
             with self._store.reading(version) as directory:
                 problem = self._stored.problem(version)
@@ -139,7 +149,7 @@ class TrainerWorker(TrainerRank):
         except FileNotFoundError as error:
             raise InvalidRequest(str(error)) from error
         self._learner.restart(self._learner.steps_done, keep_moments=False)
-        self._state_file.remove()
+        self._checkpoints.discard()
 
     def save(self, path: str | None) -> SavedCheckpoint:
         """Write an ordinary checkpoint of the weights as they are now.
@@ -175,8 +185,11 @@ class TrainerWorker(TrainerRank):
         return StoreStatus(stored_version=self._writer.newest, store_problem=problem)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all versions are written; False if that takes longer than `timeout_s`."""
-        return self._writer.wait(timeout_s)
+        """Wait until all versions and the checkpoint are written; False if that takes longer."""
+        began = time.monotonic()
+        written = self._writer.wait(timeout_s)
+        left = max(0.0, timeout_s - (time.monotonic() - began))
+        return self._checkpoints.wait(left) and written
 
     def _source(self, dtype: torch.dtype | None) -> ParameterSource:
         return ParameterSource(self._policy.model, dtype=dtype, stored=self._base.names)
@@ -184,11 +197,11 @@ class TrainerWorker(TrainerRank):
     def _parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._policy.model.parameters())
 
-    def _resume(self, version: int) -> None:
+    def _resume(self, version: int, fleet_id: str | None) -> None:
         step = self._store.manifest_of(version).trainer_step
         if step is None:  # another publisher's version
             step = 0
-        difference = resume(self._learner, self._state_file, step)
+        difference = resume(self._learner, self._checkpoints, step, fleet_id)
         if self._rank != 0:
             return
         if difference is None:

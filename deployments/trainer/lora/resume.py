@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deployments.trainer.lora.publisher import LiveVersion
-from deployments.trainer.state_file import State, StateFile
+from deployments.trainer.lora.state_file import State, StateFile
 from trainers.learner import Learner
 from trainers.settings import LoraConfig
 

@@ -19,11 +19,11 @@ from deployments.trainer.checkpoint import BaseCheckpoint
 from deployments.trainer.lora.publisher import AdapterPublisher
 from deployments.trainer.lora.resume import go_on, look, settings
 from deployments.trainer.lora.sender import adapter_sender
+from deployments.trainer.lora.state_file import State, StateFile
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.rank import TrainerRank
 from deployments.trainer.save_directory import directory_to_save
 from deployments.trainer.spec import TrainerSpec, adapter_directory
-from deployments.trainer.state_file import State, StateFile
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint
 from deployments.unary import UnaryHandle

@@ -24,8 +24,9 @@ def small_spec(tmp_path: Path) -> TrainerSpec:
         save_tiny_llama(tmp_path / "model", seed=0, tied=True),
         tmp_path / "state" / "store",
         chunk_bytes=1 << 18,
-        config=TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4)),
-        optimizer_state_every=1,
+        config=TrainerConfig(
+            optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4), checkpoint_every=1
+        ),
     )
 
 

@@ -392,7 +392,7 @@ def test_a_rank_that_comes_after_rank_0_has_saved_does_not_refuse_the_directory(
 def test_an_adapter_is_saved_beside_the_store_and_not_just_anywhere(
     spec: TrainerSpec, controller: FakeAdapterController
 ) -> None:
-    worker = started(replace(spec, optimizer_state_every=0), controller)
+    worker = started(with_config(spec, checkpoint_every=0), controller)
     report = worker.save(None)
     assert report is not None, "rank 0 has the report"
     path = Path(report.path)

@@ -1,6 +1,8 @@
-"""What a restarted rank finds: weights in the store, and the state file beside it."""
+"""What a restarted rank finds: weights in the store, and checkpoints beside it."""
 
-from dataclasses import replace
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,22 @@ from trainers.settings import OptimizerConfig
 
 
 @pytest.fixture
+def full_disk() -> Callable[[], AbstractContextManager[None]]:
+    """Files of this process cannot grow, as on a disk without space."""
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return full
+
+
+@pytest.fixture
 def spec(tmp_path: Path) -> TrainerSpec:
     return small_spec(tmp_path)
 
@@ -28,7 +46,7 @@ def trained(spec: TrainerSpec, *, steps: int) -> TrainerWorker:
     for _ in range(steps):
         worker.step(BATCH)
         worker.publish(None)
-        worker.save_optimizer_state()
+        worker.save_checkpoint()
         assert worker.flush(30.0)
     return worker
 
@@ -42,8 +60,8 @@ def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
 
 
-def state_file(spec: TrainerSpec) -> Path:
-    return Path(spec.store_dir).parent / "trainer" / "trainer_state.rank0.pt"
+def checkpoints(spec: TrainerSpec) -> list[Path]:
+    return sorted((Path(spec.store_dir).parent / "trainer" / "checkpoints").glob("*step-*"))
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -58,31 +76,34 @@ def test_a_restarted_trainer_resumes_from_the_newest_version(spec: TrainerSpec) 
     assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
 
 
-def test_a_restart_without_optimizer_state_resumes_the_schedule(spec: TrainerSpec) -> None:
-    trained(replace(spec, optimizer_state_every=0), steps=1)
+def test_a_restart_without_a_checkpoint_resumes_the_schedule(spec: TrainerSpec) -> None:
+    trained(with_config(spec, checkpoint_every=0), steps=1)
     metrics = started(spec, FakeController()).step(BATCH)
     assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(1e-3 * 2 / 5)
 
 
-def test_before_the_first_step_there_is_no_state_to_save(spec: TrainerSpec) -> None:
+def test_before_the_first_step_there_is_nothing_to_save(spec: TrainerSpec) -> None:
     worker = started(spec, FakeController())
     worker.publish(None)
-    worker.save_optimizer_state()
-    assert not state_file(spec).exists()
+    worker.save_checkpoint()
     assert worker.flush(30.0)
+    assert not checkpoints(spec)
 
 
 def test_one_step_that_is_published_twice_is_saved_once(spec: TrainerSpec) -> None:
     worker = trained(spec, steps=1)
-    before = state_file(spec).stat().st_mtime_ns
+    (before,) = checkpoints(spec)
+    written = before.stat().st_mtime_ns
     worker.publish(None)
-    worker.save_optimizer_state()
-    assert state_file(spec).stat().st_mtime_ns == before
-    worker.load_version(1)
-    worker.publish("rollback to 1")
-    worker.save_optimizer_state()
-    assert state_file(spec).is_file(), "the state of before the rollback is gone, and this one is new"
+    worker.save_checkpoint()
     assert worker.flush(30.0)
+    assert checkpoints(spec) == [before] and before.stat().st_mtime_ns == written
+    worker.load_version(1)
+    assert not checkpoints(spec), "those of before the rollback are gone"
+    worker.publish("rollback to 1")
+    worker.save_checkpoint()
+    assert worker.flush(30.0)
+    assert checkpoints(spec) == [before]
 
 
 def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
@@ -103,7 +124,7 @@ def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
 def test_master_weights_of_another_step_are_not_restored(
     spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec = replace(with_config(spec, wire_dtype="bfloat16"), optimizer_state_every=2)
+    spec = with_config(spec, wire_dtype="bfloat16", checkpoint_every=2)
     worker = trained(spec, steps=3)
     with caplog.at_level("INFO", "ray.serve"):
         resumed = started(spec, FakeController())
@@ -114,37 +135,54 @@ def test_master_weights_of_another_step_are_not_restored(
     assert resumed.step(BATCH)["step"] == 4
 
 
+@pytest.mark.parametrize("file", ["checkpoint.json", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("damage", [b"", b"not a state", None])
-def test_a_damaged_state_file_costs_the_moments_and_not_the_trainer(
-    spec: TrainerSpec, tmp_path: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
+def test_a_damaged_checkpoint_costs_the_moments_and_not_the_trainer(
+    spec: TrainerSpec, tmp_path: Path, file: str, damage: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = trained(spec, steps=1)
-    file = state_file(spec)
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if damage is None else damage)
+    (checkpoint,) = checkpoints(spec)
+    content = (checkpoint / file).read_bytes()
+    (checkpoint / file).write_bytes(content[: len(content) // 2] if damage is None else damage)
     with caplog.at_level("INFO", "ray.serve"):
         resumed = started(spec, FakeController())
     (line,) = lines(caplog)
     assert line.startswith("the trainer resumes from version 1, step 1; moments start at zero: ")
-    assert str(file) in line and "\n" not in line
+    assert str(checkpoint.parent) in line and "\n" not in line
     assert equal(saved(resumed, tmp_path / "resumed again"), saved(worker, tmp_path / "trained on"))
     assert resumed.step(BATCH)["step"] == 2
 
 
-def test_a_state_that_cannot_be_saved_does_not_end_training(
+def test_a_damaged_checkpoint_leaves_the_one_before(
     spec: TrainerSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = started(spec, FakeController())
-    file = state_file(spec)
-    file.parent.mkdir(parents=True)
-    file.with_suffix(".partial").symlink_to("/dev/full")
+    trained(spec, steps=3)
+    older, newest = checkpoints(spec)
+    assert (older.name, newest.name) == ("step-000002", "step-000003"), "two are kept"
+    (newest / "__0_0.distcp").write_bytes(b"")
+    with caplog.at_level("INFO", "ray.serve"):
+        started(spec, FakeController())
+    assert lines(caplog) == [
+        "the trainer resumes from version 3, step 3; weights as stored, moments of step 2"
+    ]
+
+
+def test_a_full_disk_does_not_end_training(
+    spec: TrainerSpec, caplog: pytest.LogCaptureFixture, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    worker = trained(spec, steps=1)
     worker.step(BATCH)
     worker.publish(None)
-    with caplog.at_level("INFO", "ray.serve"):
-        worker.save_optimizer_state()
+    assert worker.flush(30.0)
+    with caplog.at_level("INFO", "ray.serve"), full_disk():
+        worker.save_checkpoint()
+        assert worker.flush(30.0)
     (line,) = lines(caplog)
-    assert line.startswith("trainer rank 0: the optimizer's state of step 1 is not saved")
-    worker.save_optimizer_state()
-    assert file.is_file(), "what filled the disk is gone, and the next attempt succeeds"
+    assert line.startswith("the trainer's checkpoint of step 2 is not saved, the former ones stay: ")
+    assert [each.name for each in checkpoints(spec)] == ["step-000001"]
+    worker.save_checkpoint()
+    assert worker.flush(30.0)
+    assert [each.name for each in checkpoints(spec)] == ["step-000001", "step-000002"]
 
 
 def test_after_a_rollback_and_a_restart_the_moments_start_at_zero(spec: TrainerSpec, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ def trainer_spec(
     device: str = "cpu",
     chunk_bytes: int = 1 << 20,
     config: TrainerConfig | None = None,
-    optimizer_state_every: int = 10,
 ) -> TrainerSpec:
     return TrainerSpec(
         model=str(model),
@@ -25,7 +24,6 @@ def trainer_spec(
         chunk_bytes=chunk_bytes,
         native=False,
         config=TrainerConfig(cpu_threads=1) if config is None else config,
-        optimizer_state_every=optimizer_state_every,
     )
 
 

@@ -1,0 +1,300 @@
+"""Checkpoints on disk, and what a restart takes from them; one process, and two ranks over Gloo."""
+
+import os
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+
+from deployments.trainer.checkpoints import Checkpoints
+from deployments.trainer.resume import resume
+from tests.trainers import tiny
+from trainers.fsdp2 import shard_policy
+from trainers.learner import Learner
+from trainers.policy import Policy
+from trainers.settings import Dtype, LearnerConfig, OptimizerConfig
+from trainers.sources import ParameterSource
+
+CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-4), share_prompts=False)
+BATCH = [
+    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
+    tiny.trajectory((3, 4), (7, 1), advantage=-1.0),
+]
+Weights = dict[str, torch.Tensor]
+
+
+def weights(policy: Policy) -> Weights:
+    return {name: tensor.clone() for name, tensor in ParameterSource(policy.model)}
+
+
+def load(policy: Policy, values: Weights, *, dtype: torch.dtype) -> None:
+    """What a restarted trainer has read from the store."""
+    with torch.no_grad():
+        for name, tensor in policy.model.state_dict().items():
+            tensor.copy_(values[name].to(dtype))
+
+
+def equal(left: Weights, right: Weights) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def near(left: Weights, right: Weights) -> bool:
+    return all(torch.allclose(left[name], right[name], rtol=1e-3, atol=2e-5) for name in left)
+
+
+def checkpoints(directory: Path, *, rank: int = 0) -> Checkpoints:
+    return Checkpoints(directory / "checkpoints", rank=rank, keep=2)
+
+
+def save(
+    learner: Learner, kept: Checkpoints, *, wire_dtype: Dtype | None = None, fleet_id: str = "f"
+) -> None:
+    assert kept.save(learner, wire_dtype=wire_dtype, fleet_id=fleet_id)
+    kept.wait_until_copied()
+    assert kept.wait(60.0)
+
+
+def names(kept: Checkpoints) -> list[str]:
+    return sorted(entry.name for entry in kept.directory.iterdir())
+
+
+def stepped(directory: Path) -> Learner:
+    learner = Learner(tiny.policy(directory), CONFIG)
+    learner.step(BATCH)
+    return learner
+
+
+def test_what_follows_a_save_is_not_in_it(tmp_path: Path) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    before = weights(learner.policy)
+    assert kept.save(learner, wire_dtype="bfloat16", fleet_id="f")
+    kept.wait_until_copied()
+    learner.step(BATCH)
+    assert kept.wait(60.0)
+    resumed = Learner(Policy.load(tmp_path), CONFIG)
+    load(resumed.policy, before, dtype=torch.bfloat16)
+    assert resume(resumed, checkpoints(tmp_path), 1, "f") is None
+    assert equal(weights(resumed.policy), before)
+    resumed.step(BATCH)
+    assert equal(weights(resumed.policy), weights(learner.policy))
+
+
+def test_a_checkpoint_has_its_name_when_all_of_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    during: list[list[str]] = []
+    write = dcp.save
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        result = write(*arguments, **named)
+        during.append(names(kept))
+        return result
+
+    monkeypatch.setattr(dcp, "save", watched)
+    save(learner, kept)
+    ((partial,),) = during
+    assert partial.startswith(".step-000001-") and partial.endswith(".partial")
+    assert names(kept) == ["step-000001"]
+    (kept.directory / ".step-000009-dead.partial").mkdir()  # its writer was killed
+    assert names(checkpoints(tmp_path)) == ["step-000001"]
+
+
+def test_a_disk_that_hangs_costs_checkpoints_and_no_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    free, write = threading.Event(), dcp.save
+
+    def hanging(*arguments: Any, **named: Any) -> Any:
+        assert free.wait(60.0)
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(dcp, "save", hanging)
+    assert kept.save(learner, wire_dtype=None, fleet_id="f")
+    kept.wait_until_copied()
+    assert learner.step(BATCH)["step"] == 2
+    assert not kept.save(learner, wire_dtype=None, fleet_id="f")
+    assert not kept.wait(0.01)
+    free.set()
+    assert kept.wait(60.0)
+    assert names(kept) == ["step-000001"]
+    save(learner, kept)
+    assert names(kept) == ["step-000001", "step-000002"]
+
+
+def test_what_is_being_written_at_a_rollback_becomes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    free, write = threading.Event(), dcp.save
+
+    def held(*arguments: Any, **named: Any) -> Any:
+        assert free.wait(60.0)
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(dcp, "save", held)
+    assert kept.save(learner, wire_dtype=None, fleet_id="f")
+    kept.wait_until_copied()
+    kept.discard()
+    free.set()
+    assert kept.wait(60.0)
+    assert names(kept) == []
+
+
+def test_a_second_run_that_comes_as_far_replaces_the_first_ones_checkpoint(tmp_path: Path) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    save(learner, kept, wire_dtype="bfloat16")
+    with torch.no_grad():
+        for parameter in learner.policy.parameters():
+            parameter += 0.01
+    save(learner, kept, wire_dtype="bfloat16")
+    resumed = Learner(Policy.load(tmp_path), CONFIG)
+    load(resumed.policy, weights(learner.policy), dtype=torch.bfloat16)
+    assert resume(resumed, kept, 1, "f") is None
+    assert equal(weights(resumed.policy), weights(learner.policy))
+
+
+def test_the_nearest_checkpoint_is_taken_and_none_of_another_fleet(tmp_path: Path) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    save(learner, kept, fleet_id="other")
+    learner.step(BATCH)
+    save(learner, kept)
+    learner.step(BATCH)
+    save(learner, kept)
+    assert names(kept) == ["step-000001", "step-000002", "step-000003"]  # each fleet keeps its own
+    resumed = Learner(Policy.load(tmp_path), CONFIG)
+    assert resume(resumed, kept, 1, "f") == "weights as stored, moments of step 2"
+    assert kept.step == 2
+    assert "there is no checkpoint in" in str(resume(resumed, kept, 1, "none"))
+
+
+def test_weights_of_the_same_step_that_are_not_those_of_the_checkpoint_stay(tmp_path: Path) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    save(learner, kept, wire_dtype="bfloat16")
+    resumed = Learner(Policy.load(tmp_path), CONFIG)
+    load(resumed.policy, weights(tiny.policy(tmp_path / "other", seed=1)), dtype=torch.bfloat16)
+    before = weights(resumed.policy)
+    assert resume(resumed, kept, 1, "f") == "weights as stored, moments of step 1"
+    assert equal(weights(resumed.policy), before)
+
+
+def test_a_checkpoint_of_another_model_is_not_restored(tmp_path: Path) -> None:
+    learner = Learner(tiny.policy(tmp_path / "a", "llama"), CONFIG)
+    learner.step(BATCH)
+    kept = checkpoints(tmp_path)
+    save(learner, kept)
+    other = Learner(tiny.policy(tmp_path / "b", "qwen3-moe"), CONFIG)
+    problem = resume(other, kept, 1, "f")
+    assert problem is not None and "step-000001 cannot be used: ValueError: exp_avg" in problem
+    assert "expected" in problem and other.step(BATCH)["step"] == 2
+
+
+def test_an_error_of_the_copy_is_an_error_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    failed: Future[Any] = Future()
+    failed.set_exception(MemoryError("no host memory"))
+    monkeypatch.setattr(kept, "_stage", lambda _: failed)
+    assert kept.save(learner, wire_dtype=None, fleet_id="f")
+    kept.wait_until_copied()
+    assert kept.wait(60.0)
+    assert caplog.messages == [
+        "the trainer's checkpoint of step 1 is not saved, the former ones stay: no host memory"
+    ]
+    assert kept.step is None
+
+
+def rank_of_two(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        outcomes = _train_and_resume(rank, directory)
+        if rank == 0:
+            torch.save(outcomes, directory / "out.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def _train_and_resume(rank: int, directory: Path) -> dict[str, object]:
+    kept = checkpoints(directory, rank=rank)
+    straight = _sharded(directory)
+    straight.step(BATCH)
+    save(straight, kept, wire_dtype="bfloat16")
+    trained = weights(straight.policy)
+    straight.step(BATCH)
+
+    resumed = _sharded(directory, stored=trained)
+    out: dict[str, object] = {"trained": trained, "exact": resume(resumed, kept, 1, "f")}
+    out["same"] = equal(weights(resumed.policy), trained)
+    resumed.step(BATCH)
+    out["continued"] = equal(weights(resumed.policy), weights(straight.policy))
+    out["after"] = weights(straight.policy)
+
+    of_one = Checkpoints(directory / "of-one", rank=rank, keep=2)
+    resumed = _sharded(directory, stored=torch.load(directory / "one.pt"))
+    out["from one"] = resume(resumed, of_one, 1, "f")
+    resumed.step(BATCH)
+    out["after one"] = weights(resumed.policy)
+
+    (file,) = (kept.directory / "step-000001").glob("__1_*.distcp")
+    content = file.read_bytes()
+    dist.barrier()
+    if rank == 1:
+        file.write_bytes(b"")
+    dist.barrier()
+    stored = _sharded(directory, stored=trained)
+    before = weights(stored.policy)
+    out["damaged"] = resume(stored, kept, 1, "f")
+    out["as stored"] = equal(weights(stored.policy), before)
+    out["step"] = stored.step(BATCH)["step"]
+    dist.barrier()
+    if rank == 1:
+        file.write_bytes(content)
+    dist.barrier()
+    return out
+
+
+def _sharded(directory: Path, stored: Weights | None = None) -> Learner:
+    policy = Policy.load(directory)
+    if stored is not None:
+        load(policy, stored, dtype=torch.bfloat16)
+    shard_policy(policy)
+    return Learner(policy, CONFIG)
+
+
+@pytest.mark.timeout(300)
+def test_any_number_of_ranks_resumes_and_all_of_them_or_none(tmp_path: Path) -> None:
+    tiny.policy(tmp_path)
+    single = Learner(Policy.load(tmp_path), CONFIG)
+    single.step(BATCH)
+    save(single, Checkpoints(tmp_path / "of-one", rank=0, keep=2), wire_dtype="bfloat16")
+    torch.save(weights(single.policy), tmp_path / "one.pt")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(rank_of_two, args=(tmp_path,), nprocs=2, join=True)
+    out = torch.load(tmp_path / "out.pt")
+    assert out["exact"] is None and out["same"] and out["continued"]
+    assert "step-000001 cannot be used: " in out["damaged"] and "\n" not in out["damaged"]
+    assert out["as stored"] and out["step"] == 2
+    single.step(BATCH)
+    assert out["from one"] is None and near(out["after one"], weights(single.policy))
+    resumed = Learner(Policy.load(tmp_path), CONFIG)  # what two ranks have written, on one
+    load(resumed.policy, out["trained"], dtype=torch.bfloat16)
+    assert resume(resumed, checkpoints(tmp_path), 1, "f") is None
+    assert equal(weights(resumed.policy), out["trained"])
+    resumed.step(BATCH)
+    assert near(weights(resumed.policy), out["after"])
