@@ -30,7 +30,7 @@ class AdapterReport:
     base_version: int  # of the weights that it was trained on
     digest: str  # of its files
     size_bytes: int
-    write_s: float
+    write_s: float  # until its files were written, beside the transfer
     duration_s: float  # of the whole call
     transfer_s: float | None = None  # to the replicas' memory; None: they read the fleet's copy
 

@@ -101,29 +101,34 @@ class Adapter:
         finally:
             self._model.enable_adapters()
 
-    def write(
-        self,
-        directory: Path,
-        *,
-        dtype: torch.dtype | None = None,
-        metadata: Mapping[str, str] | None = None,
-        durable: bool = True,
-    ) -> None:
-        """Write peft's two files.
+    def files(
+        self, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
+    ) -> dict[str, bytes]:
+        """What peft's two files contain, by their names.
 
         Args:
             dtype: of the tensors in the file; None: float32, as they are.
             metadata: beside the tensors, in the safetensors file.
-            durable: whether they survive a crash of the host when this returns.
-
-        Raises:
-            OSError: a file cannot be written.
         """
         own = self.tensors()
         tensors = dict(zip(own, host_copies(list(own.values()), dtype), strict=True))
         stated = {"format": "pt"} if metadata is None else {"format": "pt", **metadata}
-        _write(directory / CONFIG, json.dumps(self._written(), indent=2, sort_keys=True).encode(), durable)
-        _write(directory / TENSORS, save(tensors, metadata=stated), durable)
+        return {
+            CONFIG: json.dumps(self._written(), indent=2, sort_keys=True).encode(),
+            TENSORS: save(tensors, metadata=stated),
+        }
+
+    def write(self, directory: Path) -> None:
+        """Write peft's two files, which survive a crash of the host when this returns.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        for name, content in self.files().items():
+            with (directory / name).open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
 
     def read(self, directory: Path) -> dict[str, torch.Tensor]:
         """The tensors of an adapter that was written with these settings.
@@ -182,14 +187,6 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str
             f"got {wrong[0]!r}"
         )
     return sorted(set(wanted))
-
-
-def _write(path: Path, content: bytes, durable: bool) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
 
 
 def host_copies(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """An adapter on its way into the fleet: its files, and the controller's load of the next version of its name.
 
     write the files aside, then rename  ──► load_adapter, if the name is at the version that was found
-    send the files to the replicas      beside the copy into the store; without them replicas read the copy
+    send them from memory to the replicas   beside that; without them replicas read the fleet's copy
     the controller dies meanwhile       ──► its successor's catalog says what became of the load
 
 A version is this trainer's if its files say so: they name the fleet and the trainer's step. What somebody
@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,12 +97,21 @@ class AdapterPublisher:
             step=_trainer_step(Path(newest.path) / TENSORS, self._fleet_id),
         )
 
-    def publish(self, adapter: Adapter, *, step: int, base_version: int, label: str | None) -> AdapterReport:
+    def publish(
+        self,
+        adapter: Adapter,
+        *,
+        step: int,
+        base_version: int,
+        label: str | None,
+        before_load: Callable[[], None] = lambda: None,
+    ) -> AdapterReport:
         """Make the adapter the next version of its name, on all replicas or on none.
 
         Args:
             step: optimizer steps that it has had.
             base_version: of the weights that it was trained on.
+            before_load: called in another thread, before the fleet is asked to load it.
 
         Raises:
             InvalidRequest: the replicas rejected it.
@@ -111,11 +120,27 @@ class AdapterPublisher:
             FleetUnavailable: too few replicas serve, or the controller does not answer.
         """
         began = self._clock()
-        directory = self._written(adapter, step)
-        try:
+        files = adapter.files(dtype=self._dtype, metadata={FLEET: self._fleet_id, STEP: str(step)})
+        directory = self._directory / f"step-{step:06d}-{uuid.uuid4().hex[:8]}"
+        sending, load_id = threading.Event(), uuid.uuid4().hex
+
+        def written_and_loaded() -> tuple[float, int, str]:
+            self._write(directory, files)
             written = self._clock()
-            version, digest, transfer_s = self._sent_and_loaded(directory)
-            size_bytes = (directory / TENSORS).stat().st_size
+            before_load()
+            sending.wait()  # replicas carry out instructions in their order, and are to receive it first
+            return written, *self._loaded(directory, "" if self._sender is None else load_id)
+
+        transfer_s = None
+        try:
+            with ThreadPoolExecutor(max_workers=1) as beside:
+                loading = beside.submit(written_and_loaded)
+                try:
+                    if self._sender is not None:
+                        transfer_s = self._sender.send(files, load_id, sending.set)
+                finally:
+                    sending.set()
+                written, version, digest = loading.result()
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         return AdapterReport(
@@ -125,44 +150,24 @@ class AdapterPublisher:
             step=step,
             base_version=base_version,
             digest=digest,
-            size_bytes=size_bytes,
+            size_bytes=len(files[TENSORS]),
             write_s=written - began,
             transfer_s=transfer_s,
             duration_s=self._clock() - began,
         )
 
-    def _written(self, adapter: Adapter, step: int) -> Path:
-        """A directory that is complete when it has its name."""
-        final = self._directory / f"step-{step:06d}-{uuid.uuid4().hex[:8]}"
+    def _write(self, final: Path, files: Mapping[str, bytes]) -> None:
+        """A directory that is complete when it has its name. Not durable: the fleet's own copy is, and the
+        trainer's state."""
         partial = final.with_name(f".{final.name}.partial")
         try:
             partial.mkdir(parents=True)
-            whose = {FLEET: self._fleet_id, STEP: str(step)}
-            # Not durable: the fleet's own copy is, and the trainer's state.
-            adapter.write(partial, dtype=self._dtype, metadata=whose, durable=False)
+            for name, content in files.items():
+                (partial / name).write_bytes(content)
             partial.rename(final)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
             raise Conflict(f"the adapter {self._name!r} is not published: {error}") from error
-        return final
-
-    def _sent_and_loaded(self, directory: Path) -> tuple[int, str, float | None]:
-        """As `_loaded`, and how long the replicas took to receive the files; None: they did not."""
-        if self._sender is None:
-            return *self._loaded(directory), None
-        sending, load_id = threading.Event(), uuid.uuid4().hex
-
-        def load() -> tuple[int, str]:
-            sending.wait()  # replicas carry out instructions in their order, and are to receive it first
-            return self._loaded(directory, load_id)
-
-        with ThreadPoolExecutor(max_workers=1) as beside:
-            loading = beside.submit(load)
-            try:
-                transfer_s = self._sender.send(directory, load_id, sending.set)
-            finally:
-                sending.set()
-            return *loading.result(), transfer_s
 
     def _loaded(self, directory: Path, load_id: str = "") -> tuple[int, str]:
         """The version that the directory has become, and its digest."""

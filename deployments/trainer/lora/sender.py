@@ -5,11 +5,9 @@ fleet's copy. A transfer that fails costs time and nothing else: the replicas lo
 """
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
@@ -22,7 +20,6 @@ from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.unary import UnaryHandle
 from deployments.vllm_plugin import register
-from deployments.weights.store.adapter_store import CONFIG, TENSORS
 from deployments.weights.transports.registry import (
     TRANSPORTS,
     SameGpu,
@@ -41,12 +38,11 @@ class FileSource(WeightSource):
     def __init__(self) -> None:
         self._files: dict[str, torch.Tensor] = {}
 
-    def read(self, directory: Path) -> bool:
-        """Take the files of an adapter; whether their sizes are others than before."""
+    def take(self, files: Mapping[str, bytes]) -> bool:
+        """Take the contents of files; whether their sizes are others than before."""
         before = self.metadata()
         self._files = {
-            name: torch.from_numpy(np.fromfile(directory / name, dtype=np.uint8))
-            for name in (CONFIG, TENSORS)
+            name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in files.items()
         }
         return self.metadata() != before
 
@@ -93,16 +89,17 @@ class AdapterSender:
         self._engine: TrainerWeightTransferEngine[Any] | None = None
         self._epoch: int | None = None
 
-    def send(self, directory: Path, load_id: str, on_sending: Callable[[], None]) -> float | None:
+    def send(self, files: Mapping[str, bytes], load_id: str, on_sending: Callable[[], None]) -> float | None:
         """Send an adapter's files; the seconds that took. None: it failed, and the log says why.
 
         Args:
+            files: their contents by name, in one order always.
             on_sending: called once the replicas are about to receive; not if they never are.
         """
         began = time.perf_counter()
         self._client.load_id, self._client.on_sending = load_id, on_sending
         try:
-            self._connect_if_needed(resized=self._source.read(directory))
+            self._connect_if_needed(resized=self._source.take(files))
             assert self._engine is not None
             self._engine.send_weights()
         except Exception as error:  # whatever it is, there is the store

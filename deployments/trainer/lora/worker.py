@@ -123,10 +123,13 @@ class LoraWorker(TrainerRank):
                 f"serves version {committed}: the trainer takes that as its base when it is started again",
                 {"expected": self._base_version, "version": committed},
             )
-        # Before the fleet has it: a trainer that is lost meanwhile goes on from here, and publishes again.
-        self._save_state()
         return self._publisher.publish(
-            self._adapter, step=self._learner.steps_done, base_version=self._base_version, label=label
+            self._adapter,
+            step=self._learner.steps_done,
+            base_version=self._base_version,
+            label=label,
+            # A trainer that is lost once the fleet has it goes on from here.
+            before_load=self._save_state,
         )
 
     def save(self, path: str | None) -> SavedCheckpoint | None:

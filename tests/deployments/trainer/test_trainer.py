@@ -21,7 +21,7 @@ from deployments.trainer.turns import Turns
 from deployments.trainer.worker_group import WorkerGroup
 from deployments.trainer_reports import AdapterReport
 from tests.deployments.fake_controller import FakeController
-from tests.deployments.trainer.fake_adapter_controller import FakeAdapterController
+from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
 from tests.deployments.trainer.trainer_specs import trainer_spec, with_config
 from tests.tiny_models import save_tiny_llama
 from trainers.lora import TENSORS

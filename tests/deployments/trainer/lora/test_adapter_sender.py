@@ -1,0 +1,100 @@
+"""The transfer of an adapter's files to the replicas, beside the controller's load of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.errors import Conflict
+from deployments.ledger.adapters.catalog import named
+from deployments.trainer.lora.sender import FileSource, adapter_sender
+from deployments.trainer.spec import TrainerSpec
+from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
+from tests.deployments.trainer.lora.one_adapter import (
+    TENSORS,
+    lines,
+    published,
+    started,
+)
+from tests.deployments.trainer.one_worker import BATCH
+from tests.tiny_adapters import save_tiny_adapter
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_the_replicas_receive_the_bytes_that_the_store_keeps(
+    spec: TrainerSpec, controller: FakeAdapterController
+) -> None:
+    worker = started(spec, controller)
+    for count in (1, 2, 3):
+        worker.step(BATCH)
+        report = published(worker)
+        assert report.transfer_s is not None and len(controller.sent) == count
+        files, load_id = controller.files("math"), named(controller.catalog, "math")[-1].load_id
+        assert controller.sent[load_id] == {each.name: each.read_bytes() for each in files.iterdir()}
+    assert controller.calls.count("connect") == 1 and controller.lease is None
+    controller.epoch += 1  # a replica joined
+    assert published(worker).transfer_s is not None and controller.calls.count("connect") == 2
+
+
+def test_a_connection_is_for_files_of_one_size(tmp_path: Path) -> None:
+    def files(name: str, seed: int, **settings: int) -> dict[str, bytes]:
+        directory = save_tiny_adapter(tmp_path / name, seed, **settings)
+        return {each: (directory / each).read_bytes() for each in ("adapter_config.json", TENSORS)}
+
+    source = FileSource()
+    assert source.take(files("a", 1))
+    source.forget()
+    assert not source.take(files("b", 2))
+    assert source.take(files("c", 1, lora_alpha=1234567))
+
+
+def test_the_connection_of_another_publisher_is_left_to_it(
+    spec: TrainerSpec, controller: FakeAdapterController, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = started(spec, controller)
+    worker.step(BATCH)
+    controller.connected_to = "somebody else"
+    with caplog.at_level("WARNING", "ray.serve"):
+        assert published(worker).transfer_s is None and controller.live == ["math@1"]
+    assert "'somebody else' is connected" in lines(caplog)[-1] and "connect" not in controller.calls
+
+
+@pytest.mark.parametrize("method", ["acquire", "connect", "send_adapter", "release"])
+@pytest.mark.parametrize("fate", ["fails", "before", "after"])
+def test_a_transfer_that_fails_costs_the_transfer_and_not_the_publish(
+    spec: TrainerSpec,
+    controller: FakeAdapterController,
+    method: str,
+    fate: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = started(spec, controller)
+    worker.step(BATCH)
+    with caplog.at_level("WARNING", "ray.serve"), monkeypatch.context() as patch:
+        if fate == "fails":
+
+            def fail(*args: Any) -> None:
+                raise Conflict("not now")
+
+            patch.setattr(controller, f"on_{method}", fail)
+        else:
+            controller.dies_in[method] = fate
+        report = published(worker)
+    assert report.version == 1 and controller.live == ["math@1"]
+    failures = [each for each in lines(caplog) if "its transfer over 'shm' failed" in each]
+    assert len(failures) == (report.transfer_s is None)
+    if method in ("connect", "send_adapter"):  # others are asked again, or matter to nobody
+        assert report.transfer_s is None
+    assert published(worker).transfer_s is not None, "the next one is sent again"
+
+
+@pytest.mark.parametrize(("transport", "ranks", "native"), [("ipc", 2, False), ("nccl", 1, True)])
+def test_where_no_rank_reaches_all_replicas_they_read_the_store(
+    spec: TrainerSpec, controller: FakeAdapterController, transport: str, ranks: int, native: bool
+) -> None:
+    config = spec.config.model_copy(update={"world_size": ranks})
+    other = replace(spec, transport=transport, native=native, config=config)
+    assert adapter_sender(other, controller) is None  # type: ignore[arg-type]

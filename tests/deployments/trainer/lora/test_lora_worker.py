@@ -1,0 +1,203 @@
+"""One rank that trains an adapter, without Ray and without a fleet: what is published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
+from deployments.trainer.lora.worker import LoraWorker
+from deployments.trainer.spec import TrainerSpec, adapter_directory
+from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
+from tests.deployments.trainer.lora.one_adapter import (
+    TENSORS,
+    lines,
+    lora,
+    published,
+    saved,
+    started,
+    state_file,
+    trained,
+)
+from tests.deployments.trainer.one_worker import BATCH, equal
+from tests.deployments.trainer.trainer_specs import with_config
+from tests.tiny_adapters import save_tiny_adapter
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_what_is_published_is_the_adapter_alone(
+    spec: TrainerSpec, controller: FakeAdapterController, tmp_path: Path
+) -> None:
+    worker = started(spec, controller)
+    assert worker.step(BATCH)["step"] == 1
+    report = published(worker, "first")
+    assert (report.name, report.version, report.label, report.step) == ("math", 1, "first", 1)
+    assert (report.base_version, controller.version) == (0, 0), "the base stays"
+    assert controller.live == ["math@1"]
+    assert equal(load_file(controller.files("math") / TENSORS), saved(worker, tmp_path / "saved"))
+    assert "open_round" not in controller.calls and controller.lease is None, (
+        "no round, and others may publish"
+    )
+    assert not list(adapter_directory(spec.store_dir).iterdir()), "the fleet has its own copy"
+    assert not list(Path(spec.store_dir).glob("v*")), "the base is not stored again"
+    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert (config["r"], config["target_modules"]) == (4, ["q_proj", "v_proj"])
+
+
+def test_the_state_is_on_the_disk_before_the_fleet_is_asked_to_load(
+    spec: TrainerSpec, controller: FakeAdapterController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = started(spec, controller)
+    worker.step(BATCH)
+    seen: list[int] = []
+    load = controller.on_load_adapter
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(torch.load(state_file(spec), weights_only=True)["steps_done"])
+        return load(*arguments)
+
+    monkeypatch.setattr(controller, "on_load_adapter", watched)
+    published(worker)
+    assert seen == [1] and controller.live == ["math@1"]
+
+
+def test_a_publish_of_the_same_adapter_is_another_version(
+    spec: TrainerSpec, controller: FakeAdapterController
+) -> None:
+    worker = started(spec, controller)
+    worker.step(BATCH)
+    assert (published(worker).version, published(worker).version) == (1, 2)
+    one, two = (load_file(Path(each.path) / TENSORS) for each in controller.catalog.live)
+    assert equal(one, two)
+
+
+@pytest.mark.parametrize(("fate", "expected"), [("before", "math@1"), ("after", "math@1")])
+@pytest.mark.parametrize("method", ["load_adapter", "adapters", "fleet"])
+def test_a_publish_survives_a_controller_that_dies_in_any_of_its_calls(
+    spec: TrainerSpec, controller: FakeAdapterController, method: str, fate: Any, expected: str
+) -> None:
+    worker = started(spec, controller)
+    worker.step(BATCH)
+    controller.dies_in[method] = fate
+    report = published(worker)
+    assert f"{report.name}@{report.version}" == expected and controller.live == [expected]
+
+
+def test_a_controller_that_does_not_answer_is_said_to(
+    spec: TrainerSpec, controller: FakeAdapterController
+) -> None:
+    worker = started(spec, controller)
+    controller.takes_s["load_adapter"] = 1e6
+    with pytest.raises(FleetUnavailable, match="has not answered 'load_adapter' within 300 s"):
+        worker.publish(None)
+    assert not list(adapter_directory(spec.store_dir).iterdir())
+
+
+def test_a_name_that_somebody_else_has_loaded_is_not_taken(
+    spec: TrainerSpec, controller: FakeAdapterController, tmp_path: Path
+) -> None:
+    worker = trained(spec, controller, 1)
+    foreign = save_tiny_adapter(tmp_path / "users" / "a", 1)
+    controller.on_load_adapter("math", str(foreign), True)
+    with pytest.raises(Conflict, match="math@2 was not published by this fleet's trainer: unload it"):
+        worker.publish(None)
+    assert controller.live == ["math@1", "math@2"]
+    controller.on_unload_adapter("math@2")
+    assert published(worker).version == 3
+
+
+def test_a_trainer_starts_beside_a_name_that_somebody_else_has_loaded(
+    spec: TrainerSpec,
+    controller: FakeAdapterController,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    controller.on_load_adapter("math", str(save_tiny_adapter(tmp_path / "users" / "a", 1)), True)
+    with caplog.at_level("WARNING", "ray.serve"):
+        worker = started(spec, controller)
+    assert lines(caplog)[0].startswith("math@1 was not published by this trainer")
+    with pytest.raises(Conflict, match="math@1 was not published"):
+        worker.publish(None)
+
+
+def test_what_the_replicas_reject_is_an_error_and_leaves_nothing(
+    spec: TrainerSpec, controller: FakeAdapterController
+) -> None:
+    worker = trained(spec, controller, 1)
+    controller.refusal = InvalidRequest("r0: rank 4, expected at most 2")
+    with pytest.raises(InvalidRequest, match="rank 4"):
+        worker.publish(None)
+    assert controller.live == ["math@1"]
+    assert not list(adapter_directory(spec.store_dir).iterdir())
+    assert published(worker).version == 3
+
+
+def test_a_full_disk_is_an_error_and_the_fleet_stays_as_it_was(
+    spec: TrainerSpec, controller: FakeAdapterController
+) -> None:
+    worker = trained(spec, controller, 1)
+    directory = adapter_directory(spec.store_dir)
+    directory.rmdir()
+    directory.write_text("a file where the directory was to be")
+    with pytest.raises(Conflict, match=r"the adapter 'math' is not published: .*Not a directory"):
+        worker.publish(None)
+    assert controller.live == ["math@1"]
+    directory.unlink()
+    assert published(worker).version == 2
+
+
+def test_an_adapter_of_another_base_is_not_published(
+    spec: TrainerSpec, controller: FakeAdapterController
+) -> None:
+    worker = trained(spec, controller, 1)
+    controller.version = 3
+    with pytest.raises(Conflict, match="was trained on version 0, and the fleet serves version 3"):
+        worker.publish(None)
+    assert controller.live == ["math@1"]
+
+
+def test_files_that_a_killed_trainer_left_go(spec: TrainerSpec, controller: FakeAdapterController) -> None:
+    left = adapter_directory(spec.store_dir) / ".step-000001.partial"
+    left.mkdir(parents=True)
+    started(spec, controller)
+    assert not left.exists()
+
+
+def test_a_model_without_the_modules_is_refused(spec: TrainerSpec, controller: FakeAdapterController) -> None:
+    with pytest.raises(ValueError, match=r"'trainer.lora.target_modules': expected .*q_proj.*, got 'c_attn'"):
+        started(with_config(spec, lora=lora(target_modules=["c_attn"])), controller)
+
+
+def test_a_bad_batch_is_refused_and_changes_nothing(
+    spec: TrainerSpec, controller: FakeAdapterController
+) -> None:
+    worker = started(spec, controller)
+    with pytest.raises(InvalidRequest, match="non-empty list"):
+        worker.step([])
+    assert worker.step(BATCH)["step"] == 1
+
+
+def test_a_rank_that_comes_after_rank_0_has_saved_does_not_refuse_the_directory(
+    spec: TrainerSpec, controller: FakeAdapterController, tmp_path: Path
+) -> None:
+    first = started(spec, controller)
+    last = LoraWorker(spec, 1, controller)  # type: ignore[arg-type]
+    assert first.save(str(tmp_path / "saved")) is not None
+    assert last.save(str(tmp_path / "saved")) is None
+
+
+def test_an_adapter_is_saved_beside_the_store_and_not_just_anywhere(
+    spec: TrainerSpec, controller: FakeAdapterController
+) -> None:
+    worker = started(with_config(spec, checkpoint_every=0), controller)
+    report = worker.save(None)
+    assert report is not None, "rank 0 has the report"
+    path = Path(report.path)
+    assert path.parent == Path(spec.store_dir).parent and path.name.endswith("-000000")
+    for wrong in ("relative", "/proc/1/x/y"):
+        with pytest.raises(InvalidRequest, match="path must be"):
+            worker.save(wrong)
