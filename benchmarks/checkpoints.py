@@ -4,7 +4,7 @@
     python -m benchmarks.checkpoints /tmp/m17
     python -m benchmarks.checkpoints --device cpu smollm2-135m
 
-One optimizer step on a small batch, then `--times` checkpoints (`deployments.trainer.checkpoints`), as after
+`--times` times an optimizer step on a small batch, then a checkpoint (`deployments.trainer.checkpoints`) as after
 a publish whose weights are rounded to bfloat16. *call* is what the publish waits for, *copied* until the next
 step may change the weights, *written* until the files are on the disk. Then the same tensors as trainers
 saved them before, in one call that all of training waits for.
@@ -64,23 +64,25 @@ def main() -> None:
         compute_dtype=None if options.device == "cpu" else "bfloat16",
     )
     learner = Learner(policy, LearnerConfig())
-    learner.step(batch())
     print("| checkpoint | call (s) | copied (s) | written (s) |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         checkpoints = Checkpoints(directory / "checkpoints", rank=0, keep=1)
         for number in range(options.times):
+            learner.step(batch())
             began = time.perf_counter()
             if not checkpoints.save(learner, wire_dtype="bfloat16", fleet_id=None):
                 raise SystemExit("the former checkpoint is still being written")
             called = time.perf_counter() - began
             checkpoints.wait_until_copied()
             copied = time.perf_counter() - began
-            if not checkpoints.wait(WRITE_LIMIT_S) or not checkpoints.complete(None):
+            newest = checkpoints.complete(None) if checkpoints.wait(WRITE_LIMIT_S) else []
+            if not newest or newest[0][1].step != learner.steps_done:
                 raise SystemExit("the checkpoint was not written")
             written = time.perf_counter() - began
             print(f"| {number + 1} | {called:.3f} | {copied:.2f} | {written:.1f} |", flush=True)
         size = sum(each.stat().st_size for each in directory.rglob("*.distcp"))
+        checkpoints.discard()
         print(f"\n{size / 1e9:.1f} GB; torch.save: {saved(learner, directory):.1f} s")
 
 

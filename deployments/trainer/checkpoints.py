@@ -21,7 +21,7 @@ import shutil
 import threading
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from deployments.logs import serve_logger
 from trainers.learner import Learner
@@ -44,6 +44,8 @@ from trainers.settings import Dtype
 ABOUT = "checkpoint.json"
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # of the thread that writes: a rank's disk may be slow
 ERRORS = (Exception, CheckpointException)  # torch's is no Exception: it has those of all ranks
+Tensors = Mapping[str, Mapping[str, torch.Tensor]]  # by what they are (AdamW's names, weights), then by name
+Layout = Mapping[str, Sequence[str]]
 logger = serve_logger()
 # One process needs no process group, and torch says so at each save and load.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -77,7 +79,8 @@ class Checkpoints:
         self._distributed = dist.is_initialized() and dist.get_world_size() > 1
         # The thread's collectives must not mix with those of the rank's other calls.
         self.group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if self._distributed else None
-        self._stager: DefaultStager | None = None
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-copy")
+        self._pinned: tuple[Layout, BlockingAsyncStager] | None = None  # kept: pinning memory takes seconds
         self._staged: Future[Any] | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: Future[None] | None = None
@@ -110,7 +113,9 @@ class Checkpoints:
         tensors = named_moments(learner.policy, learner.optimizer) | {
             "weights": named_weights(learner.policy, dtype)
         }
-        self._staged = self._stage(tensors)
+        if _is_on_gpu(tensors):
+            torch.cuda.synchronize()  # the copies are on a stream that does not wait for the step's
+        self._staged = self._copier.submit(self._copy, tensors)
         partial = self.directory / f".step-{about.step:06d}-{agreed[0]['name']}.partial"
         self.step = about.step
         self._written = self._writer.submit(self._write, self._staged, partial, about, self._void)
@@ -142,27 +147,24 @@ class Checkpoints:
     def _is_idle(self) -> bool:
         return self._written is None or self._written.done()
 
-    def _stage(self, tensors: Any) -> Future[Any]:
-        on_gpu = torch.cuda.is_available() and any(
-            tensor.is_cuda for part in tensors.values() for tensor in part.values()
+    def _copy(self, tensors: Tensors) -> Any:
+        """In the thread that copies: the same tensors in host memory, which is pinned for those of a GPU."""
+        if not _is_on_gpu(tensors):
+            return BlockingAsyncStager().stage(tensors)
+        # Not torch's DefaultStager: up to torch 2.11 it can be used once, for it closes itself.
+        layout = {part: sorted(named) for part, named in tensors.items()}
+        if self._pinned is None or self._pinned[0] != layout:
+            self._pinned = None  # first: both may be more than the host has
+            self._pinned = layout, BlockingAsyncStager(cache_staged_state_dict=True)
+        device = next(
+            tensor.device for named in tensors.values() for tensor in named.values() if tensor.is_cuda
         )
-        if on_gpu:
-            torch.cuda.synchronize()  # the copies are on a stream that does not wait for the step's
-        elif self._stager is not None:
-            self._stager.close()  # frees the copies; pinned memory is kept, since pinning takes seconds
-            self._stager = None
-        if self._stager is None:
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=on_gpu,
-                    use_shared_memory=False,
-                    use_async_staging=True,
-                    use_non_blocking_copy=on_gpu,
-                )
-            )
-        staged = self._stager.stage(tensors)
-        assert isinstance(staged, Future), "it stages in its thread"
-        return staged
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                return self._pinned[1].stage(tensors)
+        except BaseException:
+            self._pinned = None
+            raise
 
     def _write(self, staged: Future[Any], partial: Path, about: About, void: object) -> None:
         """In the thread. If it fails, the former checkpoints stay and training goes on."""
@@ -218,7 +220,12 @@ def one_line(error: BaseException) -> str:
     causes = getattr(error, "failures", None)  # by rank: an exception and its trace
     if causes:
         error = next(iter(causes.values()))[0]
-    return str(error).partition("\n")[0] or type(error).__name__
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_on_gpu(tensors: Tensors) -> bool:
+    return any(tensor.is_cuda for named in tensors.values() for tensor in named.values())
 
 
 def _write_durably(path: Path, text: str) -> None:

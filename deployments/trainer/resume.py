@@ -78,7 +78,7 @@ def _look(learner: Learner, path: Path, about: About) -> Metadata | str:
                 raise ValueError(f"{kind} of {name!r}: expected {expected}, got {list(stored.size)}")
         return metadata
     except Exception as error:  # a damaged file raises anything; training goes on without it
-        return f"{path} cannot be used: {type(error).__name__}: {one_line(error)}"
+        return f"{path} cannot be used: {one_line(error)}"
 
 
 def _read(
@@ -111,7 +111,7 @@ def _read(
             no_dist=checkpoints.group is None,
         )
     except ERRORS as error:  # on all ranks: torch tells each of another's
-        return f"{path} cannot be used: {type(error).__name__}: {one_line(error)}"
+        return f"{path} cannot be used: {one_line(error)}"
     plain = {name: _local(tensor) for name, tensor in weights.items()}
     if exact and plain:
         assert about.wire_dtype is not None

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,6 +83,29 @@ def test_what_follows_a_save_is_not_in_it(tmp_path: Path) -> None:
     assert equal(weights(resumed.policy), before)
     resumed.step(BATCH)
     assert equal(weights(resumed.policy), weights(learner.policy))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_each_checkpoint_of_a_run_is_of_its_own_step(tmp_path: Path, device: str) -> None:
+    tiny.policy(tmp_path)
+    kept = Checkpoints(tmp_path / "checkpoints", rank=0, keep=3)
+    learner = Learner(Policy.load(tmp_path, device=device), CONFIG)
+    after: dict[int, Weights] = {}
+    for step in (1, 2, 3, 4):
+        learner.step(BATCH)  # while the former one is written
+        after[step] = weights(learner.policy)
+        if step < 4:
+            assert kept.wait(60.0)
+            assert kept.save(learner, wire_dtype="bfloat16", fleet_id="f")
+            kept.wait_until_copied()
+    assert kept.wait(60.0)
+    for step in (1, 2, 3):
+        resumed = Learner(Policy.load(tmp_path, device=device), CONFIG)
+        load(resumed.policy, after[step], dtype=torch.bfloat16)
+        assert resume(resumed, kept, step, "f") is None
+        assert equal(weights(resumed.policy), after[step])
+        resumed.step(BATCH)
+        assert near(weights(resumed.policy), after[step + 1])
 
 
 def test_a_checkpoint_has_its_name_when_all_of_it_is_there(
@@ -201,14 +223,16 @@ def test_an_error_of_the_copy_is_an_error_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner, kept = stepped(tmp_path), checkpoints(tmp_path)
-    failed: Future[Any] = Future()
-    failed.set_exception(MemoryError("no host memory"))
-    monkeypatch.setattr(kept, "_stage", lambda _: failed)
+
+    def no_memory(tensors: Any) -> Any:
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(kept, "_copy", no_memory)
     assert kept.save(learner, wire_dtype=None, fleet_id="f")
     kept.wait_until_copied()
     assert kept.wait(60.0)
     assert caplog.messages == [
-        "the trainer's checkpoint of step 1 is not saved, the former ones stay: no host memory"
+        "the trainer's checkpoint of step 1 is not saved, the former ones stay: MemoryError: no host memory"
     ]
     assert kept.step is None
 
