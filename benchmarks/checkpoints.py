@@ -4,10 +4,10 @@
     python -m benchmarks.checkpoints /tmp/m17
     python -m benchmarks.checkpoints --device cpu smollm2-135m
 
-`--times` times an optimizer step on a small batch, then a checkpoint (`deployments.trainer.checkpoints`) as after
-a publish whose weights are rounded to bfloat16. *call* is what the publish waits for, *copied* until the next
-step may change the weights, *written* until the files are on the disk. Then the same tensors as trainers
-saved them before, in one call that all of training waits for.
+`--times` times an optimizer step on a small batch, then a checkpoint (`deployments.trainer.checkpoints`) as
+after a publish whose weights are rounded to bfloat16. *call* is what the publish waits for, *copied* until
+the next step may change the weights, *written* until the files are on the disk. Then the same tensors as
+trainers saved them before, in one call that all of training waits for.
 """
 
 import argparse
