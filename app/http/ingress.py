@@ -34,6 +34,7 @@ from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
 from deployments.unary import UnaryHandle
 
+FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")  # of those that pass
 logger = serve_logger()
 
 
@@ -101,8 +102,10 @@ def build_app(endpoints: Sequence[Endpoint], guard: Guard, router: ASGIApp) -> S
         Route("/openapi.json", _guarded(openapi, guard, Access.USER), methods=["GET"]),
         *[_route(each, guard) for each in endpoints],
     ]
+    passed_on = _PassedOn(router, guard, own)
     return Starlette(
-        routes=[*own, Route("/{path:path}", _PassedOn(router, guard, own))],
+        # Serve and Starlette each try route after route: the most frequent come first.
+        routes=[*[Route(path, passed_on) for path in FREQUENT], *own, Route("/{path:path}", passed_on)],
         exception_handlers={
             ClientDisconnect: answer_nobody,
             SlipstreamError: answer_error,

@@ -39,7 +39,7 @@ class RouterConfig(Section):
     num_replicas: PositiveInt = 1
     max_ongoing_requests: PositiveInt = 1024  # per router replica
     max_queued_requests: NonNegativeInt = 1024  # beyond these: 503 with Retry-After
-    retry_after_s: PositiveFloat = 1.0
+    retry_after_s: PositiveFloat = 1.0  # at least; longer while many are refused, up to 20 s more
     request_timeout_s: PositiveFloat = 600.0  # of looking for a replica; the answer itself has no limit
     max_body_bytes: PositiveInt = 32 << 20
     max_sequences: PositiveInt = 16384  # of one request: its prompts times its 'n'; more are a 400

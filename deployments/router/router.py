@@ -29,6 +29,7 @@ from deployments.router.forwarding import Begun, Forwarder, Interrupted, Outgoin
 from deployments.router.limits import RouterLimits
 from deployments.router.parts import PartRequest, answer_in_parts, returned
 from deployments.router.prompt_lists import PromptList, prompt_list
+from deployments.router.returns import Returns
 from deployments.router.scrape import Scraped
 from deployments.router.silence import PROBE_TIMEOUT_S, SILENCE_S
 from deployments.router.splitting import MIN_SEQUENCES, split_prompts
@@ -59,6 +60,7 @@ class Router:
         self._forwarder = Forwarder(rollout, silence_s=silence_s, probe_timeout_s=probe_timeout_s)
         self.limits = limits
         self.in_flight = 0
+        self._returns = Returns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request with the response of one replica, or of several to their parts of it.
@@ -72,8 +74,9 @@ class Router:
         if self.in_flight >= limits.max_in_flight:
             raise FleetUnavailable(
                 f"the router takes at most {limits.max_in_flight} requests at once; try again",
-                {"retry_after_s": limits.retry_after_s},
+                {"retry_after_s": self._returns.after_s(limits.retry_after_s)},
             )
+        self._returns.begun()
         self.in_flight += 1
         try:
             request = Request(scope, receive)
