@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from math import comb
 
 from app.jobs.attempts import Attempt
-from app.jobs.environments.environment import Environment, all_of
+from app.jobs.environments.environment import HELD_OUT, Environment, all_of
 from app.jobs.rollouts import Policy, Unanswered
 
 # Problems from this number on are never trained on.
-HELD_OUT = 1 << 39
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """The RL job's options: each one is a field of `Options`, and typer makes the command line of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from app.jobs.environments.environment import (
     Single,
     load_environment,
 )
+from app.jobs.environments.verifiers import Verifiers
 from app.jobs.rewards import EXTRACTORS, Extraction, load_reward
 from app.jobs.tasks import PromptFileTask, ReasoningGymTask, Task
 from app.jobs.trackers import Tracking
@@ -60,7 +61,7 @@ class Options:
     ] = None
     environment: Annotated[
         str | None,
-        typer.Option(help="of several turns: calculator, or package.module:factory; instead of --task"),
+        typer.Option(help="calculator, verifiers, or package.module:factory, instead of --task"),
     ] = None
     environment_settings: Annotated[str, typer.Option(help="of --environment, as JSON")] = "{}"
     max_turns: Annotated[int, typer.Option(min=1, help="of an attempt in --environment")] = 8
@@ -129,6 +130,8 @@ class Options:
             if self.prompts is not None or self.reward is not None:
                 raise ValueError("--environment has prompts and rewards of its own: leave --prompts out")
             settings = json_object(self.environment_settings, "--environment-settings")
+            if self.environment == "verifiers":
+                return self._verifiers(settings)
             if self.environment in BUILT_IN:
                 settings = {"seed": self.seed} | settings
             talks = Conversations(load_environment(self.environment, settings), self.max_turns)
@@ -141,6 +144,17 @@ class Options:
         if self.eval_prompts is None:
             return Single(task), Single(task)
         return Single(task), Single(replace(self, prompts=self.eval_prompts).load_task())
+
+    def _verifiers(self, settings: Mapping[str, Any]) -> tuple[Environment, Environment]:
+        held_out = settings.get("eval_command")
+        if self.eval_every and held_out is None:
+            raise ValueError("--eval-every with verifiers needs 'eval_command' in its settings")
+        own = {name: value for name, value in settings.items() if name != "eval_command"}
+        try:
+            environment = Verifiers(**own)
+            return environment, environment if held_out is None else Verifiers(**{**own, "command": held_out})
+        except TypeError as error:
+            raise ValueError(f"--environment verifiers refuses its settings: {error}") from error
 
     def load_task(self) -> Task:
         """Where the prompts come from, and what scores their answers.

@@ -10,15 +10,22 @@ from app.client.connection import AsyncFleetClient, Call, FleetError
 
 ATTEMPTS = 3  # for one prompt
 VERSION_TIMEOUT_S = "120"  # that a replica may take to have a version
+# Samples from the model's own distribution, so that log-probabilities are those of the policy. Every setting
+# that changes it is given: vLLM fills in the others from the model's generation_config.json.
+DISTRIBUTION = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Samples from the model's own distribution, so that log-probabilities are those of the policy.
-
-    Every setting that changes the distribution is given: vLLM fills in the others from the model's
-    generation_config.json.
-    """
+    """How many answers, and how long; all are from `DISTRIBUTION`."""
 
     answers: int
     max_tokens: int
@@ -42,13 +49,7 @@ class Sampling:
         return {
             "n": self.answers,
             "max_tokens": self.max_tokens,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            **DISTRIBUTION,
             "stop": list(self.stop),
             "return_token_ids": True,
         }
@@ -81,7 +82,7 @@ class Policy:
             Moved: the wanted version is not served any more.
         """
         sampling = replace(self.sampling, answers=count)
-        return await self._sample(sampling.call(self._name, messages, self._headers(None)))
+        return await self._sample(sampling.call(self.name, messages, self._headers(None)))
 
     async def turn(self, prompt_token_ids: Sequence[int], session: str) -> Answer:
         """What the model says after these tokens; a session's turns are answered by one replica.
@@ -90,8 +91,20 @@ class Policy:
             Unanswered, FleetError, Moved: as `answers`.
         """
         sampling = replace(self.sampling, answers=1)
-        call = sampling.turn(self._name, prompt_token_ids, self._headers(session))
+        call = sampling.turn(self.name, prompt_token_ids, self._headers(session))
         return (await self._sample(call, with_prompt=False)).answer
+
+    async def exchange(self, call: Call[Completion], session: str, *, with_prompt: bool) -> Completion:
+        """The answer to a request of an agent's own, of the wanted version.
+
+        Args:
+            with_prompt: the answer has the prompt's tokens.
+
+        Raises:
+            Unanswered, FleetError, Moved: as `answers`.
+        """
+        sent = replace(call, headers={**call.headers, **self._headers(session or None)})
+        return await self._sample(sent, with_prompt=with_prompt)
 
     async def tokenize(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a conversation, up to where the model answers.
@@ -99,10 +112,11 @@ class Policy:
         Raises:
             FleetError: the fleet refuses it.
         """
-        return await self.client.send(tokenize_chat(self._name, messages))
+        return await self.client.send(tokenize_chat(self.name, messages))
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The model's, in requests; an adapter's with the wanted version."""
         pinned = self.is_adapter and self.version is not None
         return f"{self.model}@{self.version}" if pinned else self.model
 

@@ -84,6 +84,10 @@ class Transcript:
         """Append what `between` found: it begins with the end of the turn, which the model may have said."""
         if self.token_ids and token_ids and self.token_ids[-1] == token_ids[0]:
             token_ids = token_ids[1:]
+        self.inserted(token_ids)
+
+    def inserted(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the model did not say."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.mask += [False] * len(token_ids)

@@ -1,0 +1,163 @@
+"""What passes through the relay: the policy's settings go in, tokens are kept, and nothing else answers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from app.client.completions import Answer
+from app.client.connection import AsyncFleetClient
+from app.jobs.environments.relay import CHAT, GENERATE, Exchange, Relay, Rollout, samples
+from app.jobs.rollouts import DISTRIBUTION, Policy, Sampling
+from trainers.trajectory import VersionSpan
+
+Respond = Callable[[httpx.Request], httpx.Response]
+
+
+def choice(*token_ids: int, finish_reason: str = "stop") -> dict[str, Any]:
+    return {
+        "message": {"content": "said"},
+        "token_ids": list(token_ids),
+        "logprobs": {"content": [{"logprob": -0.5} for _ in token_ids]},
+        "weight_versions": [{"version": 3, "start": 0, "end": len(token_ids)}],
+        "finish_reason": finish_reason,
+    }
+
+
+@asynccontextmanager
+async def relayed(
+    respond: Respond, *, version: int | None = None
+) -> AsyncIterator[tuple[Rollout, httpx.AsyncClient]]:
+    relay = Relay()
+    transport = httpx.MockTransport(respond)
+    async with (
+        httpx.AsyncClient(transport=transport, base_url="http://fleet") as http,
+        httpx.AsyncClient(trust_env=False) as agent,
+    ):
+        client = AsyncFleetClient(http, patience_s=0.0)
+        sampling = Sampling(answers=8, max_tokens=50)
+        policy = Policy(client=client, model="m", sampling=sampling, version=version)
+        try:
+            async with relay.rollout(policy) as rollout:
+                yield rollout, agent
+        finally:
+            await relay.close()
+
+
+def answer(*token_ids: int) -> Answer:
+    return Answer(
+        text="",
+        token_ids=list(token_ids),
+        logprobs=[-0.5] * len(token_ids),
+        weight_versions=[VersionSpan(version=3, start=0, end=len(token_ids))],
+    )
+
+
+def exchange(prompt: list[int], *token_ids: int) -> Exchange:
+    return Exchange(session="s", prompt_token_ids=prompt, answer=answer(*token_ids))
+
+
+async def test_requests_are_sampled_as_the_policy_wants_and_their_tokens_are_kept() -> None:
+    seen: list[httpx.Request] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"choices": [choice(5, 6)], "prompt_token_ids": [1, 2], "id": "x"})
+
+    async with relayed(respond, version=3) as (rollout, agent):
+        body = {"model": "other", "messages": [], "temperature": 0.1, "n": 4, "max_tokens": 9, "tools": ["t"]}
+        got = await agent.post(f"{rollout.url}{CHAT}", json=body, headers={"X-Session-ID": "s"})
+    assert got.json()["id"] == "x"
+    sent = json.loads(seen[0].content)
+    assert (
+        sent.items()
+        >= {**DISTRIBUTION, "model": "m", "n": 1, "max_completion_tokens": 9, "tools": ["t"]}.items()
+    )
+    assert sent["return_token_ids"] and sent["logprobs"] and "max_tokens" not in sent
+    assert seen[0].headers["x-session-id"] == "s" and seen[0].headers["x-min-weight-version"] == "3"
+    (kept,) = rollout.exchanges
+    assert (kept.session, list(kept.prompt_token_ids), kept.answer.token_ids) == ("s", [1, 2], [5, 6])
+
+
+async def test_token_ids_go_in_and_out() -> None:
+    sent: list[dict[str, Any]] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        return httpx.Response(200, json={"choices": [choice(5)]})
+
+    async with relayed(respond) as (rollout, agent):
+        body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 500, "logprobs": 1}}
+        assert (await agent.post(f"{rollout.url}{GENERATE}", json=body)).status_code == 200
+    assert sent[0]["sampling_params"] == {**DISTRIBUTION, "max_tokens": 50, "logprobs": 1, "n": 1}
+    assert [list(each.prompt_token_ids) for each in rollout.exchanges] == [[1, 2, 3]]
+
+
+async def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
+    answers = [choice(5, finish_reason="abort"), choice(6)]
+    async with relayed(
+        lambda _: httpx.Response(200, json={"choices": [answers.pop(0)], "prompt_token_ids": [1]})
+    ) as (rollout, agent):
+        await agent.post(f"{rollout.url}{CHAT}", json={"messages": []})
+    assert [each.answer.token_ids for each in rollout.exchanges] == [[6]]
+
+
+@pytest.mark.parametrize(("status", "is_failure"), [(400, False), (503, True)])
+async def test_what_the_fleet_refuses_reaches_the_agent(status: int, is_failure: bool) -> None:
+    refusal = {"error": {"message": "too long", "type": "x"}}
+    async with relayed(lambda _: httpx.Response(status, json=refusal)) as (rollout, agent):
+        got = await agent.post(f"{rollout.url}{CHAT}", json={"messages": []})
+    assert got.status_code == status and got.json()["error"]["message"] == "too long"
+    assert (rollout.failure is not None) is is_failure and not rollout.exchanges
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status"),
+    [
+        ("/v1/completions", b"{}", 404),
+        (CHAT, b"no JSON", 400),
+        (CHAT, b'{"stream": true}', 400),
+        (CHAT, b'{"max_tokens": "many"}', 400),
+        (GENERATE, b'{"token_ids": "abc"}', 400),
+        (GENERATE, b'{"token_ids": [1], "sampling_params": 5}', 400),
+    ],
+)
+async def test_anything_else_is_refused(path: str, content: bytes, status: int) -> None:
+    async with relayed(lambda _: httpx.Response(500)) as (rollout, agent):
+        assert (await agent.post(f"{rollout.url}{path}", content=content)).status_code == status
+    assert rollout.failure is None
+
+
+async def test_the_address_of_a_rollout_that_is_over_answers_nothing() -> None:
+    relay = Relay()
+    sampling = Sampling(answers=1, max_tokens=5)
+    async with httpx.AsyncClient(trust_env=False) as agent:
+        client = AsyncFleetClient(agent, patience_s=0.0)
+        policy = Policy(client=client, model="m", sampling=sampling)
+        async with relay.rollout(policy) as rollout:
+            pass
+        got = await asyncio.wait_for(agent.post(f"{rollout.url}{CHAT}", json={"messages": []}), 10)
+        assert got.status_code == 404
+    await relay.close()
+
+
+def test_a_conversation_that_grows_is_one_sample() -> None:
+    (sample,) = samples([exchange([1, 2], 5, 6), exchange([1, 2, 5, 6, 9], 7)])
+    assert (list(sample.prompt_token_ids), list(sample.token_ids)) == ([1, 2], [5, 6, 9, 7])
+    assert sample.loss_mask == (True, True, False, True)
+    assert sample.logprobs == (-0.5, -0.5, 0.0, -0.5)
+    assert [(span.start, span.end) for span in sample.weight_versions] == [(0, 2), (3, 4)]
+
+
+def test_turns_that_were_rendered_anew_are_samples_of_their_own() -> None:
+    first, second = samples([exchange([1, 2], 5, 6), exchange([1, 2, 5, 9], 7)])
+    assert list(first.token_ids) == [5, 6] and list(second.prompt_token_ids) == [1, 2, 5, 9]
+
+
+def test_conversations_beside_each_other_are_kept_apart() -> None:
+    got = samples([exchange([1], 5), exchange([2], 6), exchange([1, 5, 8], 9), exchange([2, 6, 8], 4)])
+    assert [list(each.token_ids) for each in got] == [[5, 8, 9], [6, 8, 4]]
