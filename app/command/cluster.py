@@ -25,13 +25,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from app.command.port_block import PortBlock
+from app.command.ports import PortBlock, free_ports
 
 MARK = "SLIPSTREAM_CLUSTER"
 # Ray replaces 127.0.0.1 by the address of a network interface, where others could reach it.
@@ -255,13 +254,6 @@ def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
                 f"port {port} ({purpose}) is taken on {host}: is another fleet or Ray cluster running? "
                 f"({error.strerror})"
             ) from error
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now, assigned by the system."""
-    with ExitStack() as probes:
-        servers = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]
 
 
 def marked_processes(mark: str) -> Iterator[int]:

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import yaml
 
-from app.command.cluster import free_ports
+from app.command.ports import free_ports
 from tests.chaos.marked_weights import save_marked
 from tests.environment import users_environment
 

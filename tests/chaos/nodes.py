@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from app.command.cluster import free_ports
+from app.command.ports import free_ports
 from tests.chaos.arena import until
 from tests.chaos.launching import Launched
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from app.command.cluster import free_ports
+from app.command.ports import free_ports
 from tests.environment import users_environment
 
 REASON = "which other hosts can reach: expected a token in SLIPSTREAM_TOKEN"

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from app.command.cluster import free_ports
+from app.command.ports import free_ports
 from tests.environment import users_environment
 from tests.fleet.losing import kill_a_replica, members, process_of, wait_for_another
 from tests.fleet.session_fleet import MODEL, Fleet

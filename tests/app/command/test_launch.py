@@ -22,11 +22,11 @@ from app.command.cluster import (
     MARK,
     ClusterError,
     LocalCluster,
-    free_ports,
     marked_processes,
     require_free_port,
 )
 from app.command.launch import environment, why_not_started
+from app.command.ports import free_ports
 from app.command.submit import command, submit, why_not
 from app.settings.config import parse_config
 from tests.environment import users_environment

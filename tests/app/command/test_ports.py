@@ -3,13 +3,14 @@
 import os
 import random
 import socket
+from pathlib import Path
 
 import pytest
 from ray.serve._private import constants
 
-from app.command import port_block
+from app.command import ports as module
 from app.command.cluster import LocalCluster
-from app.command.port_block import PortBlock
+from app.command.ports import PortBlock, free_ports
 
 
 def ports(block: PortBlock) -> set[int]:
@@ -17,7 +18,7 @@ def ports(block: PortBlock) -> set[int]:
 
 
 def test_no_two_blocks_overlap_while_both_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_block, "_END", port_block._FIRST + 5 * port_block._SIZE)
+    monkeypatch.setattr(module, "_END", module._FIRST + 5 * module._SIZE)
     blocks: list[PortBlock] = []
     try:
         while True:
@@ -64,3 +65,21 @@ def test_nothing_of_haproxy_is_where_another_cluster_has_it() -> None:
 
 def _is_port(name: str) -> bool:
     return name.endswith("_PORT")
+
+
+def test_a_free_port_is_none_that_the_system_assigns() -> None:
+    """Serve listens a minute after its port was chosen. By then a Ray worker had the same one: both shared it
+    (SO_REUSEPORT), and a client of the fleet was answered by the worker's gRPC.
+    """
+    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    found = free_ports(20)
+    assert len(set(found)) == 20
+    assert max(found) < first
+
+
+def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(module, "_SINGLE", range(port, port + 1))
+        with pytest.raises(OSError, match=f"fewer than 1 ports from {port} to"):
+            free_ports(1)
