@@ -167,12 +167,19 @@ class _Program:
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            answer = json.loads(line)
-            future = self._asked.get(answer.get("id", 0))
-            if future is not None and not future.done():
-                future.set_result(answer)
+        try:
+            while line := await self._process.stdout.readline():
+                answer = json.loads(line)
+                future = self._asked.get(answer.get("id", 0))
+                if future is not None and not future.done():
+                    future.set_result(answer)
+        finally:  # a line that is none of ours, or too long, ends it too
+            self._end()
+
+    def _end(self) -> None:
         self.ended = True
+        if self._process.returncode is None:
+            self._process.kill()
         for future in self._asked.values():
             if not future.done():
                 future.set_result({"error": f"its process has ended: {self.last_words()}"})
