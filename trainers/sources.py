@@ -91,7 +91,7 @@ class ParameterSource:
         # Not cached: loading a state or sharding the model replaces tensors.
         state = self._model.state_dict()
         for layer in self._layers:
-            held = {name: full_tensor(state[name]) for name in layer.state_names}
+            held = {name: self._whole(state[name], layer) for name in layer.state_names}
             if layer.is_converted:
                 held = self._convert(held)
             for spec, view in layer.parts:
@@ -99,6 +99,11 @@ class ParameterSource:
                 tensor = held.pop(spec.name) if view is None else view.of(held[view.state_name].contiguous())
                 yield spec.name, tensor.to(spec.dtype).contiguous()
             held.clear()  # before the next layer is gathered
+
+    def _whole(self, tensor: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        if isinstance(tensor, DTensor) and not layer.is_converted:
+            tensor = tensor.to(self._wire_dtype(tensor))  # rounded before the gather, which moves half as much
+        return full_tensor(tensor)
 
     def resident(self) -> list[torch.Tensor] | None:
         """The tensors of an iteration before the cast; None if any of them is gathered or converted.

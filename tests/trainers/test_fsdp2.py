@@ -80,12 +80,14 @@ def learned_by_a_rank(directory: Path, case: Case) -> dict[str, Any]:
     learner = Learner(policy, CONFIG)
     metrics = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
     after = {name: tensor.clone() for name, tensor in source}
+    rounded = {name: tensor.clone() for name, tensor in ParameterSource(policy.model, dtype=torch.bfloat16)}
     local = sum(p.to_local().numel() for p in policy.model.parameters())  # type: ignore[attr-defined]
     policy.load_weights(directory)
     restored = {name: tensor.clone() for name, tensor in source}
     return {
         "before": before,
         "after": after,
+        "rounded": rounded,
         "restored": restored,
         "metrics": metrics,
         "local": local,
@@ -119,6 +121,7 @@ def test_two_ranks_learn_and_publish_what_one_process_does(directory: Path, case
     for name, tensor in source:
         torch.testing.assert_close(of_ranks["after"][name], tensor, rtol=near, atol=near / 50)
     assert all(torch.equal(of_ranks["restored"][name], tensor) for name, tensor in original.items())
+    assert all(torch.equal(of_ranks["rounded"][name], of_ranks["after"][name].bfloat16()) for name in original)
     for mine, theirs in zip(expected, of_ranks["metrics"], strict=True):
         assert theirs.keys() == mine.keys() and mine["staleness_max"] == 3
         for name in mine.keys() - {"step_s"}:

@@ -91,7 +91,7 @@ class ChunkPacker:
             targets = [view(entry, block) for entry in chunk.entries]
             pairs = list(zip(sources, targets, strict=True))
             copies = [Copy(index=i, source=source, target=target) for i, (source, target) in enumerate(pairs)]
-            # The digest is that of what is sent: of the copy, if the tensor is cast.
+            # The digest is that of what is sent: of the copy, if the tensor is cast (on a GPU in one pass).
             inspected = [source if source.dtype == target.dtype else target for source, target in pairs]
             inspection = prepare_inspection(inspected, copies)
             if block.is_cuda:  # blocks in host memory are new in every round

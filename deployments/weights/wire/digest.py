@@ -53,14 +53,34 @@ def inspect(tensors: Sequence[torch.Tensor]) -> Findings:
 def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], Findings]:
     """`inspect` as a function to call in every round, which also makes `copies`.
 
+    On a GPU the kernel makes them as it reads, if it can: a copy of a whole tensor, and one that fills a
+    tensor of the list with float32 values. The others are made before.
+
     Raises:
         ValueError: a tensor on a GPU is larger than 16 GiB.
     """
-    separate = [copy for copy in copies if not (copy.source.is_cuda and _is_fusable(tensors, copy))]
-    inspection = _inspection(tensors, [copy for copy in copies if copy not in separate])
-    if not separate:
+    if not (tensors and tensors[0].is_cuda):
+        return _after(copies, lambda: _host_findings(tensors))
+    from deployments.weights.wire.digest_cuda import CudaInspection, is_castable, is_fusable
+
+    targets: dict[int, torch.Tensor] = {}
+    sources: dict[int, torch.Tensor] = {}
+    separate = []
+    for copy in copies:
+        tensor = tensors[copy.index]
+        if _is_same(copy.target, tensor) and is_castable(copy.source, copy.target):
+            sources[copy.index] = copy.source
+        elif copy.index not in targets and _is_same(copy.source, tensor) and is_fusable(tensor, copy.target):
+            targets[copy.index] = copy.target
+        else:
+            separate.append(copy)
+    return _after(separate, CudaInspection(tensors, targets, sources))
+
+
+def _after(copies: Sequence[Copy], inspection: Callable[[], Findings]) -> Callable[[], Findings]:
+    if not copies:
         return inspection
-    sources, targets = map(list, zip(*map(_as_integers, separate), strict=True))
+    sources, targets = map(list, zip(*map(_as_integers, copies), strict=True))
 
     def copy_and_inspect() -> Findings:
         torch._foreach_copy_(targets, sources)
@@ -77,21 +97,8 @@ def _as_integers(copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
     return copy.source.view(kind), copy.target.view(kind)
 
 
-def _inspection(tensors: Sequence[torch.Tensor], fused: Sequence[Copy]) -> Callable[[], Findings]:
-    if not (tensors and tensors[0].is_cuda):
-        return lambda: _host_findings(tensors)
-    from deployments.weights.wire.digest_cuda import CudaInspection
-
-    return CudaInspection(tensors, {copy.index: copy.target for copy in fused})
-
-
-def _is_fusable(tensors: Sequence[torch.Tensor], copy: Copy) -> bool:
-    """Whether the digest kernel can make the copy while it reads: all of the tensor, in words."""
-    from deployments.weights.wire.digest_cuda import is_fusable
-
-    tensor = tensors[copy.index]
-    is_all = copy.source.data_ptr() == tensor.data_ptr() and copy.source.shape == tensor.shape
-    return is_all and is_fusable(copy.source, copy.target)
+def _is_same(part: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return part.data_ptr() == tensor.data_ptr() and part.shape == tensor.shape
 
 
 def _host_findings(tensors: Sequence[torch.Tensor]) -> Findings:

@@ -6,7 +6,9 @@ multiplies each word by its row's number as it is read, and by the column's numb
 end: the column table, twice as large as a row, is not read for every row.
 
 One launch handles any number of tensors: a table made on the host lists the groups. The kernel can also
-write the words to another address as it reads them (a fused copy), so that the source is read once.
+write the words to another address as it reads them (a fused copy), so that the source is read once. If the
+source is float32 and the target bfloat16 it casts in the same pass, in a launch of its own, and the words are
+those of the target.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +32,7 @@ GROUP_ROWS = 16
 COLUMNS = 2048
 _ALIGNMENT = 16  # the kernel promises this to the compiler, for wide loads
 _MAX_ROWS = 1 << 18  # of one tensor: 16 GiB
+_FIELDS = 7  # of a group
 
 # The exponent bits in the low and the high half of a word: all set means NaN or infinity.
 _EXPONENTS = {
@@ -40,8 +43,16 @@ _EXPONENTS = {
 
 
 @triton.jit
+def _cast(pair):  # type: ignore[no-untyped-def]
+    """Two float32 numbers (int64) as two of bfloat16 (int32), rounded to nearest even as torch does."""
+    low = pair.to(tl.int32).to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.int16, bitcast=True)
+    high = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.int16, bitcast=True)
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+
+
+@triton.jit
 def _digest_groups(  # type: ignore[no-untyped-def]
-    groups,  # int64 [g, 7]: address, bytes, first row, tensor, low and high exponent bits, target or 0
+    groups,  # int64 [g, 7]: address, bytes to digest, first row, tensor, two exponent masks, target or 0
     column_table,  # int64 [ROW]
     row_table,  # int64 [rows of the largest tensor]
     found,  # int64 [n], zero
@@ -49,6 +60,7 @@ def _digest_groups(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr,
     BAND: tl.constexpr,
     COPY: tl.constexpr,
+    CAST: tl.constexpr,
 ) -> None:
     entry = groups + tl.program_id(0).to(tl.int64) * 7
     band = tl.program_id(1)
@@ -59,7 +71,8 @@ def _digest_groups(  # type: ignore[no-untyped-def]
     low = tl.load(entry + 4).to(tl.int32)
     high = tl.load(entry + 5).to(tl.int32)
     target = tl.load(entry + 6)
-    words = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    # With CAST an element holds the two float32 numbers of which a word is made.
+    words = tl.multiple_of(address.to(tl.pointer_type(tl.int64 if CAST else tl.int32)), 16)
     copies = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
     columns = band * BAND + tl.arange(0, BAND)
     sums = tl.zeros([BAND], dtype=tl.int64)
@@ -69,6 +82,8 @@ def _digest_groups(  # type: ignore[no-untyped-def]
     # Full rows have no mask: only unmasked loads are wide.
     for row in range(0, full_rows):
         word = tl.load(words + row * ROW + columns)
+        if CAST:
+            word = _cast(word)
         if COPY:  # noqa: SIM102 - a branch at compile time, then one at run time
             if target != 0:
                 tl.store(copies + row * ROW + columns, word)
@@ -78,6 +93,8 @@ def _digest_groups(  # type: ignore[no-untyped-def]
     if full_rows * ROW < full_words:
         at = full_rows * ROW + columns
         part = tl.load(words + at, mask=at < full_words, other=0)
+        if CAST:
+            part = _cast(part)
         if COPY:  # noqa: SIM102 - a branch at compile time, then one at run time
             if target != 0:
                 tl.store(copies + at, part, mask=at < full_words)
@@ -108,19 +125,25 @@ class CudaInspection:
     Args:
         tensors: on one CUDA device.
         targets: tensors by index in `tensors`, to which the kernel copies them; see `is_fusable`.
+        sources: tensors by index in `tensors`, from which the kernel fills them; see `is_castable`.
 
     Raises:
         ValueError: a tensor is larger than 16 GiB.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        targets: Mapping[int, torch.Tensor],
+        sources: Mapping[int, torch.Tensor],
+    ) -> None:
         self._device = tensors[0].device
-        self._original, self._targets = tensors, targets
+        self._original, self._targets, self._sources = tensors, targets, sources
         self._prepare()
 
     def _prepare(self) -> None:
         # Copies of misaligned tensors may be dropped here: the allocator reuses their memory in stream order.
-        tensors, targets = self._original, self._targets
+        tensors = self._original
         self._tensors = [_readable(tensor) for tensor in tensors]
         # At the next call, a copy does not have the tensor's new content.
         self._has_copies = any(
@@ -128,8 +151,11 @@ class CudaInspection:
         )
         self._outdated = False
         sizes = np.array([tensor.numel() * tensor.itemsize for tensor in self._tensors], dtype=np.int64)
-        groups = _groups(self._tensors, sizes, targets)
-        self._copy, self._count = bool(targets), len(groups)
+        groups = _groups(self._tensors, sizes, self._targets, self._sources)
+        casts = np.isin(groups[:, 3], list(self._sources))
+        self._cast_count = int(casts.sum())
+        self._count = len(groups) - self._cast_count
+        groups = np.concatenate([groups[~casts], groups[casts]])
         # One upload for both tables, from pinned memory: a copy from pageable memory waits for the stream.
         upload = torch.from_numpy(np.concatenate([groups.reshape(-1), sizes])).pin_memory()
         self._table = upload.to(self._device, non_blocking=True)
@@ -141,37 +167,57 @@ class CudaInspection:
             self._prepare()
         self._outdated = self._has_copies
         sums, nonfinite = torch.zeros(2, len(self._tensors), dtype=torch.int64, device=self._device)
-        if self._count:
-            with torch.cuda.device(self._device):
-                _digest_groups[(self._count, ROW_WORDS // COLUMNS)](
-                    self._table,
-                    _column_table(self._device),
-                    _row_table(self._device),
-                    sums,
-                    nonfinite,
-                    ROW=ROW_WORDS,
-                    BAND=COLUMNS,
-                    COPY=self._copy,
-                    num_warps=4,
-                )
+        with torch.cuda.device(self._device):
+            self._launch(0, self._count, sums, nonfinite, cast=False)
+            self._launch(self._count, self._cast_count, sums, nonfinite, cast=True)
         return Findings(sums=sums, sizes=self._sizes, nonfinite=nonfinite)
+
+    def _launch(
+        self, first: int, count: int, sums: torch.Tensor, nonfinite: torch.Tensor, *, cast: bool
+    ) -> None:
+        if not count:
+            return
+        _digest_groups[(count, ROW_WORDS // COLUMNS)](
+            self._table[first * _FIELDS :],
+            _column_table(self._device),
+            _row_table(self._device),
+            sums,
+            nonfinite,
+            ROW=ROW_WORDS,
+            BAND=COLUMNS,
+            COPY=cast or bool(self._targets),
+            CAST=cast,
+            num_warps=4,
+        )
 
 
 def is_fusable(source: torch.Tensor, target: torch.Tensor) -> bool:
     """Whether the kernel can copy `source` to `target` as it reads: aligned, contiguous, in full words."""
+    return source.dtype == target.dtype and _are_wide(source, target)
+
+
+def is_castable(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether the kernel can fill `target` from `source`: bfloat16 from float32, else as `is_fusable`."""
+    return (source.dtype, target.dtype) == (torch.float32, torch.bfloat16) and _are_wide(source, target)
+
+
+def _are_wide(source: torch.Tensor, target: torch.Tensor) -> bool:
     return (
-        source.dtype == target.dtype
+        source.device == target.device
         and source.shape == target.shape
         and source.is_contiguous()
         and target.is_contiguous()
         and source.data_ptr() % _ALIGNMENT == 0
         and target.data_ptr() % _ALIGNMENT == 0
-        and source.numel() * source.itemsize % WORD_BYTES == 0
+        and target.numel() * target.itemsize % WORD_BYTES == 0
     )
 
 
 def _groups(
-    tensors: Sequence[torch.Tensor], sizes: npt.NDArray[np.int64], targets: Mapping[int, torch.Tensor]
+    tensors: Sequence[torch.Tensor],
+    sizes: npt.NDArray[np.int64],
+    targets: Mapping[int, torch.Tensor],
+    sources: Mapping[int, torch.Tensor],
 ) -> npt.NDArray[np.int64]:
     """The kernel's work list, int64 [g, 7]; see `_digest_groups`.
 
@@ -184,13 +230,18 @@ def _groups(
     counts = -(-sizes // span)
     owner = np.repeat(np.arange(len(sizes)), counts)
     group = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # within its tensor
-    addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+    read = [sources.get(index, tensor) for index, tensor in enumerate(tensors)]
+    addresses = np.array([tensor.data_ptr() for tensor in read], dtype=np.int64)
+    # Bytes read for a byte that is digested.
+    scale = np.array([t.itemsize // of.itemsize for t, of in zip(read, tensors, strict=True)], dtype=np.int64)
     exponents = np.array([_EXPONENTS.get(t.dtype, (0, 0)) for t in tensors], dtype=np.int64).reshape(-1, 2)
     copied_to = np.zeros(len(sizes), dtype=np.int64)
     for index, target in targets.items():
         copied_to[index] = target.data_ptr()
-    table = np.empty((len(owner), 7), dtype=np.int64)
-    table[:, 0] = addresses[owner] + group * span
+    for index in sources:
+        copied_to[index] = tensors[index].data_ptr()
+    table = np.empty((len(owner), _FIELDS), dtype=np.int64)
+    table[:, 0] = addresses[owner] + group * span * scale[owner]
     table[:, 1] = np.minimum(sizes[owner] - group * span, span)
     table[:, 2] = group * GROUP_ROWS
     table[:, 3] = owner

@@ -34,6 +34,43 @@ def test_fused_copies_are_made_and_change_no_digest() -> None:
     assert all(torch.equal(a, b) for a, b in zip(targets, tensors, strict=True))
 
 
+def test_a_cast_in_the_same_pass_is_torchs_and_changes_no_digest() -> None:
+    torch.manual_seed(0)
+    sizes = [1, 2, 3, 31, 32768, 65536, 65538, 1 << 20, (1 << 20) + 6, 5 * (1 << 20) + 131074]
+    sources = [torch.randn(size).mul(10.0 ** (3 * (i % 3) - 3)) for i, size in enumerate(sizes)]
+    sources[3][:4] = torch.tensor([0.0, -0.0, 1.00390625, 1.01171875])  # ties are rounded to even
+    sources += [torch.randint(-(1 << 31), (1 << 31) - 1, (200000,), dtype=torch.int32).view(torch.float32)]
+    sources[-1].nan_to_num_(0.0, 1.0, -1.0)
+    expected = [source.bfloat16() for source in sources]
+    targets = [torch.zeros_like(tensor).cuda() for tensor in expected]
+    copies = [Copy(index=i, source=s.cuda(), target=targets[i]) for i, s in enumerate(sources)]
+    found = prepare_inspection(targets, copies)()
+    assert all(
+        torch.equal(a.cpu().view(torch.int16), b.view(torch.int16))
+        for a, b in zip(targets, expected, strict=True)
+    )
+    assert unsigned(found.digests) == digests(expected)
+    assert found.nonfinite.bool().tolist() == [not tensor.isfinite().all() for tensor in expected]
+
+
+def test_casts_and_copies_of_one_list() -> None:
+    kept = torch.randn(3, 70000).bfloat16().cuda()
+    wide = torch.randn(70002).cuda()
+    wide[-1] = float("inf")
+    block = torch.zeros(70002, dtype=torch.bfloat16, device="cuda")
+    moved, again = torch.zeros_like(kept), torch.zeros_like(kept)
+    copies = [
+        Copy(index=0, source=kept, target=moved),
+        Copy(index=1, source=wide, target=block),
+        Copy(index=0, source=kept, target=again),
+    ]
+    found = prepare_inspection([kept, block], copies)()
+    assert torch.equal(moved, kept) and torch.equal(again, kept)
+    assert torch.equal(block, wide.bfloat16())
+    assert unsigned(found.digests) == digests([kept, wide.bfloat16()])
+    assert found.nonfinite.bool().tolist() == [False, True]
+
+
 def test_what_is_not_finite_is_found() -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     wrong = [torch.randn(40000).to(dtype) for dtype in dtypes]
