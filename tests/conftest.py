@@ -1,10 +1,10 @@
 """What every test of the project shares."""
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 # As `slipstream serve` sets it. With Ray's 15, an engine that started beside another test process on the same
 # two cores took 527 s instead of 35.
@@ -15,8 +15,11 @@ from tests.fleet.adapter_fleet import adapted as adapted
 from tests.fleet.session_fleet import fleet as fleet
 
 # An example is no timed test: on a busy core any of them takes longer than hypothesis's 200 ms now and then.
-settings.register_profile("slipstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("slipstream")
+if find_spec("hypothesis") is not None:  # machines with GPUs, which run the `gpu` tests, do not have it
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("slipstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("slipstream")
 
 WITH_RAY_S = 400.0  # of a test that starts Ray or an engine, beside others that do, and states nothing else
 WITH_ENGINES = ("tests/fleet/", "tests/clients/", "tests/chaos/")
