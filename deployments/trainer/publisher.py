@@ -26,6 +26,7 @@ from deployments.weights.transports.registry import (
     trainer_init_info,
 )
 from deployments.weights.transports.sender import WeightSender
+from deployments.weights.wire.digest import warm_up
 from trainers.sources import ParameterSource
 
 
@@ -130,6 +131,8 @@ class Publisher:
         self._engine: TrainerWeightTransferEngine[Any] | None = None
         self._epoch: int | None = None
         self.fleet_id: str | None = None  # as rank 0 learned it
+        if not spec.native:
+            warm_up(source.device)
 
     def publish(self, label: str | None) -> RoundReport | None:
         """Run one round. Returns its report on rank 0, None elsewhere.

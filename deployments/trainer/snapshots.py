@@ -1,11 +1,13 @@
 """Copies of published weights in host memory, for the store, made while the weights are sent.
 
 From a GPU the copies are queued on a stream of their own, into pinned memory of torch's allocator, which
-allocates it once and reuses it: neither the transfer nor the replicas wait for them, only `finish` does. It
-grows to as many versions as exist at once: one being written, one that waits, one being copied.
+allocates it once and reuses it: neither the transfer nor the replicas wait for them, only `finish` does. That
+for two versions is made beside the start of the trainer, as pinning takes seconds. It grows to as many
+versions as exist at once: one being written, one that waits, one being copied.
 """
 
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -67,13 +69,24 @@ class _GpuCopier:
         self._stream = torch.cuda.Stream(device)
         self._own: frozenset[int] | None = None  # storages of the model itself
         self._in_flight: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._blocks = self._allocate()  # for the first round: pinning takes seconds
+        self._blocks: list[torch.Tensor] = []
+        thread = ThreadPoolExecutor(max_workers=1)
+        self._reserved: Future[list[torch.Tensor]] | None = thread.submit(self._reserve)
+        thread.shutdown(wait=False)
 
     def begin(self) -> None:
         self._own = None
         self._in_flight.clear()
+        if self._reserved is not None:
+            self._blocks, self._reserved = self._reserved.result(), None
         if not self._blocks:
             self._blocks = self._allocate()
+
+    def _reserve(self) -> list[torch.Tensor]:
+        """Blocks for one version; torch's allocator keeps as much memory again for the next one."""
+        with torch.cuda.device(self._device):
+            blocks, _ = self._allocate(), self._allocate()
+        return blocks
 
     def _allocate(self) -> list[torch.Tensor]:
         return [pinned(size) for size in self._sizes]

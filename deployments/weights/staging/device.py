@@ -34,6 +34,7 @@ from deployments.weights.staging.pairs import pair
 from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.staging.shadow_model import build_shadow, check_memory, check_support
 from deployments.weights.wire.chunk_layout import Chunk
+from deployments.weights.wire.digest import warm_up
 from deployments.weights.wire.digest_definition import Findings
 from deployments.weights.wire.received_chunk import ReceivedChunk
 
@@ -58,6 +59,8 @@ class DeviceStaging:
         baked = not vllm_config.model_config.enforce_eager
         self._derived = Derived(model, self._shadow, shadow.moving, baked=baked)
         self._poison = NanPoison(self._shadow, model)
+        warm_up(device)
+        self._poison.warm_up()
         with torch.no_grad():
             self._pairs.copy_to_shadow()
         self._plans = LoadPlans()

@@ -55,6 +55,11 @@ class NanPoison:
         """Of the parameters that are poisoned."""
         return list(self._parameters)
 
+    def warm_up(self) -> None:
+        """Compile the kernels. The shadow's content is undefined afterwards."""
+        self.apply()
+        self.remaining()
+
     def apply(self) -> None:
         """Poison all parameters. The writes are only queued, on the current stream."""
         self._launch(self._table, SET=True)

@@ -10,6 +10,7 @@ import torch
 from deployments.weights.wire.digest_definition import Copy, Findings, unsigned
 from deployments.weights.wire.digest_host import digest_bytes
 
+_WARMED_UP = (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -75,6 +76,16 @@ def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) 
         else:
             separate.append(copy)
     return _after(separate, CudaInspection(tensors, targets, sources))
+
+
+def warm_up(device: torch.device) -> None:
+    """Compile what `prepare_inspection` runs on a GPU, for which the first round would wait a second."""
+    if device.type != "cuda":
+        return
+    number, wide, *targets = (torch.zeros(8, dtype=kind, device=device) for kind in _WARMED_UP)
+    copies = [Copy(index=i, source=source, target=targets[i]) for i, source in enumerate((number, wide))]
+    prepare_inspection([number, targets[1]], copies)()
+    inspect([number])
 
 
 def _after(copies: Sequence[Copy], inspection: Callable[[], Findings]) -> Callable[[], Findings]:

@@ -32,7 +32,7 @@ GROUP_ROWS = 16
 COLUMNS = 2048
 _ALIGNMENT = 16  # the kernel promises this to the compiler, for wide loads
 _MAX_ROWS = 1 << 18  # of one tensor: 16 GiB
-_FIELDS = 7  # of a group
+_FIELDS = 8  # of a group; so every group is aligned, and one compiled kernel serves all tables
 
 # The exponent bits in the low and the high half of a word: all set means NaN or infinity.
 _EXPONENTS = {
@@ -52,7 +52,7 @@ def _cast(pair):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _digest_groups(  # type: ignore[no-untyped-def]
-    groups,  # int64 [g, 7]: address, bytes to digest, first row, tensor, two exponent masks, target or 0
+    groups,  # int64 [g, 8]: address, bytes to digest, first row, tensor, two exponent masks, target or 0, 0
     column_table,  # int64 [ROW]
     row_table,  # int64 [rows of the largest tensor]
     found,  # int64 [n], zero
@@ -62,7 +62,7 @@ def _digest_groups(  # type: ignore[no-untyped-def]
     COPY: tl.constexpr,
     CAST: tl.constexpr,
 ) -> None:
-    entry = groups + tl.program_id(0).to(tl.int64) * 7
+    entry = groups + tl.program_id(0).to(tl.int64) * 8
     band = tl.program_id(1)
     address = tl.load(entry)
     size = tl.load(entry + 1)
@@ -166,7 +166,10 @@ class CudaInspection:
         if self._outdated:
             self._prepare()
         self._outdated = self._has_copies
-        sums, nonfinite = torch.zeros(2, len(self._tensors), dtype=torch.int64, device=self._device)
+        count = len(self._tensors)
+        # An even number, so that both rows are aligned: Triton compiles the kernel again for other pointers.
+        zeros = torch.zeros(2, count + count % 2, dtype=torch.int64, device=self._device)
+        sums, nonfinite = zeros[:, :count]
         with torch.cuda.device(self._device):
             self._launch(0, self._count, sums, nonfinite, cast=False)
             self._launch(self._count, self._cast_count, sums, nonfinite, cast=True)
@@ -219,7 +222,7 @@ def _groups(
     targets: Mapping[int, torch.Tensor],
     sources: Mapping[int, torch.Tensor],
 ) -> npt.NDArray[np.int64]:
-    """The kernel's work list, int64 [g, 7]; see `_digest_groups`.
+    """The kernel's work list, int64 [g, 8]; see `_digest_groups`.
 
     Raises:
         ValueError: a tensor is larger than 16 GiB.
@@ -246,6 +249,7 @@ def _groups(
     table[:, 2] = group * GROUP_ROWS
     table[:, 3] = owner
     table[:, 4:6] = exponents[owner]
+    table[:, 7] = 0
     table[:, 6] = np.where(copied_to[owner] == 0, 0, copied_to[owner] + group * span)
     return table
 
