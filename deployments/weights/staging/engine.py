@@ -33,7 +33,6 @@ from deployments.errors import TransferFailed
 from deployments.protocol.files import FilePart
 from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Check, Outcome
-from deployments.weights.staging.host import make_staging
 from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import ConnectState, StagingState
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate
@@ -72,6 +71,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         device: torch.device,
         model: torch.nn.Module,
     ) -> None:
+        # Not at the top: it loads vLLM's layers, which took a trainer, for whom its transport's module is loaded
+        # too, five seconds of its first publish.
+        from deployments.weights.staging.host import make_staging
+
         super().__init__(config, vllm_config, device, model)
         # Not `model_config.model`: for a replica that caught up that is a version in the store, which will be
         # removed.

@@ -44,6 +44,17 @@ def test_reading_it_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "['__main__', 'deployments']"
 
 
+def test_a_trainer_loads_the_module_of_its_transport_without_vllms_layers() -> None:
+    """They are most of vLLM: seconds, in the middle of the first publish."""
+    modules = sorted(record.module for record in TRANSPORTS.values())
+    code = (
+        f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\n"
+        "print(sorted({'vllm.model_executor.layers.linear', 'vllm.lora.layers'} & sys.modules.keys()))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip().splitlines()[-1] == "[]"
+
+
 @every_record
 def test_both_halves_of_a_transport_exist(record: Transport) -> None:
     module = import_module(record.module)
