@@ -5,7 +5,7 @@
            run each new instruction; while one runs, report every `heartbeat_s`
 
 The controller waits for acknowledgements, with a deadline; the follower waits for its engine. A DROP
-overtakes the instruction that is running, because that one may be waiting for a dead peer. A fence overtakes
+overtakes an instruction that may be waiting for a dead peer; all others end first. A fence overtakes
 everything: it takes effect before anything that waits for the engine, which may hang. A last report says so:
 until it has come the controller cannot know that this replica takes no request.
 
@@ -41,6 +41,8 @@ FENCED_REPORTS = (
     5  # attempts to say that the fence is known; the heartbeat ends the controller's wait otherwise
 )
 INTERRUPT_S = 10.0  # shorter than the time without contact after which the fleet counts a replica as lost
+# They may wait for a peer, and change no live weights.
+BEFORE_COMMIT = (Connect, Receive, Verify, ReceiveAdapter)
 
 logger = serve_logger()
 
@@ -195,16 +197,18 @@ class Follower:
     async def _run_one(self, instruction: Instruction) -> bool:
         """Run to the end, reporting meanwhile; False if the controller has something more urgent."""
         task = asyncio.create_task(self._execute(instruction))
+        interrupted = False
         try:
-            while True:
-                if await self._wait(task, self._heartbeat_s):
-                    return True
-                if await self._overtaken(instruction):
-                    # What is received and dropped waits for nothing that still counts; its answer is ignored.
-                    ends = self._fenced is None and await self._interrupt()
-                    if ends and not isinstance(instruction.body, Receive | ReceiveAdapter):
-                        await task
+            while not await self._wait(task, self._heartbeat_s):
+                overtaken = await self._overtaken(instruction)
+                if self._fenced is not None:
                     return False
+                if overtaken and not interrupted:
+                    interrupted = await self._interrupt()
+                    # What is received and dropped waits for nothing that still counts; its answer is ignored.
+                    if not interrupted or isinstance(instruction.body, Receive | ReceiveAdapter):
+                        return False
+            return not interrupted
         finally:
             if not task.done():
                 task.cancel()
@@ -213,9 +217,9 @@ class Follower:
 
     async def _overtaken(self, running: Instruction) -> bool:
         directive = await self._report()
-        if directive is None:
+        if directive is None or not isinstance(running.body, BEFORE_COMMIT):
             return False
-        return directive.fenced is not None or any(
+        return any(
             isinstance(later.body, Drop) and later.seq not in self._seen
             for later in directive.instructions
             if later.seq > running.seq
@@ -246,7 +250,7 @@ class Follower:
             message = f"{name} took longer than {instruction.deadline_s:g} s"
             outcome = Outcome.REPLICA_FAILED
             # Before the commit live weights are untouched: the sender is slow or gone.
-            before_commit = isinstance(instruction.body, Connect | Receive | Verify | ReceiveAdapter)
+            before_commit = isinstance(instruction.body, BEFORE_COMMIT)
             if before_commit and not self._member.partially_updated:
                 if await self._interrupt():
                     outcome = Outcome.REJECTED

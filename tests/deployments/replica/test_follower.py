@@ -10,6 +10,7 @@ from deployments.errors import PayloadRejected, TransferFailed
 from deployments.protocol.adapters import NO_ADAPTERS, ReceiveAdapter
 from deployments.protocol.instructions import (
     Body,
+    CatchUp,
     Commit,
     Connect,
     Directive,
@@ -40,7 +41,7 @@ class Member:
         self.ran: list[str] = []
         self.admitted = False
         self.fenced = ""
-        self.interrupted, self.dead = asyncio.Event(), asyncio.Event()
+        self.interrupted, self.dead, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def died(self) -> str:
         await self.dead.wait()
@@ -62,6 +63,8 @@ class Member:
                 raise PayloadRejected("interrupted")
             case "engine hangs":
                 await asyncio.Event().wait()
+            case "takes long":
+                await self.may_end.wait()
         return None
 
     async def interrupt(self) -> None:
@@ -202,6 +205,33 @@ async def test_a_drop_overtakes_an_instruction_that_cannot_be_interrupted() -> N
     hang, drop = tell(1, Connect(init_info={}), 60.0), tell(2, DROP)
     member = await run(Script([hang], [hang, drop], [hang, drop]), "engine hangs", interrupt_s=0.01)
     assert member.ran == ["connect", "drop"]
+
+
+@pytest.mark.parametrize(
+    ("body", "is_interrupted"),
+    [(CatchUp(version=3, path="v3"), False), (COMMIT, False), (VERIFY, True), (Connect(init_info={}), True)],
+)
+async def test_what_a_drop_does_not_end_goes_on_with_heartbeats(body: Body, is_interrupted: bool) -> None:
+    """A checkpoint may take minutes: half of it, or a replica that is silent meanwhile, would be lost."""
+    member, heard = Member("takes long"), 0
+    long, drop = tell(1, body, 60.0), tell(2, DROP)
+    script = Script([long], [long, drop], *[[long, drop] for _ in range(4)], [drop], [drop])
+
+    async def poll(report: Report) -> Directive:
+        nonlocal heard
+        heard += 1
+        if heard == 5:
+            assert member.ran == [body.name]
+            member.may_end.set()
+        return await script(report)
+
+    follower = Follower(
+        replica_id="r", incarnation="i", member=member, poll=poll, heartbeat_s=0.02, retry_s=0.01
+    )
+    await asyncio.wait_for(follower.run(), 10)
+    assert member.ran == [body.name, "drop"]
+    assert member.interrupted.is_set() == is_interrupted
+    assert script.outcomes == {1: (Outcome.DONE, ""), 2: (Outcome.DONE, "")}
 
 
 async def test_a_fence_is_confirmed_until_the_controller_has_heard_it() -> None:
