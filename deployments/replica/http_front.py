@@ -138,6 +138,11 @@ class ReplicaFront:
         return None if reason is None else ReplicaUnavailable(f"replica {self._replica_id}: {reason}")
 
 
+class _EngineLost(Exception):
+    """The engine failed in the middle of a stream: the connection is closed, as that of a replica that is gone,
+    so that the router knows."""
+
+
 class _Answer:
     """One answer: versions are added, and it becomes a refusal if the engine failed."""
 
@@ -194,9 +199,12 @@ class _Answer:
             assert self._start is not None
             piece = annotate_json(bytes(self._body), self._recorder, self._start["status"], self._part)
         elif self._is_stream:
-            if not self.begun and piece.startswith(b'data: {"error"'):  # vLLM's, when its engine is dead
-                self._replacement = self._refused()
-                if self._replacement is not None:
+            if piece.startswith(b'data: {"error"'):  # vLLM's, when its engine is dead
+                refused = self._refused()
+                if refused is not None and self.begun:
+                    raise _EngineLost(refused.message)
+                self._replacement = refused
+                if refused is not None:
                     return
             piece = self._annotate(piece)
         if not self.begun:

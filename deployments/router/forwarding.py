@@ -135,7 +135,7 @@ class Forwarder:
         self._session: aiohttp.ClientSession | None = None
         self._id = uuid.uuid4().hex  # by which replicas count what they have of each router
         self._per_replica: Counter[str] = Counter()  # sequences in flight
-        self._deadly = DeadlyRequests()
+        self.deadly = DeadlyRequests()
 
     async def close(self) -> None:
         """Close the connections to the replicas."""
@@ -167,7 +167,7 @@ class Forwarder:
         """
         deadline = time.monotonic() + limits.find_replica_timeout_s
         reason = "no replica is ready"
-        self._deadly.check(request.identity)
+        self.deadly.check(request.identity)
         while True:
             try:
                 replica_id, endpoint = await self._choose(trail.demand, deadline)
@@ -176,7 +176,7 @@ class Forwarder:
             except TimeoutError:
                 pass  # no replica could be chosen: the last reason says why
             else:
-                self._deadly.check(request.identity)  # again: it may have waited long for a replica
+                self.deadly.check(request.identity)  # again: it may have waited long for a replica
                 began = time.monotonic()
                 try:
                     return await self._attempt(replica_id, endpoint, request)
@@ -204,7 +204,7 @@ class Forwarder:
         trail.refused(replica_id)
         identity, lost = request.identity, trail.lost
         try:
-            self._deadly.lost(identity, lost)
+            self.deadly.lost(identity, lost)
         except DeadlyRequest as refused:
             logger.error("%s %s is refused: %s; %s", identity.method, identity.path, refused.message, reason)
             raise

@@ -146,6 +146,7 @@ class _Part:
             self.ended = True
         except Interrupted as error:
             if self.taken:
+                self._forwarder.deadly.cut_off(self._request.identity, begun.replica_id)
                 raise
             self.waiting.clear()
             self._forwarder.count_loss(self._request, self._trail, begun.replica_id, str(error))

@@ -113,7 +113,7 @@ class Router:
             return
         begun = await self._forwarder.forward(request, trail, self.limits)
         async with begun.connection:
-            yield await _response(begun)
+            yield await self._response(begun, request.identity)
 
     async def _parts(self, request: Outgoing, trail: Trail, prompts: PromptList) -> list[PartRequest]:
         """The parts of a request, each with the replica that it is meant for; none: it is not split."""
@@ -134,6 +134,30 @@ class Router:
             parts.append(PartRequest(request=outgoing, trail=Trail(demand=demand)))
         return parts
 
+    async def _response(self, begun: Begun, identity: RequestIdentity) -> Response:
+        response: Response
+        if begun.is_whole:
+            response = Response(await begun.answer.read(), begun.answer.status)
+        else:
+            response = StreamingResponse(self._stream(begun, identity), begun.answer.status)
+        response.raw_headers = returned(begun)
+        return response
+
+    async def _stream(self, begun: Begun, identity: RequestIdentity) -> AsyncIterator[bytes]:
+        try:
+            async for piece in begun.pieces():
+                yield piece
+        except Interrupted as error:
+            refused = self._forwarder.deadly.cut_off(identity, begun.replica_id)
+            logger.warning(
+                "replica %s was lost in the middle of a stream: %s%s",
+                begun.replica_id,
+                error,
+                "; the request is refused from now on" if refused else "",
+            )
+            lost = ReplicaUnavailable("the replica that streamed this answer was lost")
+            yield b"data: " + json.dumps(lost.body()).encode() + b"\n\n"
+
 
 def _outgoing(request: Request, trail: Trail, body: bytes, asked_for: int) -> Outgoing:
     """What is forwarded of a request: its path without Serve's route prefix."""
@@ -148,23 +172,3 @@ def _outgoing(request: Request, trail: Trail, body: bytes, asked_for: int) -> Ou
         sequences=asked_for,
         identity=RequestIdentity(request.method, path, body),
     )
-
-
-async def _response(begun: Begun) -> Response:
-    response: Response
-    if begun.is_whole:
-        response = Response(await begun.answer.read(), begun.answer.status)
-    else:
-        response = StreamingResponse(_stream(begun), begun.answer.status)
-    response.raw_headers = returned(begun)
-    return response
-
-
-async def _stream(begun: Begun) -> AsyncIterator[bytes]:
-    try:
-        async for piece in begun.pieces():
-            yield piece
-    except Interrupted as error:
-        logger.warning("a replica was lost in the middle of a stream: %s", error)
-        lost = ReplicaUnavailable("the replica that streamed this answer was lost")
-        yield b"data: " + json.dumps(lost.body()).encode() + b"\n\n"

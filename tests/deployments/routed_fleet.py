@@ -40,6 +40,7 @@ class Engine:
                 Route("/stream", self.stream),
                 Route("/die", self.die, methods=["GET", "POST"]),
                 Route("/die-in-stream", self.die_in_stream, methods=["POST"]),
+                Route("/die-late", self.die_late, methods=["POST"]),
                 Route("/late", self.late, methods=["POST"]),
                 Route("/text", self.text),
                 Route("/metrics", self.metrics),
@@ -82,6 +83,16 @@ class Engine:
     async def die_in_stream(self, request: Request) -> Response:
         async def events() -> AsyncIterator[str]:
             self.asked.append(request.url.path)
+            self.refusal = "the engine is dead"
+            yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def die_late(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[str]:
+            self.asked.append(request.url.path)
+            yield 'data: {"n": 0, "choices": []}\n\n'
             self.refusal = "the engine is dead"
             yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
             yield "data: [DONE]\n\n"

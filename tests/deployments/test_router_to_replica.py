@@ -2,6 +2,7 @@
 only Serve's choice of a replica is a fake."""
 
 import asyncio
+import json
 import socket
 from contextlib import closing
 
@@ -70,6 +71,20 @@ async def test_a_request_that_kills_its_engine_kills_two_at_most(path: str) -> N
         assert len(set(error["detail"]["replicas"])) == 2
         for _ in range(3):
             assert (await client.post(path, content=b"deadly")).status_code == 422
+        assert sum(len(engine.asked) for engine in fleet.engines.values()) == 2
+        assert (await client.post("/whole", content=b"harmless")).status_code == 200
+
+
+async def test_a_request_that_kills_its_engine_in_mid_stream_kills_two_however_often_it_is_repeated() -> None:
+    async with service("a", "b", "c") as (fleet, _, client):
+        for _ in range(2):
+            cut = await client.post("/die-late", content=b"deadly")
+            first, error, end = cut.text.split("\n\n")
+            assert first == 'data: {"n": 0, "choices": []}' and end == ""
+            assert json.loads(error.removeprefix("data: "))["error"]["type"] == "replica_unavailable"
+        for _ in range(3):
+            answer = await client.post("/die-late", content=b"deadly")
+            assert (answer.status_code, answer.json()["error"]["type"]) == (422, "deadly_request")
         assert sum(len(engine.asked) for engine in fleet.engines.values()) == 2
         assert (await client.post("/whole", content=b"harmless")).status_code == 200
 

@@ -104,3 +104,38 @@ def test_one_that_is_refused_again_is_remembered_from_then_on() -> None:
     clock.now += 400
     with pytest.raises(DeadlyRequest, match="refused for 200 s"):
         deadly.check(identity())
+
+
+def test_a_stream_that_costs_two_replicas_is_refused_although_only_its_client_can_repeat_it() -> None:
+    clock = Clock()
+    deadly = DeadlyRequests(clock)
+    assert not any(deadly.cut_off(identity(), "a") for _ in range(100)), "all that ran on one replica"
+    deadly.check(identity())
+    clock.now += REFUSED_FOR_S - 1
+    assert deadly.cut_off(identity(), "b")
+    with pytest.raises(DeadlyRequest, match="refused for 600 s"):
+        deadly.check(identity())
+    deadly.check(identity(b"other"))
+
+
+def test_what_a_stream_cost_counts_when_it_comes_again_and_is_forgotten_after_ten_minutes() -> None:
+    clock = Clock()
+    deadly = DeadlyRequests(clock)
+    deadly.cut_off(identity(), "a")
+    deadly.lost(identity(), ["a"])  # its twin, which had not begun
+    with pytest.raises(DeadlyRequest, match=r"2 replicas were lost under this request \(a, b\)"):
+        deadly.lost(identity(), ["b"])
+    deadly.cut_off(identity(b"other"), "a")
+    clock.now += REFUSED_FOR_S
+    deadly.lost(identity(b"other"), ["b"])
+    assert not deadly.cut_off(identity(b"other"), "b")
+
+
+def test_streams_that_were_cut_off_are_bounded_too_and_one_without_a_body_is_not_remembered() -> None:
+    deadly = DeadlyRequests(Clock())
+    for number in range(MAX_REMEMBERED + 1):
+        deadly.cut_off(identity(b"%d" % number), "a")
+    assert len(deadly) == MAX_REMEMBERED
+    assert not deadly.cut_off(identity(b"0"), "b"), "the oldest is forgotten"
+    assert deadly.cut_off(identity(b"2"), "b")
+    assert not any(deadly.cut_off(identity(b""), name) for name in "abc")
