@@ -83,7 +83,13 @@ class Promises:
         self._promises[incarnation] = _Promise(promised, now)
 
     def refuse(self, replica_id: str, incarnation: str, version: int, reason: str, now: float) -> None:
-        """This process cannot load a version: it is not told to again."""
+        """This process cannot load a version: it is not told to again.
+
+        It may have been told of another one since: a question that comes late, or twice, does not end that.
+        """
+        made = self.made(incarnation)
+        if made is not None and made.version != version:
+            return
         self.end(incarnation)
         self._refusals[incarnation] = _Refusal(
             replica_id=replica_id, version=version, reason=reason, since=now

@@ -10,21 +10,27 @@ from deployments.protocol.reports import Unloadable
 from deployments.weights.store.integrity import check_files
 
 ASK_AGAIN_S = 1.0
+ANSWER_S = 20.0  # of the controller, which answers at once: the question or its answer is lost
 logger = serve_logger()
 
 
 async def find_first_weights(
-    ask: Callable[[Unloadable | None], Awaitable[JoinAnswer]], ask_again_s: float = ASK_AGAIN_S
+    ask: Callable[[Unloadable | None], Awaitable[JoinAnswer]],
+    ask_again_s: float = ASK_AGAIN_S,
+    answer_s: float = ANSWER_S,
 ) -> JoinAnswer:
     """Ask until the answer can be loaded. Waits for a controller that cannot be reached.
 
     Args:
         ask: the controller's `join`; its argument is the version that was named before and cannot be loaded.
+            A question that comes again has the same answer.
+        answer_s: how long one answer is waited for.
     """
     unloadable: Unloadable | None = None
     while True:
         try:
-            answer = await ask(unloadable)
+            async with asyncio.timeout(answer_s):  # not wait_for, which can swallow a cancellation
+                answer = await ask(unloadable)
         except Exception as error:  # the controller may start after us, or be restarting
             logger.debug("controller not reached: %s", error)
             await asyncio.sleep(ask_again_s)

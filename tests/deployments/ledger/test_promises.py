@@ -90,6 +90,21 @@ def test_a_question_that_comes_again_has_the_same_answer() -> None:
     assert late.version == 16 and 1 not in scene.disk
 
 
+def test_a_late_refusal_of_another_version_does_not_take_away_what_is_loaded_now() -> None:
+    scene = StoreScene(replicas=1)
+    scene.round()
+    damaged = Unloadable(version=scene.begin().version, reason="damaged")
+    scene.round()
+    answer = scene.begin(unloadable=damaged)
+    assert answer.version == 2
+    for _ in range(5):
+        scene.round()
+    assert scene.begin(unloadable=damaged) == answer, "the same question, which had no answer in time"
+    for _ in range(5):
+        scene.round()
+    scene.up(answer)
+
+
 def test_a_restarted_controller_keeps_its_promises() -> None:
     scene = StoreScene(replicas=1)
     scene.round()

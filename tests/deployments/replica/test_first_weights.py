@@ -1,5 +1,6 @@
 """A starting replica asks again for what it cannot load, and never loads it."""
 
+import asyncio
 from pathlib import Path
 
 import torch
@@ -37,6 +38,19 @@ async def test_a_version_that_is_there_is_loaded(tmp_path: Path) -> None:
     ask = Answers(FleetUnavailable("not yet"), stored(tmp_path, 4))
     answer = await find_first_weights(ask, ask_again_s=0)
     assert answer.version == 4 and ask.asked == [None, None]
+
+
+async def test_a_question_without_an_answer_is_asked_again(tmp_path: Path) -> None:
+    answers = Answers(stored(tmp_path, 4))
+
+    async def ask(unloadable: Unloadable | None) -> JoinAnswer:
+        if not answers.asked:
+            answers.asked.append(unloadable)
+            await asyncio.Event().wait()
+        return await answers(unloadable)
+
+    answer = await asyncio.wait_for(find_first_weights(ask, ask_again_s=0, answer_s=0.01), 10)
+    assert answer.version == 4 and answers.asked == [None, None]
 
 
 async def test_one_that_is_gone_is_refused_with_a_sentence(tmp_path: Path) -> None:
