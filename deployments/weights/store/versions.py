@@ -1,7 +1,10 @@
 """The last committed versions on disk, as ordinary Hugging Face checkpoint directories.
 
     v00000012/          config.json, *.safetensors, tokenizer files, manifest.json
-    .v00000013.partial/ being written; renamed when everything is on the disk
+    .v00000013.a1b2c3d4.partial/  being written; renamed when everything is on the disk
+
+A writer that was taken for lost may go on beside the one that took its place: no two share a directory, and the
+first that is complete counts.
 
 The trainer or a replica writes, after the commit and off the critical path; starting replicas read. The
 controller removes versions, because it alone knows which of them a replica was told to load. A trainer that
@@ -13,6 +16,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +28,7 @@ LOCK_S = 60.0  # a version is renamed and removed in less
 _LOCK_POLL_S = 0.05
 
 _NAME = re.compile(r"v(\d{8,})")
-_PARTIAL = re.compile(r"\.v\d{8,}\.partial")
+_PARTIAL = re.compile(r"\.v\d{8,}(\.[0-9a-f]{8})?\.partial")
 
 
 class Store:
@@ -73,14 +77,13 @@ class Store:
         exception, and is removed otherwise.
 
         Raises:
-            FileExistsError: the version is complete already.
+            FileExistsError: the version is complete already, or another writer was quicker.
             OSError: the directory cannot be written.
         """
         final = self._path(manifest.version)
         if final.exists():
             raise FileExistsError(f"version {manifest.version} is in {self.directory} already")
-        partial = self.directory / f".{final.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
+        partial = self.directory / f".{final.name}.{uuid.uuid4().hex[:8]}.partial"
         partial.mkdir(parents=True)
         try:
             yield partial
@@ -88,8 +91,10 @@ class Store:
             _sync_tree(partial)
             partial.rename(final)
             _sync(self.directory)
-        except BaseException:  # also the caller's: a version that is not complete must not stay
+        except BaseException as error:  # also the caller's: a version that is not complete must not stay
             shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError) and final.exists():  # whose writer removed what is partial
+                raise FileExistsError(f"version {manifest.version} is in {self.directory} already") from error
             raise
         self._remove_partial()
 

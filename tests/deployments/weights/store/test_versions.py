@@ -45,8 +45,27 @@ def test_a_writer_that_fails_leaves_nothing(store: Store) -> None:
     assert [entry.name for entry in store.directory.iterdir()] == ["v00000001"]
 
 
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_two_writers_of_a_version_share_nothing(store: Store, first_ends_first: bool) -> None:
+    """One was taken for lost, and goes on."""
+    writers = [store.writing(manifest_of(1)) for _ in range(2)]
+    directories = [writer.__enter__() for writer in writers]
+    order = [0, 1] if first_ends_first else [1, 0]
+    (directories[order[0]] / "weights.bin").write_bytes(b"whole")
+    if directories[order[1]].exists():
+        (directories[order[1]] / "weights.bin").write_bytes(b"ha")
+    writers[order[0]].__exit__(None, None, None)
+    assert list(store.list()) == [1]
+    assert (store.path_of(1) / "weights.bin").read_bytes() == b"whole"
+    with pytest.raises(FileExistsError, match="version 1 is in"):
+        writers[order[1]].__exit__(None, None, None)
+    assert (store.path_of(1) / "weights.bin").read_bytes() == b"whole"
+    assert [entry.name for entry in store.directory.iterdir()] == ["v00000001"]
+
+
 def test_what_a_crashed_writer_left_is_removed_by_the_next(store: Store) -> None:
-    (store.directory / ".v00000001.partial").mkdir(parents=True)
+    (store.directory / ".v00000001.partial").mkdir(parents=True)  # half removed
+    (store.directory / ".v00000001.0a1b2c3d.partial").mkdir()
     write(store, 2)
     assert [entry.name for entry in store.directory.iterdir()] == ["v00000002"]
 
