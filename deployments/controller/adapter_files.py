@@ -7,17 +7,23 @@ in threads.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from deployments.errors import FleetUnavailable, InvalidRequest, NotFound
+from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
 from deployments.logs import serve_logger
 from deployments.protocol.adapters import AdapterFiles
 from deployments.weights.store.adapter_store import AdapterStore, CannotWrite, Incomplete
 
+DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
+THREADS = 8  # one that a disk does not answer is lost until it does
 LAG_S = 10.0  # a shared file system may show a directory this much later than its writer
 RETRY_S = 0.1
 
+T = TypeVar("T")
 logger = serve_logger()
 
 
@@ -28,6 +34,7 @@ class AdapterKeeper:
         roots: directories below which the users' adapters are.
         needed: the ids whose files must stay.
         lag_s: how long files that are not complete are waited for.
+        disk_s: how long a disk may take to answer.
         clock: seconds, monotonic.
     """
 
@@ -38,11 +45,14 @@ class AdapterKeeper:
         needed: Callable[[], set[int]],
         lag_s: float = LAG_S,
         clock: Callable[[], float] = time.monotonic,
+        disk_s: float = DISK_S,
     ) -> None:
         self._store = AdapterStore(directory)
         self._roots = tuple(roots)
         self._needed = needed
         self._lag_s = lag_s
+        self._disk_s = disk_s
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
         self._clock = clock
         self._pass: asyncio.Task[None] | None = None
         self._problem: str | None = None
@@ -54,16 +64,18 @@ class AdapterKeeper:
             NotFound: there is no such directory.
             InvalidRequest: outside of the roots, not an adapter, or not complete in time.
             FleetUnavailable: there is no space for the copy, or it cannot be written.
+            Conflict: the disk does not answer.
         """
         if not path or "\0" in path or not Path(path).is_absolute():
             raise InvalidRequest(f"lora_path: expected an absolute path, got {path[:200]!r}")
         until = self._clock() + self._lag_s
         while True:
             try:
-                return await asyncio.to_thread(self._store.copy, Path(path), self._roots, adapter_id)
+                copying = partial(self._store.copy, Path(path), self._roots, adapter_id)
+                return await self._on_disk(copying, path)
             except (Incomplete, FileNotFoundError) as error:  # as it is being replaced
                 if self._clock() > until:
-                    there = await asyncio.to_thread(Path(path).is_dir)
+                    there = await self._on_disk(Path(path).is_dir, path)
                     kind = InvalidRequest if there else NotFound
                     raise kind(f"lora_path: {error} (waited {self._lag_s:g} s)") from error
             except CannotWrite as error:
@@ -73,11 +85,20 @@ class AdapterKeeper:
             await asyncio.sleep(RETRY_S)
 
     async def complete(self, adapter_id: int) -> None:
-        """The copy is durable, and replicas find it. Raises FleetUnavailable."""
+        """The copy is durable, and replicas find it. Raises FleetUnavailable, or Conflict as `copy`."""
         try:
-            await asyncio.to_thread(self._store.complete, adapter_id)
+            await self._on_disk(partial(self._store.complete, adapter_id), str(self._store.directory))
         except CannotWrite as error:
             raise _no_space(error) from error
+
+    async def _on_disk(self, work: Callable[[], T], what: str) -> T:
+        """Its result. Where a disk hangs, the name that is being loaded is free again, and the loop's own threads
+        are there for what else the controller does."""
+        try:
+            async with asyncio.timeout(self._disk_s):  # not wait_for, which can swallow a cancellation
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except TimeoutError as error:
+            raise Conflict(f"{what}: the disk has not answered within {self._disk_s:g} s") from error
 
     def start(self) -> None:
         """Begin to remove what nobody needs, unless that goes on."""
@@ -88,6 +109,7 @@ class AdapterKeeper:
         """Wait for the removal that goes on."""
         if self._pass is not None:
             await asyncio.gather(self._pass, return_exceptions=True)
+        self._threads.shutdown(wait=False)
 
     async def _run(self) -> None:
         before, self._problem = self._problem, None

@@ -136,7 +136,9 @@ class Loop(asyncio.AbstractEventLoop):
         future = self.create_future()
         if not self._closed:
             action = partial(func, *args)
-            action.any_thread = executor is None  # type: ignore[attr-defined]
+            # The journal's own thread goes to the simulated disk; all others to real files.
+            journal = getattr(executor, "_thread_name_prefix", "") == "journal"
+            action.any_thread = not journal  # type: ignore[attr-defined]
             self._executor(PROCESS.get(), action, future)
         return future
 

@@ -1,12 +1,13 @@
 """When adapters' files are copied, and when they go."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from deployments.controller.adapter_files import AdapterKeeper
-from deployments.errors import FleetUnavailable, InvalidRequest, NotFound
+from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
 from tests.tiny_adapters import save_tiny_adapter
 
 
@@ -65,6 +66,26 @@ async def test_a_copy_that_cannot_be_made_durable_is_not_the_callers_fault(tmp_p
     keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set)
     with pytest.raises(FleetUnavailable, match="cannot copy an adapter"):
         await keeper.complete(1)
+
+
+async def test_a_disk_that_does_not_answer_is_given_up_and_keeps_none_of_the_loops_threads(
+    tmp_path: Path,
+) -> None:
+    """Opening a pipe that nobody writes to waits, as a file of a server that is gone."""
+    pipe = save_tiny_adapter(tmp_path / "hangs", 1) / "adapter_config.json"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set, disk_s=0.05)
+    try:
+        for adapter_id in range(40):
+            with pytest.raises(Conflict, match=r"the disk has not answered within 0\.05 s"):
+                await keeper.copy(str(pipe.parent), adapter_id)
+        assert await asyncio.to_thread(lambda: True)
+    finally:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # all of them come back
+    save_tiny_adapter(tmp_path / "a", 1)
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set)
+    assert (await keeper.copy(str(tmp_path / "a"), 41)).size_bytes > 0
 
 
 async def test_what_a_process_that_died_has_not_completed_is_removed(tmp_path: Path) -> None:
