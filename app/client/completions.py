@@ -50,10 +50,11 @@ class Answer:
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             advantage=advantage,
-            weight_versions=tuple(self._trained_versions()),
+            weight_versions=tuple(self.trained_versions),
         )
 
-    def _trained_versions(self) -> Sequence[VersionSpan]:
+    @property
+    def trained_versions(self) -> Sequence[VersionSpan]:
         """Spans of the versions of what is trained; an adapter answers with one version."""
         if self.adapter is None:
             return self.weight_versions

@@ -67,6 +67,7 @@ def submit(arguments: Sequence[str]) -> int:
         )
         return 1
     dashboard = os.environ.get("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{DASHBOARD_PORT}")
+    print(f"Asking the fleet at {url} whether it is up", flush=True)  # it may take seconds
     if (reason := why_not(url)) is not None:
         print(f"slipstream: {reason}", file=sys.stderr)
         return 1

@@ -21,7 +21,7 @@ class Sample:
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
     logprobs: Sequence[float]  # of `token_ids`; 0.0 where the mask is false
-    weight_versions: Sequence[VersionSpan]  # over `token_ids`, without those of tools and users
+    weight_versions: Sequence[VersionSpan]  # as that, over `token_ids` without those of tools and users
     oldest_version: int  # of the weights behind any sampled token; of the adapter where one answered
     newest_version: int
     loss_mask: Sequence[bool] | None = None  # of `token_ids`: whether the model said it; None: all
@@ -69,7 +69,7 @@ class Attempt:
             prompt_token_ids=prompt_token_ids,
             token_ids=answer.token_ids,
             logprobs=answer.logprobs,
-            weight_versions=answer.weight_versions,
+            weight_versions=answer.trained_versions,
             oldest_version=answer.oldest_version,
             newest_version=answer.newest_version,
         )

@@ -22,6 +22,7 @@ from app.client.connection import AsyncFleetClient, FleetError, token_from, with
 from app.client.options import parse
 from app.jobs import metrics
 from app.jobs.curve import reward_curve
+from app.jobs.environments.environment import running
 from app.jobs.groups import GroupQueue
 from app.jobs.learning import learn, publish_best, resume
 from app.jobs.options import Options
@@ -100,11 +101,12 @@ async def main(options: Options, began: float) -> None:
         if options.resume:  # a trainer in the middle of a step answers when it is over
             with announced(f"RL job: continuing {path}, asking the trainer what it has done"):
                 await resume(run, metrics.records(path))
-        address, _ = without_credentials(options.url)
-        tell(f"GRPO on {model} at {address} from version {run.version}; metrics in {path}")
-        with Progress(steps=options.steps, done=run.step, state=run.state) as progress:
-            run.say = progress.say
-            await loop(run, progress, trackers)
+        async with running((environment, held_out)):
+            address, _ = without_credentials(options.url)
+            tell(f"GRPO on {model} at {address} from version {run.version}; metrics in {path}")
+            with Progress(steps=options.steps, done=run.step, state=run.state) as progress:
+                run.say = progress.say
+                await loop(run, progress, trackers)
         for tracker in trackers:
             tracker.close()
         curve = reward_curve(metrics.records(path))

@@ -11,7 +11,8 @@ the model says until it is done. Tools run there.
 import asyncio
 import importlib
 import uuid
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +30,9 @@ BUILT_IN = {"calculator": "app.jobs.environments.calculator:Calculator"}
 
 class Environment(Protocol):
     """A source of problems that the model attempts."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """What it needs, while the block runs; nothing is attempted outside of it."""
 
     async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
         """`count` attempts at this problem, which is the same for the same number in every process.
@@ -78,6 +82,9 @@ class Single:
 
     task: Task
 
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
     async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
         problem = self.task.problem(number)
         completion = await policy.answers(problem.messages, count)
@@ -95,6 +102,9 @@ class Conversations:
 
     environment: TurnEnvironment
     max_turns: int
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
         return await all_of(self._attempt(number, policy) for _ in range(count))
@@ -121,6 +131,15 @@ class Conversations:
             told = between(await policy.tokenize(first), await policy.tokenize(second))
             transcript.told(told)
         return Attempt(samples=[transcript.sample()], reward=reward, text=" | ".join(said))
+
+
+@asynccontextmanager
+async def running(environments: Iterable[Environment]) -> AsyncIterator[None]:
+    """What these need, while the block runs; one that is there twice is started once."""
+    async with AsyncExitStack() as stack:
+        for environment in {id(each): each for each in environments}.values():
+            await stack.enter_async_context(environment.running())
+        yield
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

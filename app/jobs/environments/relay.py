@@ -4,17 +4,18 @@
                                                                               │
                              Rollout.exchanges: session, prompt, answer  ◄────┘
 
-Each rollout has an address of its own. What is asked below it is sampled from the policy's own distribution
-and version, whatever the program wants: rewards and log-probabilities must be about the policy.
+Each rollout has an address of its own while it lasts. What is asked below it is sampled from the policy's own
+distribution and version, whatever the program wants: rewards and log-probabilities must be about the policy.
+Constraints such as a `tool_choice` pass, and then log-probabilities are those without them.
 """
 
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -27,6 +28,10 @@ from app.jobs.rollouts import DISTRIBUTION, Moved, Policy, Unanswered
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 SESSION = "x-session-id"
 MAX_BODY_BYTES = 32 << 20
+# Settings of another distribution, or of the same answer in each attempt. More of them: DISTRIBUTION.
+NOT_PASSED_ON = ("seed", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "max_tokens")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,54 +50,92 @@ class Rollout:
     Attributes:
         url: for the agent, without `/v1`.
         failure: why a request got no answer, which says nothing about the model.
+        refused: why the fleet refused a request: mostly a conversation that is longer than the engine takes.
+        over: the agent asks nothing any more, so that another one can have its address.
     """
 
     url: str
     policy: Policy
     exchanges: list[Exchange] = field(default_factory=list)
     failure: Exception | None = None
+    refused: str | None = None
+    over: bool = False
+    _failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fail(self, error: Exception) -> None:
+        """No reward of this rollout would be about the model."""
+        self.failure = self.failure or error
+        self._failed.set()
+
+    async def unless_failed(self, agent: Coroutine[Any, Any, T]) -> T:
+        """What the agent's run returns, cancelled as soon as a request has failed.
+
+        Raises:
+            Exception: the failure.
+        """
+        tasks = asyncio.create_task(agent), asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure is not None:
+                raise self.failure
+            return tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Relay:
-    """The server of all rollouts; it listens on this host alone."""
+    """The server of all rollouts; it listens on this host alone.
+
+    Addresses cannot be guessed, and are used again: agents keep a client for each.
+    """
 
     def __init__(self) -> None:
         self._rollouts: dict[str, Rollout] = {}
+        self._free: list[str] = []  # names of rollouts that are over
         self._runner: web.AppRunner | None = None
         self._address = ""
-        self._starting = asyncio.Lock()
 
-    @asynccontextmanager
-    async def rollout(self, policy: Policy) -> AsyncIterator[Rollout]:
-        """An address that answers with this policy while the block runs."""
-        await self._start()
-        name = uuid.uuid4().hex
-        self._rollouts[name] = rollout = Rollout(url=f"{self._address}/{name}", policy=policy)
-        try:
-            yield rollout
-        finally:
-            del self._rollouts[name]
+    async def start(self) -> None:
+        """Listen."""
+        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        application.router.add_post("/{rollout}{path:/.*}", self._respond)
+        # An agent that hangs up wants no answer, and must not be learned from.
+        self._runner = web.AppRunner(
+            application,
+            access_log=None,
+            handle_signals=False,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self._address = f"http://{host}:{port}"
 
     async def close(self) -> None:
         """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _start(self) -> None:
-        async with self._starting:
-            if self._runner is not None:
-                return
-            application = web.Application(client_max_size=MAX_BODY_BYTES)
-            application.router.add_post("/{rollout}{path:/.*}", self._respond)
-            runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=1.0)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0][:2]
-            self._runner, self._address = runner, f"http://{host}:{port}"
+    @asynccontextmanager
+    async def rollout(self, policy: Policy) -> AsyncIterator[Rollout]:
+        """An address that answers with this policy while the block runs."""
+        name = self._free.pop() if self._free else uuid.uuid4().hex
+        self._rollouts[name] = rollout = Rollout(url=f"{self._address}/{name}", policy=policy)
+        try:
+            yield rollout
+        finally:
+            del self._rollouts[name]
+            if rollout.over:
+                self._free.append(name)
 
     async def _respond(self, request: web.Request) -> web.Response:
         rollout = self._rollouts.get(request.match_info["rollout"])
         path = request.match_info["path"]
+        if rollout is not None and rollout.failure is not None:
+            return _error(409, f"this rollout has failed: {rollout.failure}")
         if rollout is None or path not in (CHAT, GENERATE):
             expected = f"{CHAT} or {GENERATE} below the address of a rollout that runs"
             return _error(404, f"expected {expected}, got {path[:80]}")
@@ -114,11 +157,13 @@ class Relay:
         try:
             completion = await rollout.policy.exchange(call, session, with_prompt=path == CHAT)
         except FleetError as error:
-            if error.status is None or not 400 <= error.status < 500:
-                rollout.failure = error
+            if error.status in (400, 413):
+                rollout.refused = error.message
+            else:
+                rollout.fail(error)
             return _error(error.status or 502, error.message)
         except (Unanswered, Moved) as error:
-            rollout.failure = error
+            rollout.fail(error)
             return _error(409, str(error))
         prompt = completion.prompt_token_ids if path == CHAT else body["token_ids"]
         rollout.exchanges.append(Exchange(session=session, prompt_token_ids=prompt, answer=completion.answer))
@@ -149,7 +194,7 @@ def _chat(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
     limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
     tokens = {"max_completion_tokens": _at_most(limit, policy)}
     return {
-        **{name: value for name, value in asked.items() if name != "max_tokens"},
+        **_passed_on(asked),
         **DISTRIBUTION,
         **tokens,
         "model": policy.name,
@@ -160,12 +205,16 @@ def _chat(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
 
 
 def _generate(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-    sampling = dict(asked.get("sampling_params") or {})
-    sampling |= DISTRIBUTION | {"max_tokens": _at_most(sampling.get("max_tokens"), policy), "n": 1}
-    sampling["logprobs"] = sampling.get("logprobs") or 0
+    given = dict(asked.get("sampling_params") or {})
+    limit = {"max_tokens": _at_most(given.get("max_tokens"), policy)}
+    sampling = _passed_on(given) | DISTRIBUTION | limit | {"n": 1, "logprobs": given.get("logprobs") or 0}
     if not isinstance(asked.get("token_ids"), list):
         raise ValueError("expected 'token_ids', a list")
     return {**asked, "model": policy.name, "sampling_params": sampling}
+
+
+def _passed_on(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in NOT_PASSED_ON}
 
 
 def _at_most(limit: int | None, policy: Policy) -> int:

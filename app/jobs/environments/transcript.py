@@ -73,7 +73,7 @@ class Transcript:
         start = len(self.token_ids)
         self._spans += [
             VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
-            for span in answer.weight_versions
+            for span in answer.trained_versions
         ]
         self.token_ids += answer.token_ids
         self.logprobs += answer.logprobs

@@ -3,62 +3,89 @@
     python verifiers_program.py [what vf-eval takes: TASKSET @ FILE.toml --select... --client...]
 
 Lines of JSON come in, each with `id`, `task` (its position in the task set), `url` and `model`; one goes out
-for each: `id`, and `reward`, `sessions` and `text`, or `error`. The first one out says how many `tasks` there
-are (null: no end). Ends with its input.
+for each: `id`, and `reward`, `sessions` and `text`, or `error`. A line with `id` and `cancel` ends that
+rollout. The first one out says how many `tasks` there are (null: no end). The program ends with its input, so
+also when the job is killed, and everything that it started ends with it.
 """
 
 import asyncio
 import itertools
 import json
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
-STOP_TIMEOUT_S = 20.0  # of verifiers' servers, when the job has ended
-
-
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the environment prints is no answer
-    try:
-        asyncio.run(serve(answers, load(sys.argv[1:])))
-    except Exception as error:
-        say(answers, {"error": _one_line(error)})
-        raise SystemExit(1) from error
+MARK = "SLIPSTREAM_ROLLOUTS"  # a variable that all processes of the program inherit
+STOP_TIMEOUT_S = 20.0  # of verifiers' servers, when the input has ended
+KILL_TIMEOUT_S = 5.0  # until processes that were killed are gone
 
 
-def load(arguments: list[str]) -> Any:
-    """verifiers' configuration of an evaluation, from the arguments of its own command."""
+class Rollouts(Protocol):
+    """What is rolled out."""
+
+    @property
+    def tasks(self) -> int | None:
+        """How many there are, None if they have no end."""
+
+    async def roll_out(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a line, but for its `id`."""
+
+
+class VerifiersRollouts:
+    """Rollouts of a verifiers environment that is being served."""
+
+    def __init__(self, environment: Any, config: Any) -> None:
+        self._environment = environment
+        self._config = config
+        self._tasks = Tasks(environment.taskset.select(config.select))
+
+    @property
+    def tasks(self) -> int | None:
+        return self._tasks.count
+
+    async def roll_out(self, asked: dict[str, Any]) -> dict[str, Any]:
+        from verifiers.v1.clients import ModelContext
+
+        client = self._config.client.model_copy(update={"base_url": f"{asked['url']}/v1"})
+        context = ModelContext(client=client, model=asked["model"], sampling=self._config.sampling)
+        (slot,) = self._environment.slots(self._tasks[asked["task"]])
+        episode = await self._environment.run_slot(slot, context)
+        sessions = [trace.id for trace in episode.traces]
+        if not episode.ok or len(episode.traces) != 1:
+            errors = [*episode.errors, *[error for trace in episode.traces for error in trace.errors]]
+            wrong = (
+                "; ".join(f"{error.type}: {error.message}" for error in errors)
+                or f"{len(episode.traces)} agents, expected one"
+            )
+            return {"error": wrong.partition("\n")[0][:500], "sessions": sessions}
+        (trace,) = episode.traces
+        texts = [node.message.content for node in trace.nodes if node.message.role == "assistant"]
+        text = " | ".join(each for each in texts if isinstance(each, str))
+        return {"reward": float(trace.reward), "sessions": sessions, "text": text}
+
+
+@asynccontextmanager
+async def opened(arguments: list[str]) -> AsyncIterator[Rollouts]:
+    """The environment that these arguments of verifiers' own command name, with its servers."""
     from pydantic_config import cli
     from verifiers.v1.cli.resolve import narrow_config, with_positional_taskset
     from verifiers.v1.configs.cli.eval import EvalConfig
+    from verifiers.v1.utils.loaders import load_environment
 
     named = with_positional_taskset(arguments)
     config_type = narrow_config(EvalConfig, named)
     sys.argv = ["vf-eval", *named]
-    return cli(config_type)
-
-
-async def serve(answers: TextIO, config: Any) -> None:
-    """Answer each line, many at once, until there are no more."""
-    from verifiers.v1.utils.loaders import load_environment
-
+    config = cli(config_type)
     environment = load_environment(config.env)
-    tasks = Tasks(environment.taskset.select(config.select))
-    lines: asyncio.Queue[str] = asyncio.Queue()
+    rollouts = VerifiersRollouts(environment, config)
     async with environment.serving():
-        say(answers, {"tasks": tasks.count})
-        _read_lines(asyncio.get_running_loop(), lines.put_nowait)
-        running: set[asyncio.Task[None]] = set()
-        while line := await lines.get():
-            task = asyncio.create_task(_respond(answers, json.loads(line), environment, tasks, config))
-            running.add(task)
-            task.add_done_callback(running.discard)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        yield rollouts
 
 
 class Tasks:
@@ -81,44 +108,96 @@ class Tasks:
         return self._read[position]
 
 
-async def _respond(
-    answers: TextIO, asked: dict[str, Any], environment: Any, tasks: Tasks, config: Any
-) -> None:
+def run(opened: Callable[[list[str]], AbstractAsyncContextManager[Rollouts]]) -> None:
+    """The program, with these rollouts."""
+    asked, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # a tool that reads its input would take the job's lines
+    os.dup2(2, 1)  # what the environment prints is no answer
     try:
-        result = await _roll_out(environment, tasks[asked["task"]], config, asked)
+        asyncio.run(serve(asked, answers, opened))
     except Exception as error:
+        with suppress(OSError):
+            say(answers, {"error": _one_line(error)})
+        raise SystemExit(1) from error
+    finally:
+        end_marked(os.environ.get(MARK, ""))
+
+
+async def serve(
+    asked: TextIO,
+    answers: TextIO,
+    opened: Callable[[list[str]], AbstractAsyncContextManager[Rollouts]],
+) -> None:
+    """Answer each line, many at once, until there are no more."""
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    _read_lines(asked, asyncio.get_running_loop(), lines.put_nowait)
+    running: dict[int, asyncio.Task[None]] = {}
+    async with opened(sys.argv[1:]) as rollouts:
+        say(answers, {"tasks": rollouts.tasks})
+        while text := await lines.get():
+            line = json.loads(text)
+            number = line["id"]
+            if "cancel" not in line:
+                running[number] = task = asyncio.create_task(_respond(answers, line, rollouts))
+                task.add_done_callback(lambda _, number=number: running.pop(number))
+            elif number in running:
+                running[number].cancel()
+        left = list(running.values())
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _respond(answers: TextIO, asked: dict[str, Any], rollouts: Rollouts) -> None:
+    try:
+        result = await rollouts.roll_out(asked)
+    except Exception as error:  # of the environment's own code, which may raise anything
         result = {"error": _one_line(error)}
     say(answers, {"id": asked["id"], **result})
 
 
-async def _roll_out(environment: Any, task: Any, config: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    from verifiers.v1.clients import ModelContext
-
-    client = config.client.model_copy(update={"base_url": f"{asked['url']}/v1"})
-    context = ModelContext(client=client, model=asked["model"], sampling=config.sampling)
-    (slot,) = environment.slots(task)
-    episode = await environment.run_slot(slot, context)
-    if not episode.ok or len(episode.traces) != 1:
-        errors = [*episode.errors, *[error for trace in episode.traces for error in trace.errors]]
-        wrong = (
-            "; ".join(f"{error.type}: {error.message}" for error in errors)
-            or f"{len(episode.traces)} agents, expected one"
-        )
-        return {"error": wrong.partition("\n")[0][:500]}
-    (trace,) = episode.traces
-    texts = [node.message.content for node in trace.nodes if node.message.role == "assistant"]
-    text = " | ".join(each for each in texts if isinstance(each, str))
-    return {"reward": float(trace.reward), "sessions": [trace.id], "text": text}
-
-
-def _read_lines(loop: asyncio.AbstractEventLoop, put: Callable[[str], None]) -> None:
+def _read_lines(asked: TextIO, loop: asyncio.AbstractEventLoop, put: Callable[[str], None]) -> None:
     def read() -> None:
-        for line in sys.stdin:
+        for line in asked:
             loop.call_soon_threadsafe(put, line)
-        threading.Timer(STOP_TIMEOUT_S, os._exit, [1]).start()
+        with open(os.devnull, "w") as nothing:
+            for descriptor in (
+                1,
+                2,
+            ):  # nobody reads them any more, and a write that fails would end the clean-up
+                os.dup2(nothing.fileno(), descriptor)
+        last = threading.Timer(STOP_TIMEOUT_S, _end_at_once)
+        last.daemon = True
+        last.start()
         loop.call_soon_threadsafe(put, "")
 
     threading.Thread(target=read, daemon=True).start()
+
+
+def _end_at_once() -> None:
+    end_marked(os.environ.get(MARK, ""))
+    os._exit(1)
+
+
+def end_marked(mark: str) -> None:
+    """Kill the processes that inherited this mark, this one excepted; they may start others meanwhile."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while mark and (found := list(_marked(mark))) and time.monotonic() < deadline:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        with suppress(OSError):  # it has ended, or belongs to another user and so is none of ours
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name)
 
 
 def say(answers: TextIO, line: dict[str, Any]) -> None:
@@ -133,4 +212,4 @@ def _one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(opened)

@@ -130,9 +130,9 @@ def test_a_job_is_refused_without_a_fleet(
     (port,) = free_ports(1)
     monkeypatch.setenv("SLIPSTREAM_URL", f"http://127.0.0.1:{port}/")
     assert submit(["--steps", "3"]) == 1
-    assert (
-        f"no fleet answers at http://127.0.0.1:{port}: start one with `make serve`" in capfd.readouterr().err
-    )
+    written = capfd.readouterr()
+    assert f"no fleet answers at http://127.0.0.1:{port}: start one with `make serve`" in written.err
+    assert written.out == f"Asking the fleet at http://127.0.0.1:{port} whether it is up\n"
 
 
 def test_a_fleet_that_starts_is_not_ready_for_a_job() -> None:

@@ -189,6 +189,8 @@ async def test_a_trainer_of_an_adapter_learns_from_the_adapters_own_answers(tmp_
     assert fleet.labels == ["start", "step 1", "step 2", "step 3"]
     assert [record.version for record in records] == [2, 3, 4]
     assert all(record.staleness_max == 0 for record in records)
+    versions = [{span.version for each in batch for span in each.weight_versions} for batch in fleet.batches]
+    assert versions == [{1}, {2}, {3}], "of the adapter that sampled, not of the base"
 
 
 async def test_a_resumed_run_goes_on_after_its_last_step(tmp_path: Path) -> None:

@@ -2,20 +2,21 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from app.client.completions import Answer
-from app.client.connection import AsyncFleetClient
+from app.client.connection import AsyncFleetClient, FleetError
 from app.jobs.environments.relay import CHAT, GENERATE, Exchange, Relay, Rollout, samples
 from app.jobs.rollouts import DISTRIBUTION, Policy, Sampling
 from trainers.trajectory import VersionSpan
 
-Respond = Callable[[httpx.Request], httpx.Response]
+Respond = Callable[[httpx.Request], httpx.Response | Awaitable[httpx.Response]]
 
 
 def choice(*token_ids: int, finish_reason: str = "stop") -> dict[str, Any]:
@@ -33,6 +34,7 @@ async def relayed(
     respond: Respond, *, version: int | None = None
 ) -> AsyncIterator[tuple[Rollout, httpx.AsyncClient]]:
     relay = Relay()
+    await relay.start()
     transport = httpx.MockTransport(respond)
     async with (
         httpx.AsyncClient(transport=transport, base_url="http://fleet") as http,
@@ -70,6 +72,7 @@ async def test_requests_are_sampled_as_the_policy_wants_and_their_tokens_are_kep
 
     async with relayed(respond, version=3) as (rollout, agent):
         body = {"model": "other", "messages": [], "temperature": 0.1, "n": 4, "max_tokens": 9, "tools": ["t"]}
+        body["seed"] = 1  # of all attempts, which would be the same
         got = await agent.post(f"{rollout.url}{CHAT}", json=body, headers={"X-Session-ID": "s"})
     assert got.json()["id"] == "x"
     sent = json.loads(seen[0].content)
@@ -77,7 +80,7 @@ async def test_requests_are_sampled_as_the_policy_wants_and_their_tokens_are_kep
         sent.items()
         >= {**DISTRIBUTION, "model": "m", "n": 1, "max_completion_tokens": 9, "tools": ["t"]}.items()
     )
-    assert sent["return_token_ids"] and sent["logprobs"] and "max_tokens" not in sent
+    assert sent["return_token_ids"] and sent["logprobs"] and not {"max_tokens", "seed"} & set(sent)
     assert seen[0].headers["x-session-id"] == "s" and seen[0].headers["x-min-weight-version"] == "3"
     (kept,) = rollout.exchanges
     assert (kept.session, list(kept.prompt_token_ids), kept.answer.token_ids) == ("s", [1, 2], [5, 6])
@@ -91,7 +94,7 @@ async def test_token_ids_go_in_and_out() -> None:
         return httpx.Response(200, json={"choices": [choice(5)]})
 
     async with relayed(respond) as (rollout, agent):
-        body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 500, "logprobs": 1}}
+        body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 500, "logprobs": 1, "seed": 2}}
         assert (await agent.post(f"{rollout.url}{GENERATE}", json=body)).status_code == 200
     assert sent[0]["sampling_params"] == {**DISTRIBUTION, "max_tokens": 50, "logprobs": 1, "n": 1}
     assert [list(each.prompt_token_ids) for each in rollout.exchanges] == [[1, 2, 3]]
@@ -113,6 +116,60 @@ async def test_what_the_fleet_refuses_reaches_the_agent(status: int, is_failure:
         got = await agent.post(f"{rollout.url}{CHAT}", json={"messages": []})
     assert got.status_code == status and got.json()["error"]["message"] == "too long"
     assert (rollout.failure is not None) is is_failure and not rollout.exchanges
+    assert rollout.refused == (None if is_failure else "too long")
+
+
+async def test_a_failed_request_ends_the_rollout_and_the_fleet_is_not_asked_again() -> None:
+    asked: list[httpx.Request] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(503, json={"error": {"message": "no replica", "type": "x"}})
+
+    async with relayed(respond) as (rollout, agent):
+
+        async def run() -> None:
+            await agent.post(f"{rollout.url}{CHAT}", json={"messages": []})
+            await asyncio.sleep(600)
+
+        with pytest.raises(FleetError, match="no replica"):
+            await asyncio.wait_for(rollout.unless_failed(run()), 60)
+        again = await agent.post(f"{rollout.url}{CHAT}", json={"messages": []})
+    assert again.status_code == 409 and "has failed" in again.json()["error"]["message"]
+    assert len(asked) == 1
+
+
+async def test_an_agent_that_hangs_up_is_not_learned_from() -> None:
+    began, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def respond(request: httpx.Request) -> httpx.Response:
+        began.set()
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            goes_on.set()
+            raise
+        return httpx.Response(200, json={"choices": [choice(5)], "prompt_token_ids": [1]})
+
+    async with relayed(respond) as (rollout, agent):
+        asking = asyncio.create_task(agent.post(f"{rollout.url}{CHAT}", json={"messages": []}))
+        await asyncio.wait_for(began.wait(), 60)
+        asking.cancel()
+        await asyncio.wait_for(goes_on.wait(), 60)
+    assert not rollout.exchanges
+
+
+async def test_an_address_is_used_again_once_its_rollout_is_over() -> None:
+    relay = Relay()
+    await relay.start()
+    async with httpx.AsyncClient() as http:
+        policy = Policy(client=AsyncFleetClient(http), model="m", sampling=Sampling(answers=1, max_tokens=5))
+        async with relay.rollout(policy) as first, relay.rollout(policy) as second:
+            first.over = True
+        async with relay.rollout(policy) as third:
+            pass
+    assert third.url == first.url != second.url and not third.over
+    await relay.close()
 
 
 @pytest.mark.parametrize(
@@ -134,6 +191,7 @@ async def test_anything_else_is_refused(path: str, content: bytes, status: int) 
 
 async def test_the_address_of_a_rollout_that_is_over_answers_nothing() -> None:
     relay = Relay()
+    await relay.start()
     sampling = Sampling(answers=1, max_tokens=5)
     async with httpx.AsyncClient(trust_env=False) as agent:
         client = AsyncFleetClient(agent, patience_s=0.0)
@@ -151,6 +209,17 @@ def test_a_conversation_that_grows_is_one_sample() -> None:
     assert sample.loss_mask == (True, True, False, True)
     assert sample.logprobs == (-0.5, -0.5, 0.0, -0.5)
     assert [(span.start, span.end) for span in sample.weight_versions] == [(0, 2), (3, 4)]
+
+
+def test_a_conversation_with_an_adapter_has_the_adapters_versions() -> None:
+    first, second = (
+        Exchange(
+            session="s", prompt_token_ids=prompt, answer=replace(answer(token), adapter=f"math@{version}")
+        )
+        for prompt, token, version in (([1], 5, 8), ([1, 5, 7], 6, 9))
+    )
+    (sample,) = samples([first, second])
+    assert [(span.version, span.start, span.end) for span in sample.weight_versions] == [(8, 0, 1), (9, 2, 3)]
 
 
 def test_turns_that_were_rendered_anew_are_samples_of_their_own() -> None:

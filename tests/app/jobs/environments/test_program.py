@@ -1,0 +1,99 @@
+"""Programs that answer lines, and those that do not."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.jobs.environments.program import MAX_LOG_BYTES, Ended, Program
+
+READY = "print('{}', flush=True)\n"
+ECHO = "import sys\n" + READY + "for line in sys.stdin: sys.stdout.write(line); sys.stdout.flush()"
+
+
+async def started(code: str, timeout_s: float = 60.0) -> Program:
+    return await Program.start([sys.executable, "-c", code], os.environ, timeout_s)
+
+
+async def asked(code: str) -> str:
+    """Why a question to this program was not answered."""
+    made = await started(code)
+    with pytest.raises(Ended) as raised:
+        await asyncio.wait_for(made.ask(task=1), 60)
+    with pytest.raises(Ended) as second:
+        await made.ask(task=2)
+    assert str(second.value) == made.ended
+    await made.close()
+    return str(raised.value)
+
+
+async def test_questions_are_answered_beside_each_other() -> None:
+    made = await started(ECHO)
+    answers = await asyncio.gather(made.ask(task=1), made.ask(task=2))
+    assert [answer["task"] for answer in answers] == [1, 2]
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    ("writes", "said"),
+    [
+        ("print('hello')", "it wrote a line that is no answer: b'hello"),
+        ("print('[1]')", "it wrote a line that is no answer"),
+        ("print('x' * 17_000_000)", "it wrote a line of more than 16777216 bytes"),
+        ("sys.stderr.write('no memory\\n')", "its process has ended: no memory"),
+        ("pass", "its process has ended: it said nothing"),
+    ],
+)
+async def test_a_program_that_ends_or_writes_something_else_answers_nothing(writes: str, said: str) -> None:
+    assert said in await asked(f"import sys\n{READY}sys.stdin.readline(); {writes}; sys.stdout.flush()")
+
+
+async def test_all_that_a_program_writes_for_people_is_read_and_its_end_is_kept() -> None:
+    made = await started(f"import sys\nsys.stderr.write('x' * 3_000_000 + 'end')\nsys.stderr.flush()\n{ECHO}")
+    await made.ask(task=1)
+    for _ in range(600):
+        if made.log().endswith("end"):
+            break
+        await asyncio.sleep(0.1)
+    assert made.log().endswith("xend") and len(made.log()) == MAX_LOG_BYTES
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import time; time.sleep(600)", "it took longer than 1 s to start"),
+        ("print('hello', flush=True); input()", "it wrote a line that is no answer"),
+        ('print(\'{"error": "no such task set"}\', flush=True); input()', "^no such task set$"),
+        ("raise SystemExit('wrong')", "its process has ended: wrong"),
+    ],
+)
+async def test_a_program_that_does_not_start_is_ended_and_says_why(code: str, said: str) -> None:
+    with pytest.raises(Ended, match=said):
+        await started(code, timeout_s=1.0 if "sleep" in code else 60.0)
+
+
+async def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "python"
+    file.touch()
+    with pytest.raises(Ended, match="python cannot be run: Permission denied"):
+        await Program.start([str(file)], os.environ, 60.0)
+
+
+async def test_a_question_that_nobody_waits_for_is_cancelled_there_too() -> None:
+    code = f"import sys\n{READY}first, second = sys.stdin.readline(), sys.stdin.readline()\n"
+    made = await started(f"{code}sys.stderr.write(second); sys.stderr.flush()\nsys.stdin.readline()")
+    question = asyncio.create_task(made.ask(task=1))
+    await asyncio.sleep(0)
+    question.cancel()
+    await asyncio.wait([question])
+    await made.close()
+    assert '"cancel": true' in made.log()
+
+
+async def test_a_program_that_does_not_end_is_killed() -> None:
+    made = await started(f"{READY}import time; time.sleep(600)")
+    await asyncio.wait_for(made.close(grace_s=0.1), 60)
+    assert made.ended == "it was closed"

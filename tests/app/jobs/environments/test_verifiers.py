@@ -1,0 +1,254 @@
+"""Rollouts by a real process that speaks as verifiers' program does, against a fleet that is a function."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.client.connection import AsyncFleetClient, FleetError
+from app.jobs.environments.environment import HELD_OUT, running
+from app.jobs.environments.verifiers import MAX_FAILURES, Verifiers
+from app.jobs.rollouts import Policy, Sampling, Unanswered
+from tests.app.jobs.environments import rollouts_program
+
+ROOT = Path(__file__).parents[4]
+END_S = 60.0  # the deadline of a test for what ends by itself
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where logs are kept."""
+    place = tmp_path / "logs"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    return place
+
+
+def fake_python(folder: Path) -> str:
+    """An interpreter that runs the fake program, whichever it is asked for."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {rollouts_program.__file__} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def environment(how: str, folder: Path, **settings: Any) -> Verifiers:
+    variables = {"PYTHONPATH": str(ROOT), "COLOUR": "blue"}
+    command = f"'{how}' {folder}"
+    return Verifiers(command, python=fake_python(folder), variables=variables, **settings)
+
+
+class ChattingFleet:
+    """Each prompt begins with what was said before it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.status = {1: 200, 2: 200}  # of a turn
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        self.asked += 1
+        turn = len(json.loads(request.content)["messages"])
+        if self.status[turn] != 200:
+            error = {"message": "this model's maximum context length is 8 tokens", "type": "x"}
+            return httpx.Response(self.status[turn], json={"error": error})
+        choice = {
+            "message": {"content": f"turn {turn}"},
+            "token_ids": [10 * turn, 10 * turn + 1],
+            "logprobs": {"content": [{"logprob": -0.25}, {"logprob": -0.5}]},
+            "weight_versions": [{"version": 4 + turn, "start": 0, "end": 2}],
+            "finish_reason": "stop",
+        }
+        prompt = [1, 2, 10, 11, 3] if turn == 2 else [1, 2]
+        return httpx.Response(200, json={"choices": [choice], "prompt_token_ids": prompt})
+
+    @asynccontextmanager
+    async def policy(self) -> AsyncIterator[Policy]:
+        transport = httpx.MockTransport(self.answer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as http:
+            yield Policy(
+                client=AsyncFleetClient(http, patience_s=0.0),
+                model="m",
+                sampling=Sampling(answers=2, max_tokens=8),
+            )
+
+
+async def test_a_rollout_of_several_turns_is_one_sample_with_its_tokens_and_versions(tmp_path: Path) -> None:
+    made = environment("plays", tmp_path)
+    async with ChattingFleet().policy() as policy, running((made, made)):
+        first, second = await made.attempts(HELD_OUT + 3, 2, policy)
+    assert first.reward == second.reward == 3.0
+    (sample,) = first.samples
+    assert (list(sample.prompt_token_ids), list(sample.token_ids)) == ([1, 2], [10, 11, 3, 20, 21])
+    assert sample.loss_mask == (True, True, False, True, True)
+    assert sample.logprobs == (-0.25, -0.5, 0.0, -0.25, -0.5)
+    assert [(s.version, s.start, s.end) for s in sample.weight_versions] == [(5, 0, 2), (6, 3, 5)]
+
+
+async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_without_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    made = environment("plays", tmp_path)
+    async with ChattingFleet().policy() as policy, running([made]):
+        (attempt,) = await made.attempts(0, 1, policy)
+    seen = json.loads(attempt.text)
+    assert seen == {"SLIPSTREAM_TOKEN": None, "NO_PROXY": "example.org,127.0.0.1", "COLOUR": "blue"}
+
+
+@pytest.mark.parametrize("how", ["raises once", "dies once", "reads"])
+async def test_one_rollout_that_fails_is_tried_again(how: str, tmp_path: Path) -> None:
+    made = environment(how, tmp_path)
+    async with ChattingFleet().policy() as policy, running([made]):
+        attempts = await asyncio.wait_for(made.attempts(2, 3, policy), END_S)
+    assert [attempt.reward for attempt in attempts] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raises", "verifiers: RuntimeError: the tool is broken$"),
+        ("dies", "verifiers: its process has ended: no memory is left"),
+        ("hangs", "verifiers: a rollout took longer than 0.5 s$"),
+    ],
+)
+async def test_a_problem_whose_rollouts_fail_is_left_out_with_the_reason(
+    how: str, said: str, tmp_path: Path
+) -> None:
+    made = environment(how, tmp_path, rollout_timeout_s=0.5)
+    async with ChattingFleet().policy() as policy, running([made]):
+        with pytest.raises(Unanswered, match=said):
+            await asyncio.wait_for(made.attempts(0, 2, policy), END_S)
+    assert (tmp_path / "cancelled").exists() is (how == "hangs")
+
+
+async def test_an_environment_that_only_fails_ends_the_run(tmp_path: Path) -> None:
+    made = environment("raises", tmp_path)
+    async with ChattingFleet().policy() as policy, running([made]):
+        for number in range(MAX_FAILURES - 1):
+            with pytest.raises(Unanswered):
+                await made.attempts(number, 1, policy)
+        with pytest.raises(ValueError, match=f"{MAX_FAILURES} problems of verifiers in a row have failed"):
+            await made.attempts(MAX_FAILURES, 1, policy)
+
+
+async def test_a_fleet_that_fails_is_no_fault_of_the_rollout_and_ends_it(tmp_path: Path) -> None:
+    fleet = ChattingFleet()
+    fleet.status[2] = 503
+    made = environment("waits", tmp_path)
+    async with fleet.policy() as policy, running([made]):
+        with pytest.raises(FleetError, match="maximum context length"):
+            await asyncio.wait_for(made.attempts(0, 1, policy), END_S)
+    assert (tmp_path / "cancelled").exists() and fleet.asked == 3
+
+
+async def test_a_conversation_that_gets_too_long_has_no_reward_and_is_learned_from(tmp_path: Path) -> None:
+    fleet = ChattingFleet()
+    fleet.status[2] = 400
+    made = environment("plays", tmp_path)
+    async with fleet.policy() as policy, running([made]):
+        (attempt,) = await made.attempts(3, 1, policy)
+    assert attempt.reward == 0.0 and attempt.text == "turn 1"
+    assert [list(sample.token_ids) for sample in attempt.samples] == [[10, 11]]
+
+
+async def test_a_prompt_that_is_too_long_is_left_out_at_once(tmp_path: Path) -> None:
+    fleet = ChattingFleet()
+    fleet.status[1] = 400
+    made = environment("plays", tmp_path)
+    async with fleet.policy() as policy, running([made]):
+        with pytest.raises(Unanswered):
+            await made.attempts(3, 1, policy)
+    assert fleet.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("refuses", "does not start: its process has ended: --env.taskset.id: no such task set "),
+        ("has no tasks", "does not start: ValueError: the task set has no tasks"),
+    ],
+)
+async def test_a_program_that_does_not_start_says_why(
+    how: str, said: str, tmp_path: Path, logs: Path
+) -> None:
+    made = environment(how, tmp_path)
+    with pytest.raises(ValueError, match=said) as raised:
+        async with running([made]):
+            pass
+    if how == "refuses":
+        (log,) = logs.iterdir()
+        assert str(raised.value).endswith(f"(the end of its log: {log})")
+        assert "no such task set" in log.read_text()
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected one at 'python', got '/nowhere/python'"):
+        Verifiers("gsm8k", python="/nowhere/python")
+    with pytest.raises(ValueError, match="'command' must be what vf-eval takes"):
+        Verifiers(" ", python=sys.executable)
+
+
+def is_running(file: Path) -> bool:
+    try:
+        state = Path(f"/proc/{file.read_text()}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+async def test_a_program_ends_in_order_with_all_that_it_started(tmp_path: Path) -> None:
+    made = environment("starts another", tmp_path)
+    async with ChattingFleet().policy() as policy, running([made]):
+        await made.attempts(0, 1, policy)
+        assert is_running(tmp_path / "pid") and is_running(tmp_path / "other")
+    assert (tmp_path / "ended").exists(), "it was not killed"
+    assert not is_running(tmp_path / "pid") and not is_running(tmp_path / "other")
+
+
+JOB = """
+import asyncio, sys
+from pathlib import Path
+from app.jobs.environments.environment import running
+from tests.app.jobs.environments.test_verifiers import ChattingFleet, environment
+
+async def main():
+    made = environment("starts another", Path(sys.argv[1]))
+    async with ChattingFleet().policy() as policy, running([made]):
+        await made.attempts(0, 1, policy)
+        print("it runs", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_of_a_job_that_was_killed(tmp_path: Path) -> None:
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB, str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with job:
+        assert job.stdout is not None
+        lines = iter(job.stdout.readline, "")
+        assert "it runs\n" in lines
+        job.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + END_S
+    while is_running(tmp_path / "pid") or is_running(tmp_path / "other"):
+        assert time.monotonic() < deadline, "the program, or what it had started, outlived the job"
+        time.sleep(0.05)
+    assert (tmp_path / "ended").exists()
