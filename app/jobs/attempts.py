@@ -21,8 +21,8 @@ class Sample:
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
     logprobs: Sequence[float]  # of `token_ids`; 0.0 where the mask is false
-    weight_versions: Sequence[VersionSpan]  # as that, over `token_ids` without those of tools and users
-    oldest_version: int  # of the weights behind any sampled token; of the adapter where one answered
+    weight_versions: Sequence[VersionSpan]  # of each sampled token; the adapter's where one answered
+    oldest_version: int  # of these
     newest_version: int
     loss_mask: Sequence[bool] | None = None  # of `token_ids`: whether the model said it; None: all
 

@@ -8,7 +8,7 @@ WIDTH, HEIGHT = 72, 14  # characters
 
 
 def reward_curve(records: Sequence[StepRecord]) -> str:
-    """Reward over steps, and that of evaluations; empty with fewer than two steps, or without plotext."""
+    """Reward over steps; empty with fewer than two steps, or without plotext."""
     try:
         import plotext
     except ImportError:  # of the extra `rl`

@@ -152,7 +152,7 @@ def run(began: float) -> int:
     """The job, as the program of a process; its exit status."""
     try:
         asyncio.run(main(parse(Options), began))
-    except (FleetError, ValueError) as error:
+    except (FleetError, ValueError, OSError) as error:  # OSError: of the record, or of a tracker
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,12 +1,13 @@
 """Which part of an answer is graded, and rewards of the user's own."""
 
-import importlib
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
+
+from app.jobs.own_code import imported
 
 # (one line of the prompt file, or reasoning-gym's entry; the graded part of the answer) -> the reward
 Reward = Callable[[Mapping[str, Any], str], float]
@@ -53,13 +54,7 @@ def load_reward(path: str) -> Reward:
     Raises:
         ValueError: no such module or function, or one that cannot be called with two arguments.
     """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"--reward must look like package.module:function, got {path!r}")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--reward {path!r} cannot be imported: {error}") from error
+    function = imported(path, "--reward")
     try:
         inspect.signature(function).bind({}, "")
     except TypeError as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from app.jobs.own_code import blamed
 from app.jobs.rewards import Extractor, Reward, checked
 
 Message = dict[str, str]
@@ -114,7 +115,9 @@ class PromptFileTask:
         return self._problems[number % len(self._problems)]
 
     def score(self, problem: Problem, answer: str) -> float:
-        return checked(self._reward(problem.entry, self._extract(answer)), "the reward")
+        with blamed("the reward"):
+            reward = self._reward(problem.entry, self._extract(answer))
+        return checked(reward, "the reward")
 
 
 def _line(path: Path, number: int, line: str) -> Problem:

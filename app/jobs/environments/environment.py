@@ -9,7 +9,6 @@ the model says until it is done. Tools run there.
 """
 
 import asyncio
-import importlib
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
@@ -19,8 +18,9 @@ from typing import Any, Protocol, TypeVar
 from app.client.connection import FleetError
 from app.jobs.attempts import Attempt
 from app.jobs.environments.transcript import Transcript, between, probes
+from app.jobs.own_code import blamed, imported
 from app.jobs.rewards import checked
-from app.jobs.rollouts import Policy
+from app.jobs.rollouts import Policy, Unanswered
 from app.jobs.tasks import Message, Task
 
 T = TypeVar("T")
@@ -102,6 +102,7 @@ class Conversations:
 
     environment: TurnEnvironment
     max_turns: int
+    reply_timeout_s: float = 600.0  # of one reply, with its tools
 
     def running(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -110,7 +111,8 @@ class Conversations:
         return await all_of(self._attempt(number, policy) for _ in range(count))
 
     async def _attempt(self, number: int, policy: Policy) -> Attempt:
-        conversation = self.environment.start(number)
+        with blamed("the environment"):
+            conversation = self.environment.start(number)
         transcript = Transcript(await policy.tokenize(conversation.messages))
         session = uuid.uuid4().hex
         reward, said = 0.0, []
@@ -123,7 +125,7 @@ class Conversations:
                 break  # the conversation has become longer than the engine takes
             transcript.said(answer)
             said.append(answer.text)
-            reply = await conversation.reply(answer.text)
+            reply = await self._reply(conversation, answer.text)
             reward += checked(reply.reward, "the environment")
             if reply.done or turn == self.max_turns:
                 break
@@ -131,6 +133,14 @@ class Conversations:
             told = between(await policy.tokenize(first), await policy.tokenize(second))
             transcript.told(told)
         return Attempt(samples=[transcript.sample()], reward=reward, text=" | ".join(said))
+
+    async def _reply(self, conversation: Conversation, answer: str) -> Reply:
+        try:
+            async with asyncio.timeout(self.reply_timeout_s):
+                with blamed("the environment"):
+                    return await conversation.reply(answer)
+        except TimeoutError:
+            raise Unanswered(f"the environment's reply took longer than {self.reply_timeout_s:g} s") from None
 
 
 @asynccontextmanager
@@ -165,16 +175,8 @@ def load_environment(path: str, settings: Mapping[str, Any]) -> TurnEnvironment:
     Raises:
         ValueError: no such module or factory, or one that refuses the settings or makes no `start`.
     """
-    module_name, _, name = BUILT_IN.get(path, path).partition(":")
-    if not module_name or not name:
-        raise ValueError(
-            f"--environment must be one of {sorted(BUILT_IN)} or look like package.module:factory, "
-            f"got {path!r}"
-        )
-    try:
-        factory = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--environment {path!r} cannot be imported: {error}") from error
+    expected = f"package.module:factory, or be one of {[*BUILT_IN, 'verifiers']}"
+    factory = imported(BUILT_IN.get(path, path), "--environment", expected)
     try:
         made: TurnEnvironment = factory(**settings)
     except (TypeError, ValueError) as error:

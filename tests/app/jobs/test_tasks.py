@@ -57,6 +57,13 @@ def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_path: P
     assert task.score(task.problem(0), " 4 ") == 1.0
 
 
+def test_a_fault_of_the_reward_is_named_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "2 + 2?"}')
+    task = PromptFileTask(tmp_path / "p.jsonl", lambda entry, answer: float(entry["right"]), extract=whole)
+    with pytest.raises(ValueError, match=r"^the reward raised KeyError: 'right' \(test_tasks.py:\d+\)$"):
+        task.score(task.problem(0), "4")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -1,5 +1,6 @@
 """Conversations with a fleet that renders like a chat template and answers with given tokens."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 
 from app.client.connection import AsyncFleetClient
 from app.jobs.environments.calculator import Calculator, calculated
-from app.jobs.environments.environment import Conversations, load_environment
+from app.jobs.environments.environment import Conversations, Reply, load_environment
 from app.jobs.environments.transcript import between
-from app.jobs.rollouts import Moved, Policy, Sampling
+from app.jobs.rollouts import Moved, Policy, Sampling, Unanswered
 from trainers.trajectory import VersionSpan, problems
 
 END, START = 2, 1  # of a turn
@@ -151,11 +152,45 @@ async def test_the_last_turn_is_rewarded_for_the_right_number() -> None:
     assert Calculator(seed=1).start(5).messages != Calculator(seed=2).start(5).messages
 
 
+class BadTools:
+    """Its tool hangs, or it has a fault."""
+
+    messages = ({"role": "user", "content": "?"},)
+
+    def __init__(self, hangs: bool) -> None:
+        self.hangs = hangs
+
+    def start(self, number: int) -> "BadTools":
+        return self
+
+    async def reply(self, answer: str) -> Reply:
+        if self.hangs:
+            await asyncio.sleep(600)
+        return Reply(reward={}["no such tool"])
+
+
+async def test_a_fault_of_the_environment_is_named_with_its_place() -> None:
+    with pytest.raises(
+        ValueError, match=r"^the environment raised KeyError: 'no such tool' \(test_conversations.py:\d+\)$"
+    ):
+        await Conversations(BadTools(hangs=False), 3).attempts(0, 1, ChattingFleet("1").policy())
+
+
+async def test_a_tool_that_hangs_leaves_the_problem_out() -> None:
+    hanging = Conversations(BadTools(hangs=True), 3, reply_timeout_s=0.05)
+    with pytest.raises(Unanswered, match=r"reply took longer than 0\.05 s"):
+        await hanging.attempts(0, 1, ChattingFleet("1").policy())
+
+
 def test_environments_are_found_by_name_and_path() -> None:
     assert load_environment("calculator", {"digits": 4}) == Calculator(digits=4)
     assert load_environment("app.jobs.environments.calculator:Calculator", {}) == Calculator()
     for path, settings, message in (
-        ("nothing", {}, "one of \\['calculator'\\] or look like"),
+        (
+            "nothing",
+            {},
+            "must look like package.module:factory, or be one of \\['calculator', 'verifiers'\\]",
+        ),
         ("app.jobs.nowhere:x", {}, "cannot be imported"),
         ("calculator", {"digits": 99}, "digits must lie in"),
         ("calculator", {"colour": 1}, "refuses"),

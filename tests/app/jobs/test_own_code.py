@@ -1,0 +1,51 @@
+"""What is said of code that is missing or wrong."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.jobs.own_code import blamed, imported
+
+
+def test_what_is_imported_is_what_the_path_names() -> None:
+    assert imported("json:dumps", "--reward")([1]) == "[1]"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("json", r"^--reward must look like package.module:function, got 'json'$"),
+        (
+            "no_such:f",
+            r"^--reward 'no_such:f' cannot be imported: it raised ModuleNotFoundError: No module .*'$",
+        ),
+        ("json:nothing", r"cannot be imported: it raised AttributeError: module 'json' has no attribute"),
+        ("wrong_module:f", r"raised NameError: name 'undefined' is not defined \(wrong_module.py:2\)$"),
+    ],
+)
+def test_what_cannot_be_imported_is_named(
+    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong_module.py").write_text("f = 1\nundefined\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        imported(path, "--reward")
+    assert "wrong_module" not in sys.modules
+
+
+def test_the_last_places_of_a_fault_are_named_and_none_of_ours() -> None:
+    def fault(depth: int) -> None:
+        if depth == 0:
+            raise OSError("gone")
+        fault(depth - 1)
+
+    with (
+        pytest.raises(
+            ValueError, match=r"^the tool raised OSError: gone \(test_own_code.py:\d+, (test|,|\w)"
+        ),
+        blamed("the tool"),
+    ):
+        fault(9)
+    with pytest.raises(ValueError, match=r"^the tool raised OSError: gone$"), blamed("the tool"):
+        raise OSError("gone")

@@ -1,0 +1,141 @@
+"""The RL job with an environment of verifiers: turns and tools are rolled out, learned from and evaluated.
+
+As in `test_verifiers` each turn of a model with random weights is forced to be a call; which one, it decides.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from app.jobs import metrics
+from app.jobs.environments.verifiers_program import MARK
+from app.jobs.metrics import StepRecord
+from tests.clients.environments import HERE, python_of
+from tests.clients.recorder import Call, recorded
+from tests.clients.test_verifiers import CHAT, GENERATE, TALLY
+from tests.fleet.session_fleet import Fleet
+from trainers.trajectory import Trajectory
+from trainers.trajectory_arrays import from_bytes
+
+pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(1800)]
+
+ROOT = HERE.parents[1]
+GROUPS, ATTEMPTS, STEPS = 2, 3, 2
+JOB_S = 900.0
+
+
+def run_job(url: str, fleet: Fleet, directory: Path) -> tuple[str, list[StepRecord]]:
+    """What it printed, and its record."""
+    settings = {
+        "command": f"tally @ {TALLY}/train.toml --client.renderer-model-name {fleet.checkpoint}",
+        "eval_command": f"tally @ {TALLY}/eval.toml",
+        "python": str(python_of("verifiers")),
+        "variables": {"PYTHONPATH": str(TALLY), "HOME": str(directory), "HF_HUB_OFFLINE": "1"},
+    }
+    options = {
+        "url": url,
+        "environment": "verifiers",
+        "environment-settings": json.dumps(settings),
+        "steps": STEPS,
+        "groups-per-step": GROUPS,
+        "answers-per-group": ATTEMPTS,
+        "groups-in-flight": GROUPS,
+        "max-tokens": 120,
+        "max-staleness": 0,
+        "eval-every": STEPS,
+        "eval-problems": 2,
+        "eval-attempts": 2,
+        "metrics": directory / "job.jsonl",
+    }
+    command = [sys.executable, "-m", "app.jobs"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=JOB_S, env=os.environ | {"NO_PROXY": "*"}
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    return printed, metrics.records(directory / "job.jsonl")
+
+
+def by_session(calls: Sequence[Call]) -> list[list[Call]]:
+    """The calls of each rollout, in order."""
+    sessions: dict[str, list[Call]] = {}
+    for call in calls:
+        sessions.setdefault(call.headers["x-session-id"], []).append(call)
+    return list(sessions.values())
+
+
+def sampled(call: Call) -> dict[str, Any]:
+    (choice,) = call.answer_json["choices"]
+    return dict(choice)
+
+
+def check_batch(batch: Sequence[Trajectory], played: Sequence[list[Call]], template: Any) -> None:
+    """Each trajectory is one conversation of those that were played, as the engine sampled it."""
+    by_tokens = {(*calls[-1].json["token_ids"], *sampled(calls[-1])["token_ids"]): calls for calls in played}
+    for trajectory in batch:
+        calls = by_tokens[(*trajectory.prompt_token_ids, *trajectory.token_ids)]
+        assert list(trajectory.prompt_token_ids) == calls[0].json["token_ids"]
+        choices = [sampled(call) for call in calls]
+        assert len(choices) >= 2 and trajectory.loss_mask is not None
+        said = [place for place, mine in enumerate(trajectory.loss_mask) if mine]
+        assert [trajectory.token_ids[place] for place in said] == [t for c in choices for t in c["token_ids"]]
+        values = [entry["logprob"] for choice in choices for entry in choice["logprobs"]["content"]]
+        assert [trajectory.logprobs[place] for place in said] == pytest.approx(values, abs=1e-6)
+        dated = [place for span in trajectory.weight_versions for place in range(span.start, span.end)]
+        assert dated == said, "each sampled token has a version, and no other"
+        versions = {span.version for span in trajectory.weight_versions}
+        assert versions == {call.answer_json["weight_version"] for call in calls}
+        told = [
+            token for token, mine in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if not mine
+        ]
+        assert "total: " in template.decode(told), "a tool's answer is there and not learned from"
+
+
+def test_the_job_learns_from_rollouts_with_tools_and_evaluates(fleet: Fleet, tmp_path: Path) -> None:
+    was = fleet.version()
+    with recorded(fleet.url) as record:
+        printed, steps = run_job(record.url, fleet, tmp_path)
+    assert "Traceback" not in printed, printed
+    assert [step.version for step in steps] == [was + 1, was + 2] and fleet.version() == was + 2
+    assert all(0 < step.reward <= 1 and step.staleness_max == 0 for step in steps)
+    played = by_session(record.of(GENERATE))
+    batches = [from_bytes(call.body) for call in record.of("/train/step")]
+    template = AutoTokenizer.from_pretrained(fleet.checkpoint)
+    assert len(batches) == STEPS and all(len(batch) >= ATTEMPTS for batch in batches)
+    for batch in batches:
+        check_batch(batch, played, template)
+    for calls in [*played, *by_session(record.of(CHAT))]:
+        assert len({call.answer_headers["x-slipstream-replica"] for call in calls}) == 1
+    difference = steps[-1].trainer["logprob_difference_max"]
+    assert isinstance(difference, float) and difference < 1e-3, "rollout engine and trainer agree"
+    check_evaluation(steps[-1], record.of(CHAT))
+    assert not left_running()
+
+
+def check_evaluation(last: StepRecord, calls: Sequence[Call]) -> None:
+    """All of it at the version that was published last."""
+    made = last.evaluation
+    assert made is not None and (made.version, made.problems) == (last.version, 2)
+    assert set(made.pass_at) == {1, 2} and 0 < made.reward <= 1
+    assert calls and {call.answer_json["weight_version"] for call in calls} == {last.version}
+    assert len(by_session(calls)) == 4 and all("seed" not in call.json for call in calls)
+
+
+def left_running() -> list[str]:
+    """Processes of any rollout program."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and f"{MARK}=".encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_text())
+        except OSError:
+            continue  # it has ended
+    return found
