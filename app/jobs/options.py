@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from app.client.connection import LOCAL_URL
 from app.client.options import Url, json_object
@@ -16,7 +17,7 @@ from app.jobs.environments.environment import (
     Single,
     load_environment,
 )
-from app.jobs.environments.verifiers import Verifiers
+from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
 from app.jobs.rewards import EXTRACTORS, Extraction, load_reward
 from app.jobs.tasks import PromptFileTask, ReasoningGymTask, Task
 from app.jobs.trackers import Tracking
@@ -36,7 +37,7 @@ class Options:
         int, typer.Option(min=2, help="answers to each prompt; they are judged by each other")
     ] = 8
     groups_in_flight: Annotated[int, typer.Option(min=1, help="prompts that the fleet answers at a time")] = 6
-    max_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 16
+    max_tokens: Annotated[int, typer.Option(min=1, help="of an answer, or of a turn in --environment")] = 16
     stop: Annotated[
         list[str] | None,
         typer.Option(help="ends an answer; may be given more than once", show_default="a line break"),
@@ -61,9 +62,13 @@ class Options:
     ] = None
     environment: Annotated[
         str | None,
-        typer.Option(help="calculator, verifiers, or package.module:factory, instead of --task"),
+        typer.Option(
+            help="calculator, verifiers (docs/training.md: how), or package.module:factory, instead of --task"
+        ),
     ] = None
-    environment_settings: Annotated[str, typer.Option(help="of --environment, as JSON")] = "{}"
+    environment_settings: Annotated[
+        str, typer.Option(help="of --environment, as JSON; verifiers needs 'command': what vf-eval takes")
+    ] = "{}"
     max_turns: Annotated[int, typer.Option(min=1, help="of an attempt in --environment")] = 8
     dynamic_sampling: Annotated[
         bool,
@@ -145,16 +150,14 @@ class Options:
             return Single(task), Single(task)
         return Single(task), Single(replace(self, prompts=self.eval_prompts).load_task())
 
-    def _verifiers(self, settings: Mapping[str, Any]) -> tuple[Environment, Environment]:
-        held_out = settings.get("eval_command")
-        if self.eval_every and held_out is None:
-            raise ValueError("--eval-every with verifiers needs 'eval_command' in its settings")
-        own = {name: value for name, value in settings.items() if name != "eval_command"}
+    def _verifiers(self, given: Mapping[str, Any]) -> tuple[Environment, Environment]:
         try:
-            environment = Verifiers(**own)
-            return environment, environment if held_out is None else Verifiers(**{**own, "command": held_out})
-        except TypeError as error:
-            raise ValueError(f"--environment verifiers refuses its settings: {error}") from error
+            settings = VerifiersSettings.model_validate(given)
+        except ValidationError as error:
+            wrong = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
+            raise ValueError(f"--environment-settings of verifiers: {wrong}") from error
+        learned = Verifiers(settings)
+        return learned, Verifiers(settings.held_out()) if self.eval_every else learned
 
     def load_task(self) -> Task:
         """Where the prompts come from, and what scores their answers.

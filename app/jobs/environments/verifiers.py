@@ -16,6 +16,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from app.jobs.attempts import Attempt
 from app.jobs.environments.environment import HELD_OUT, all_of
@@ -33,25 +36,57 @@ SECRETS = ("SLIPSTREAM_TOKEN", "SLIPSTREAM_TOKEN_FILE", "SLIPSTREAM_USER_TOKEN")
 NO_PROXY = ("no_proxy", "NO_PROXY")  # the relay is on this host
 
 
+class VerifiersSettings(BaseModel):
+    """What `--environment-settings` says for verifiers.
+
+    Attributes:
+        command: what `vf-eval` takes, such as `gsm8k @ config.toml --select.limit 100`.
+        eval_command: the same for the held-out tasks.
+        python: of an environment that has verifiers.
+        rollout_timeout_s: of one attempt; verifiers has limits of its own.
+        variables: of that Python's environment, beside those of this process.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: str
+    eval_command: str | None = None
+    python: str = ".venv-verifiers/bin/python"
+    rollout_timeout_s: float = Field(default=3600.0, gt=0)
+    variables: Mapping[str, str] = Field(default_factory=dict)
+
+    @property
+    def arguments(self) -> list[str]:
+        """The words of `command`."""
+        return shlex.split(self.command)
+
+    @field_validator("command", "eval_command")
+    @classmethod
+    def _has_words(cls, command: str | None) -> str | None:
+        if command is not None and not shlex.split(command):
+            raise ValueError("expected what vf-eval takes, such as 'gsm8k @ config.toml'")
+        return command
+
+    def held_out(self) -> Self:
+        """Those of the held-out tasks.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self.eval_command is None:
+            raise ValueError("--eval-every with verifiers needs 'eval_command' in --environment-settings")
+        return self.model_copy(update={"command": self.eval_command})
+
+
 class Failed(Exception):
     """A rollout went wrong, which says nothing about the model."""
 
 
 @dataclass(slots=True)
 class Verifiers:
-    """Attempts at the tasks of a verifiers environment.
+    """Attempts at the tasks of a verifiers environment."""
 
-    Args:
-        command: what `vf-eval` takes, such as `gsm8k @ config.toml --select.limit 100`.
-        python: of an environment that has verifiers.
-        rollout_timeout_s: of one attempt; verifiers has limits of its own.
-        variables: of that Python's environment, beside those of this process.
-    """
-
-    command: str
-    python: str = ".venv-verifiers/bin/python"
-    rollout_timeout_s: float = 3600.0
-    variables: Mapping[str, str] = field(default_factory=dict)
+    settings: VerifiersSettings
     _relay: Relay = field(init=False, default_factory=Relay)
     _program: Program | None = field(init=False, default=None)
     _starting: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
@@ -59,12 +94,11 @@ class Verifiers:
     _log: Path | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if not Path(self.python).exists():
+        if not Path(self.settings.python).exists():
             raise ValueError(
-                f"verifiers runs in a Python of its own: expected one at 'python', got {self.python!r}"
+                "verifiers runs in a Python of its own (docs/training.md says how to make it): expected one "
+                f"at 'python', got {self.settings.python!r}"
             )
-        if not shlex.split(self.command):
-            raise ValueError("'command' must be what vf-eval takes, such as 'gsm8k @ config.toml'")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -75,7 +109,7 @@ class Verifiers:
         """
         await self._relay.start()
         try:
-            with announced(f"RL job: starting verifiers: {self.command}"):
+            with announced(f"RL job: starting verifiers' {self.settings.arguments[0]}"):
                 await self._started()
             yield
         finally:
@@ -121,10 +155,10 @@ class Verifiers:
         program = await self._started()
         asked = program.ask(task=number % HELD_OUT, url=rollout.url, model=rollout.policy.name)
         try:
-            async with asyncio.timeout(self.rollout_timeout_s):
+            async with asyncio.timeout(self.settings.rollout_timeout_s):
                 result = await rollout.unless_failed(asked)
         except TimeoutError:
-            raise Failed(f"a rollout took longer than {self.rollout_timeout_s:g} s") from None
+            raise Failed(f"a rollout took longer than {self.settings.rollout_timeout_s:g} s") from None
         rollout.over = True
         played = [each for each in rollout.exchanges if each.session in result.get("sessions", ())]
         if "error" not in result and played:
@@ -141,10 +175,10 @@ class Verifiers:
         async with self._starting:
             if self._program is None or self._program.ended is not None:
                 command = [
-                    self.python,
+                    self.settings.python,
                     "-P",  # else this directory would shadow packages of the same names
                     str(PROGRAM),
-                    *shlex.split(self.command),
+                    *self.settings.arguments,
                 ]
                 try:
                     self._program = await Program.start(command, self._environment(), START_TIMEOUT_S)
@@ -155,7 +189,7 @@ class Verifiers:
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in SECRETS}
         direct = {name: ",".join(filter(None, (kept.get(name), "127.0.0.1"))) for name in NO_PROXY}
-        return {**kept, **direct, "PYTHONPATH": "", **self.variables}
+        return {**kept, **direct, "PYTHONPATH": "", **self.settings.variables}
 
     def _explained(self, error: Ended) -> str:
         """Why the program ended; the end of its log stays in a file."""

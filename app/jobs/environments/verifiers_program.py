@@ -65,8 +65,7 @@ class VerifiersRollouts:
             )
             return {"error": wrong.partition("\n")[0][:500], "sessions": sessions}
         (trace,) = episode.traces
-        texts = [node.message.content for node in trace.nodes if node.message.role == "assistant"]
-        text = " | ".join(each for each in texts if isinstance(each, str))
+        text = " | ".join(_said(message) for message in trace.assistant_messages)
         return {"reward": float(trace.reward), "sessions": sessions, "text": text}
 
 
@@ -198,6 +197,11 @@ def _marked(mark: str) -> Iterator[int]:
         with suppress(OSError):  # it has ended, or belongs to another user and so is none of ours
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 yield int(entry.name)
+
+
+def _said(message: Any) -> str:
+    calls = [f"{call.name}({call.arguments})" for call in message.tool_calls or ()]
+    return " ".join([str(message.content or ""), *calls]).strip()
 
 
 def say(answers: TextIO, line: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
 import dataclasses
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ from app.client.connection import LOCAL_URL
 from app.client.options import parse
 from app.jobs.environments.calculator import Calculator
 from app.jobs.environments.environment import Conversations, Single
+from app.jobs.environments.verifiers import Verifiers
 from app.jobs.options import Options
 from app.jobs.rewards import EXTRACTORS, Extraction
 from app.jobs.tasks import ReasoningGymTask
@@ -51,6 +54,10 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         dataclasses.replace(Options(), task_settings="[]").load_task()
 
 
+def verifiers(**settings: object) -> list[str]:
+    return ["--environment", "verifiers", "--environment-settings", json.dumps(settings)]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -59,6 +66,14 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         (["--overlong-buffer", "17"], "at most 16 tokens, got 17"),
         (["--environment", "calculator", "--prompts", "x"], "prompts and rewards of its own"),
         (["--environment", "calculator", "--environment-settings", "3"], "--environment-settings: expected"),
+        (verifiers(), "of verifiers: command: Field required"),
+        (verifiers(command=" "), "command: Value error, expected what vf-eval takes"),
+        (
+            verifiers(command="a", rollout_timeout_s=0, colour=1),
+            "_s: Input should be greater than 0; colour:",
+        ),
+        (verifiers(command="a", python="/nowhere"), "expected one at 'python', got '/nowhere'"),
+        ([*verifiers(command="a", python=sys.executable), "--eval-every", "2"], "needs 'eval_command'"),
     ],
 )
 def test_environments_that_cannot_be_are_refused(given: list[str], message: str) -> None:
@@ -81,6 +96,16 @@ def test_held_out_prompts_are_a_file_of_their_own(tmp_path: Path) -> None:
 
 def no_reward(entry: object, answer: str) -> float:
     return 0.0
+
+
+def test_held_out_tasks_of_verifiers_have_a_command_of_their_own() -> None:
+    given = verifiers(command="a @ b", eval_command="c", python=sys.executable)
+    learned, held_out = parse(Options, given).load_environments()
+    assert learned is held_out, "nothing is evaluated"
+    learned, held_out = parse(Options, [*given, "--eval-every", "2"]).load_environments()
+    assert isinstance(learned, Verifiers) and isinstance(held_out, Verifiers)
+    assert (learned.settings.arguments, held_out.settings.arguments) == (["a", "@", "b"], ["c"])
+    assert learned.settings.python == held_out.settings.python == sys.executable
 
 
 def test_an_environment_of_several_turns_has_the_runs_seed() -> None:
