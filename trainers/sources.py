@@ -102,7 +102,7 @@ class ParameterSource:
 
     def _whole(self, tensor: torch.Tensor, layer: _Layer) -> torch.Tensor:
         if isinstance(tensor, DTensor) and not layer.is_converted:
-            tensor = tensor.to(self._wire_dtype(tensor))  # rounded before the gather, which moves half as much
+            tensor = tensor.to(self._wire_dtype(tensor))  # before the gather, which then moves less
         return full_tensor(tensor)
 
     def resident(self) -> list[torch.Tensor] | None:
