@@ -3,8 +3,8 @@
 As in `test_verifiers` each turn of a model with random weights is forced to be a call; which one, it decides.
 """
 
-import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from app.jobs import metrics
 from app.jobs.environments.verifiers_program import MARK
 from app.jobs.metrics import StepRecord
-from tests.clients.environments import HERE, python_of
+from tests.clients.environments import HERE, PAGES, commands_of, python_of
 from tests.clients.recorder import Call, recorded
 from tests.clients.test_verifiers import CHAT, GENERATE, TALLY
 from tests.fleet.session_fleet import Fleet
@@ -27,37 +27,43 @@ from trainers.trajectory_arrays import from_bytes
 pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(1800)]
 
 ROOT = HERE.parents[1]
+PAGE = "../training.md"
 GROUPS, ATTEMPTS, STEPS = 2, 3, 2
 JOB_S = 900.0
 
 
 def run_job(url: str, fleet: Fleet, directory: Path) -> tuple[str, list[StepRecord]]:
-    """What it printed, and its record."""
-    settings = {
-        "command": f"tally @ {TALLY}/train.toml --client.renderer-model-name {fleet.checkpoint}",
-        "eval_command": f"tally @ {TALLY}/eval.toml",
-        "python": str(python_of("verifiers")),
-        "variables": {"PYTHONPATH": str(TALLY), "HOME": str(directory), "HF_HUB_OFFLINE": "1"},
-    }
+    """What the page's command printed, and its record; it runs where the page's environment is."""
+    (command,) = commands_of(PAGE, ".venv/bin/slipstream")
+    job = command.replace(".venv/bin/slipstream rl", f"{sys.executable} -m app.jobs")
     options = {
         "url": url,
-        "environment": "verifiers",
-        "environment-settings": json.dumps(settings),
         "steps": STEPS,
         "groups-per-step": GROUPS,
         "answers-per-group": ATTEMPTS,
         "groups-in-flight": GROUPS,
-        "max-tokens": 120,
         "max-staleness": 0,
         "eval-every": STEPS,
         "eval-problems": 2,
         "eval-attempts": 2,
         "metrics": directory / "job.jsonl",
     }
-    command = [sys.executable, "-m", "app.jobs"]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    job += "".join(f" --{name} {value}" for name, value in options.items())
+    (directory / ".venv-verifiers").symlink_to(python_of("verifiers").parents[1])
+    variables = {
+        "COMMAND": f"tally @ {TALLY}/train.toml --client.renderer-model-name {fleet.checkpoint}",
+        "TALLY": str(TALLY),
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(directory),
+    }
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=JOB_S, env=os.environ | {"NO_PROXY": "*"}
+        ["bash", "-euc", job],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+        env=os.environ | variables,
     )
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed
@@ -97,6 +103,11 @@ def check_batch(batch: Sequence[Trajectory], played: Sequence[list[Call]], templ
             token for token, mine in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if not mine
         ]
         assert "total: " in template.decode(told), "a tool's answer is there and not learned from"
+
+
+def test_the_page_has_the_version_that_is_tested() -> None:
+    (pinned,) = re.findall(r"verifiers==[\w.]+", (PAGES / PAGE).read_text())
+    assert pinned in (HERE / "requirements" / "verifiers.txt").read_text().splitlines()
 
 
 def test_the_job_learns_from_rollouts_with_tools_and_evaluates(fleet: Fleet, tmp_path: Path) -> None:
