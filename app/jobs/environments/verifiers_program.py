@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -139,13 +140,17 @@ async def serve(
             number = line["id"]
             if "cancel" not in line:
                 running[number] = task = asyncio.create_task(_respond(answers, line, rollouts))
-                task.add_done_callback(lambda _, number=number: running.pop(number))
+                task.add_done_callback(partial(_forget, running, number))
             elif number in running:
                 running[number].cancel()
         left = list(running.values())
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+
+
+def _forget(running: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:
+    del running[number]
 
 
 async def _respond(answers: TextIO, asked: dict[str, Any], rollouts: Rollouts) -> None:
