@@ -35,10 +35,19 @@ async def learn(run: Run, progress: Progress, trackers: Sequence[Tracker]) -> No
     while run.step < run.options.steps:
         record = await learn_once(run)
         metrics.append(run.path, record)
-        for tracker in trackers:
-            tracker.log(record.step, record.values())
+        track(run, trackers, record)
         progress.advance()
         run.say(record.line())
+
+
+def track(run: Run, trackers: Sequence[Tracker], record: StepRecord) -> None:
+    """Give the numbers of a step to the trackers; one that fails does not end the run."""
+    for tracker in trackers:
+        try:
+            tracker.log(record.step, record.values())
+        except Exception as error:  # a service of other people's may raise anything
+            name = type(tracker).__name__
+            run.say(f"step {record.step} is in the record only: {name}: {error}")
 
 
 async def learn_once(run: Run) -> StepRecord:

@@ -1,4 +1,4 @@
-"""Code of the user's own, rewards and environments: found by its import path, and named when it fails."""
+"""Code that is not ours (rewards, environments, trackers): found by its path, and named when it fails."""
 
 import importlib
 import traceback
@@ -25,7 +25,7 @@ def imported(path: str, option: str, expected: str = "package.module:function") 
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Say where the user's code raised, in a sentence, instead of our frames.
+    """Say in a sentence, instead of our frames, where such code raised.
 
     Raises:
         ValueError: the code raised something.

@@ -6,6 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from app.jobs.own_code import blamed
+
 PROJECT = "slipstream"
 
 
@@ -46,7 +48,9 @@ class Wandb:
     """wandb, or trackio, which has its interface."""
 
     def __init__(self, package: str, name: str) -> None:
-        self._run = _module(package, package).init(project=PROJECT, name=name)
+        module = _module(package, package)
+        with blamed(f"--log {package}"):
+            self._run = module.init(project=PROJECT, name=name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -59,7 +63,7 @@ def open_trackers(wanted: Sequence[Tracking], record: Path) -> list[Tracker]:
     """Trackers of the run with this record; they have its name.
 
     Raises:
-        ValueError: a package is not installed.
+        ValueError: a package is not installed, or its service refuses.
     """
     made: list[Tracker] = []
     for each in dict.fromkeys(wanted):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from app.jobs.progress import Progress
 from app.jobs.rollouts import Policy, Sampling
 from app.jobs.run import Run, produce
 from app.jobs.tasks import Problem
+from app.jobs.trackers import Tracker
 from tests.app.http.fake_controller import report
 from tests.app.http.fake_trainer import STATUS, adapter_report
 from trainers.trajectory import Trajectory, VersionSpan
@@ -118,7 +120,13 @@ class FakeFleet:
         return {"prompt_token_ids": [1, 2], "choices": choices}
 
 
-async def run_job(fleet: FakeFleet, path: Path, *arguments: str, resuming: bool = False) -> list[StepRecord]:
+async def run_job(
+    fleet: FakeFleet,
+    path: Path,
+    *arguments: str,
+    resuming: bool = False,
+    trackers: Sequence[Tracker] = (),
+) -> list[StepRecord]:
     given = ["--groups-per-step", "2", "--answers-per-group", "3", "--metrics", str(path), *arguments]
     options = parse(Options, given)
     async with fleet.client() as client:
@@ -133,7 +141,7 @@ async def run_job(fleet: FakeFleet, path: Path, *arguments: str, resuming: bool 
         with Progress(steps=options.steps, done=run.step, state=run.state) as progress:
             run.say = progress.say
             others = [produce(run) for _ in range(2)]
-            await asyncio.wait_for(run_together(learn(run, progress, ()), others), 20)
+            await asyncio.wait_for(run_together(learn(run, progress, trackers), others), 20)
             await publish_best(run)
     return metrics.records(path)
 
@@ -201,6 +209,24 @@ async def test_a_resumed_run_goes_on_after_its_last_step(tmp_path: Path) -> None
     assert records[2].next_problem > first[-1].next_problem
     with pytest.raises(ValueError, match="has --seed 0, got 1"):
         await run_job(fleet, tmp_path / "m.jsonl", "--seed", "1", resuming=True)
+
+
+class BrokenTracker:
+    """A service that is away."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        raise ConnectionError("the service is away")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+async def test_a_tracker_that_fails_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = await run_job(FakeFleet(), tmp_path / "m.jsonl", "--steps", "2", trackers=[BrokenTracker()])
+    assert len(records) == 2
+    assert "step 2 is in the record only: BrokenTracker: the service is away" in capsys.readouterr().out
 
 
 async def test_an_aborted_round_is_tried_again(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import importlib.util
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,16 @@ def test_a_package_that_is_missing_is_named(wanted: Tracking, tmp_path: Path) ->
         pytest.skip(f"{wanted.value} is installed")
     with pytest.raises(ValueError, match=f"--log {wanted.value} needs the package {wanted.value}"):
         open_trackers([wanted], tmp_path / "m.jsonl")
+
+
+def test_a_tracker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "def init(**options):\n    raise RuntimeError('No API key configured')\n"
+    (tmp_path / "wandb.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ValueError, match=r"^--log wandb raised RuntimeError: No API key configured \(wandb"):
+        open_trackers([Tracking.WANDB], tmp_path / "m.jsonl")
+    del sys.modules["wandb"]
 
 
 def test_a_tracker_gets_every_number_of_a_step() -> None:
