@@ -149,12 +149,11 @@ class Router:
                 yield piece
         except Interrupted as error:
             refused = self._forwarder.deadly.cut_off(identity, begun.replica_id)
-            logger.warning(
-                "replica %s was lost in the middle of a stream: %s%s",
-                begun.replica_id,
-                error,
-                "; the request is refused from now on" if refused else "",
-            )
+            text = f"replica {begun.replica_id} was lost in the middle of a stream: {error}"
+            if refused:
+                logger.error("%s; %s %s is refused from now on", text, identity.method, identity.path)
+            else:
+                logger.warning(text)
             lost = ReplicaUnavailable("the replica that streamed this answer was lost")
             yield b"data: " + json.dumps(lost.body()).encode() + b"\n\n"
 
