@@ -27,7 +27,6 @@ class AdapterCalls:
 
     def __init__(self, ledger: Ledger, durable: DurableLedger, files: AdapterKeeper) -> None:
         self._ledger, self._durable, self._adapter_files = ledger, durable, files
-        self._received: str | None = None  # the last load whose files all replicas have received
 
     async def load_adapter(
         self,
@@ -57,39 +56,30 @@ class AdapterCalls:
             except BaseException as error:  # a caller that left, too: the name is free again
                 adapters.give_up(adapter, str(error), now())
                 raise
-            call = await self._staged(adapter, files, load_id)
+            call = await self._staged(adapter, files)
             live: Adapter = await self._durable.result(call)
             return live
 
-    async def _staged(self, adapter: Adapter, files: AdapterFiles, load_id: str) -> PendingCall:
-        """Stage it once the fleet's copy is complete, or already while that is written, if all replicas have
-        received the files. It is live when both are done."""
+    async def _staged(self, adapter: Adapter, files: AdapterFiles) -> PendingCall:
+        """Replicas load the fleet's copy, or what they have received, while the copy is being synced. It is
+        live when both are done."""
         adapters, now = self._ledger.adapters, self._durable.now
-        call: PendingCall | None = None
+        call = adapters.stage(adapter, files, now())
+        self._ledger.tick(now())
+        self._durable.change()
         completing = asyncio.create_task(self._adapter_files.complete(adapter.adapter_id))
-        completing.add_done_callback(lambda _: self._durable.change())
         try:
-            await self._durable.wait(lambda: completing.done() or self._received == load_id, None)
-            if not completing.done():
-                call = adapters.stage(adapter, files, now(), stored=False)
-                self._ledger.tick(now())
-                self._durable.change()
             await asyncio.shield(completing)
+            adapters.complete(adapter)
         except BaseException as error:  # a caller that left, too
             completing.cancel()
-            if call is None:
-                adapters.give_up(adapter, str(error), now())
-                raise
             failure = error if isinstance(error, SlipstreamError) else FleetUnavailable(str(error))
             adapters.fail(adapter, failure)
-            self._ledger.tick(now())
             if failure is not error:
                 raise
-            return call
-        if call is None:
-            call = adapters.stage(adapter, files, now())
-        adapters.complete(adapter)
-        self._ledger.tick(now())
+        finally:
+            self._ledger.tick(now())
+            self._durable.change()
         return call
 
     async def send_adapter(self, token: int, load_id: str, payload: JsonValue) -> None:
@@ -105,7 +95,6 @@ class AdapterCalls:
             checked = json_only(payload, "payload")
             now = self._durable.now()
             await self._durable.result(self._ledger.send_adapter(token, load_id, checked, now))
-            self._received = load_id
 
     async def load_result(self, load_id: str) -> Adapter | None:
         """What a load has made live whose answer was lost; waits for its end. None: it is not loaded."""

@@ -58,7 +58,8 @@ class AdapterKeeper:
         self._problem: str | None = None
 
     async def copy(self, path: str, adapter_id: int) -> AdapterFiles:
-        """Copy an adapter; waits a while for files that are not complete. `complete` follows.
+        """Copy an adapter, for replicas to read; waits a while for files that are not complete.
+        `complete` follows.
 
         Raises:
             NotFound: there is no such directory.
@@ -85,7 +86,7 @@ class AdapterKeeper:
             await asyncio.sleep(RETRY_S)
 
     async def complete(self, adapter_id: int) -> None:
-        """The copy is durable, and replicas find it. Raises FleetUnavailable, or Conflict as `copy`."""
+        """The copy is durable. Raises FleetUnavailable, or Conflict as `copy`."""
         try:
             await self._on_disk(partial(self._store.complete, adapter_id), str(self._store.directory))
         except CannotWrite as error:

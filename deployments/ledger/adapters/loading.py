@@ -120,22 +120,19 @@ class Adapters:
         self._record(adapter, "loading", now)
         return adapter
 
-    def stage(self, adapter: Adapter, files: AdapterFiles, now: float, *, stored: bool = True) -> PendingCall:
-        """The files are there. The call's result is the live Adapter.
+    def stage(self, adapter: Adapter, files: AdapterFiles, now: float) -> PendingCall:
+        """The files are there, and not durable yet: `complete` or `fail` follows, and nothing is live before.
 
-        With `stored` false the replicas have received them, and the fleet's copy is not complete yet:
-        `complete` or `fail` follows, and nothing is live before.
-
-        Its error is an InvalidRequest if all replicas rejected it, a Conflict if some did,
-        FleetUnavailable if too few replicas serve; then no replica has it.
+        The call's result is the live Adapter. Its error is an InvalidRequest if all replicas rejected it, a
+        Conflict if some did, FleetUnavailable if too few replicas serve; then no replica has it.
         """
         load = self._loads[adapter.name]
         load.adapter = with_files(adapter, files)
-        load.call, load.stored = PendingCall(name=LoadAdapter.name), stored
+        load.call = PendingCall(name=LoadAdapter.name)
         return load.call
 
     def complete(self, adapter: Adapter) -> None:
-        """The fleet has its copy."""
+        """The fleet's copy is durable."""
         load = self._loads.get(adapter.name)
         if load is not None and load.adapter.adapter_id == adapter.adapter_id:
             load.stored = True

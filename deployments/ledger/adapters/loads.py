@@ -14,7 +14,7 @@ class Load:
 
     adapter: Adapter
     call: PendingCall | None = None  # None: its files are being copied
-    stored: bool = True  # the fleet has its copy; not live before
+    stored: bool = False  # the fleet's copy is durable; not live before
     asked: set[str] = field(default_factory=set)  # incarnations
     rejected: dict[str, str] = field(default_factory=dict)  # replica id -> why
     error: SlipstreamError | None = None

@@ -46,7 +46,7 @@ class AdapterStore:
         self.directory = directory
 
     def copy(self, source: Path, roots: Sequence[Path], adapter_id: int) -> AdapterFiles:
-        """Copy an adapter's two files. They have their name, and are durable, after `complete`.
+        """Copy an adapter's two files. Readers find them from now on; they are durable after `complete`.
 
         Args:
             roots: directories, one of which must contain the files.
@@ -73,25 +73,20 @@ class AdapterStore:
             if [_stamp(file) for file in files] != before:
                 raise Incomplete(f"{source} changed while it was read")
             _check_length(partial / TENSORS)
+            shutil.rmtree(final, ignore_errors=True)
+            with _writing():
+                partial.rename(final)
         except BaseException:  # also the caller's: what is not complete must not stay
             shutil.rmtree(partial, ignore_errors=True)
             raise
         return AdapterFiles(path=str(final), digest=digest, size_bytes=before[1][1])
 
     def complete(self, adapter_id: int) -> None:
-        """Make a copy durable, and give it its name. Raises CannotWrite."""
+        """Make a copy durable. Raises CannotWrite; it is there still, because replicas may be reading it."""
         final = self.directory / f"a{adapter_id:08d}"
-        partial = self.directory / f".{final.name}.partial"
-        try:
-            with _writing():
-                for name in (CONFIG, TENSORS):
-                    with (partial / name).open("rb") as file:
-                        os.fsync(file.fileno())
-                shutil.rmtree(final, ignore_errors=True)
-                partial.rename(final)
-        except BaseException:  # also the caller's: what is not complete must not stay
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        with _writing():
+            for path in (final / CONFIG, final / TENSORS, final, self.directory):
+                _sync(path)
 
     def ids(self) -> list[int]:
         """The ids of the copies, and of those that a process which ended did not complete."""
@@ -151,6 +146,14 @@ def _write(writer: FileIO, left: memoryview) -> None:
 def _opened(target: Path | None) -> FileIO:
     with _writing():  # without a buffer, whose rest would be written, or not, when it is closed
         return open(os.devnull if target is None else target, "wb", buffering=0)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

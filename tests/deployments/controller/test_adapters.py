@@ -160,13 +160,14 @@ async def test_a_caller_that_leaves_before_it_is_stored_leaves_nothing(
     assert await load(adapters, tmp_path) == "math@2"
 
 
-async def test_what_nobody_has_sent_is_loaded_when_it_is_stored(
+async def test_a_directory_is_loaded_while_its_copy_is_synced_and_live_after_it(
     adapters: Fleet, tmp_path: Path, disk: Disk
 ) -> None:
-    loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
-    await adapters.controller.send_adapter(await connected(adapters), "2" * 32, {})
-    await asyncio.sleep(0.1)
-    assert not any(holding(adapters))
+    loading = asyncio.create_task(load(adapters, tmp_path))
+    await adapters.until(lambda: all(holding(adapters)))
+    await adapters.polled("a", "b")
+    [status] = await adapters.controller.adapters()
+    assert status.state == "loading" and not any(each.adapters.live for each in adapters.replicas.values())
     disk.goes.set()
     assert await loading == "math@1"
 

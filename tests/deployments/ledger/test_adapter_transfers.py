@@ -83,6 +83,7 @@ def test_a_replica_that_is_lost_in_a_transfer_ends_it_at_once() -> None:
     scene.poll(only=scene.replicas[:1])
     load = scene.ledger.adapters.begin("math", in_place=False, is_3d=False, now=scene.now)
     loading = scene.ledger.adapters.stage(load, FILES, scene.now)
+    scene.ledger.adapters.complete(load)
     scene.ledger.tick(scene.now)
     scene.poll(8, only=scene.replicas[:1])
     assert ended(loading) and live(scene.replicas[0]) == ["math@1"]
@@ -161,7 +162,7 @@ def test_no_round_is_beside_a_transfer() -> None:
 def staged_early(scene: AdapterScene) -> tuple[Adapter, PendingCall]:
     """Loaded from what arrived, while the fleet's copy is written."""
     adapter = scene.ledger.adapters.begin("math", in_place=True, is_3d=False, now=scene.now, load_id=LOAD)
-    call = scene.ledger.adapters.stage(adapter, FILES, scene.now, stored=False)
+    call = scene.ledger.adapters.stage(adapter, FILES, scene.now)
     scene.ledger.tick(scene.now)
     scene.poll(6)
     return adapter, call

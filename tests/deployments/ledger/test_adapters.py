@@ -47,6 +47,7 @@ def test_the_decision_is_durable_before_a_replica_learns_of_it() -> None:
     scene = AdapterScene(2)
     adapter = scene.ledger.adapters.begin("math", in_place=False, is_3d=False, now=scene.now)
     scene.ledger.adapters.stage(adapter, FILES, scene.now)
+    scene.ledger.adapters.complete(adapter)
     scene.ledger.tick(scene.now)
     for _ in range(8):
         for replica in scene.replicas:

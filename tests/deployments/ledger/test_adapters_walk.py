@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deployments.errors import SlipstreamError
+from deployments.errors import FleetUnavailable, SlipstreamError
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.members import PendingCall
 from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
@@ -19,6 +19,7 @@ MOVES = st.one_of(
     st.tuples(st.just("load"), st.sampled_from(NAMES)),
     st.tuples(st.just("begin"), st.sampled_from(NAMES)),
     st.tuples(st.just("stage"), st.just("")),
+    st.tuples(st.just("sync"), st.booleans()),
     st.tuples(st.just("unload"), st.sampled_from(NAMES)),
     st.tuples(st.just("poll"), st.integers(0, 3)),
     st.tuples(st.just("use"), st.integers(0, 3)),
@@ -43,6 +44,8 @@ class Walk(AdapterScene):
         super().__init__(2)
         self.calls: list[tuple[PendingCall, str, bool]] = []  # name, and whether it loads
         self.reserved: list[Any] = []
+        self.staged: list[Any] = []  # their copies are being synced
+        self.durable: set[int] = set()  # ids whose copies are
         self.running: list[tuple[FakeReplica, int, str]] = []
         self.weights: dict[str, int] = {}  # full name -> the one id that it ever had
         self.born = 2
@@ -58,16 +61,28 @@ class Walk(AdapterScene):
         return self.replicas[index % len(self.replicas)] if self.replicas else None
 
     def on_load(self, name: str) -> None:
-        adapter = self.ledger.adapters.begin(name, in_place=True, is_3d=False, now=self.now)
-        self.calls.append((self.ledger.adapters.stage(adapter, FILES, self.now), name, True))
-        self.ledger.tick(self.now)
+        self.on_begin(name)
+        self.on_stage(name)
+        self.on_sync(True)
 
     def on_begin(self, name: str) -> None:
         self.reserved.append(self.ledger.adapters.begin(name, in_place=True, is_3d=False, now=self.now))
 
     def on_stage(self, _: str) -> None:
         if self.reserved:
-            self.ledger.adapters.stage(self.reserved.pop(), FILES, self.now)
+            adapter = self.reserved.pop()
+            self.calls.append((self.ledger.adapters.stage(adapter, FILES, self.now), adapter.name, True))
+            self.staged.append(adapter)
+            self.ledger.tick(self.now)
+
+    def on_sync(self, succeeds: bool) -> None:
+        if self.staged:
+            adapter = self.staged.pop()
+            if succeeds:
+                self.durable.add(adapter.adapter_id)
+                self.ledger.adapters.complete(adapter)
+            else:
+                self.ledger.adapters.fail(adapter, FleetUnavailable("the disk is full"))
             self.ledger.tick(self.now)
 
     def on_unload(self, name: str) -> None:
@@ -119,11 +134,12 @@ class Walk(AdapterScene):
 
     def on_restart(self, _: str) -> None:
         self.restart()
-        self.calls, self.reserved = [], []
+        self.calls, self.reserved, self.staged = [], [], []
 
     def check(self) -> None:
         adapters = self.ledger.adapters
         needed = adapters.needed()
+        assert {each.adapter_id for each in adapters.catalog.live} <= self.durable
         for replica in self.replicas:
             for adapter_id, adapter in replica.adapters.live.items():
                 assert self.weights.setdefault(adapter.full_name, adapter_id) == adapter_id
@@ -137,6 +153,8 @@ class Walk(AdapterScene):
         """Nothing fails any more, and all messages arrive."""
         for adapter in self.reserved:
             self.ledger.adapters.give_up(adapter, "its caller left", self.now)
+        while self.staged:
+            self.on_sync(True)
         for replica in self.replicas:
             replica.hangs_in, replica.outcomes = set(), {}
         for _ in range(40):

@@ -22,7 +22,7 @@ def store(tmp_path: Path) -> AdapterStore:
 def test_a_copy_does_not_change_with_its_source(store: AdapterStore, tmp_path: Path) -> None:
     source = save_tiny_adapter(tmp_path / "a", 1)
     files = store.copy(source, [tmp_path], 7)
-    assert not Path(files.path).exists(), "it has its name when it is durable"
+    assert adapter_digest(Path(files.path)) == files.digest, "replicas read it while it is being synced"
     store.complete(7)
     assert adapter_digest(Path(files.path)) == files.digest == adapter_digest(source)
     save_tiny_adapter(tmp_path / "a", 2)
@@ -38,12 +38,12 @@ def test_the_configuration_is_a_part_of_the_digest(store: AdapterStore, tmp_path
     assert one.digest != two.digest
 
 
-def test_a_copy_that_cannot_be_made_durable_goes(store: AdapterStore, tmp_path: Path) -> None:
-    store.copy(save_tiny_adapter(tmp_path / "a", 1), [tmp_path], 7)
-    (store.directory / ".a00000007.partial" / "adapter_config.json").unlink()
+def test_a_copy_that_cannot_be_made_durable_is_named(store: AdapterStore, tmp_path: Path) -> None:
+    files = store.copy(save_tiny_adapter(tmp_path / "a", 1), [tmp_path], 7)
+    (Path(files.path) / "adapter_config.json").unlink()
     with pytest.raises(CannotWrite):
         store.complete(7)
-    assert store.ids() == []
+    assert store.ids() == [7], "its owner removes it once no replica reads it"
 
 
 def test_copies_leave_no_memory_behind(store: AdapterStore, tmp_path: Path) -> None:
