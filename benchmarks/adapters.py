@@ -145,6 +145,21 @@ def parts(reports: list[dict[str, Any]]) -> str:
     )
 
 
+def phases(client: httpx.Client, name: str) -> dict[str, float]:
+    """Where the time of the newest version of a name went, in ms; of the replicas the slowest."""
+    listed = client.get("/fleet/adapters").json()["adapters"]
+    newest = max((each for each in listed if each["name"] == name), key=lambda each: each["version"])
+    timings = newest["timings"]
+    found = {part: timings[part] for part in ("copy_s", "sync_s", "load_s", "total_s")}
+    for part in ("read_s", "add_s"):
+        found[part] = max(each[part] for each in timings["replicas"].values())
+    return {part: 1e3 * seconds for part, seconds in found.items()}
+
+
+def medians(found: list[dict[str, float]]) -> str:
+    return ", ".join(f"{part} {statistics.median(each[part] for each in found):.0f} ms" for part in found[0])
+
+
 def longest(times: list[list[float]], windows: Iterable[Window]) -> list[float]:
     """For each window the longest time between two pieces of a stream that overlaps it."""
     pairs = [pair for stream in times for pair in pairwise(stream)]
@@ -210,17 +225,20 @@ def main() -> None:
             loading.start()
             time.sleep(5 * SETTLE_S)
             quiet, windows, published = [], [], []
+            loads, sent = [], []
             every = max(1, options.loads // SAMPLES)
             for number in range(options.loads):
                 before = time.monotonic()
                 time.sleep(options.every)
                 windows.append(put(client, directories[(1 + number) % len(directories)]))
+                loads.append(phases(client, NAME))
                 # As long as the load, right before it.
                 quiet.append((max(before, 2 * windows[-1][0] - windows[-1][1]), windows[-1][0]))
                 print(f"load {number}: {_ms(windows[-1]):.0f} ms", file=sys.stderr, flush=True)
                 if options.trainer:
                     time.sleep(options.every)
                     published.append(publish(client))
+                    sent.append(phases(client, TRAINED))
                     window, report = published[-1]
                     text = f"publish {number}: {_ms(window):.0f} ms, {parts([report])}"
                     print(text, file=sys.stderr, flush=True)
@@ -246,8 +264,9 @@ def main() -> None:
             print(f"| a publish of the trainer's, until all replicas have it | {spread(took)} |")
             print(f"| longest wait of a stream during a publish | {spread(longest(times, spans))} |")
         print(f"| the same in as long without one | {spread(longest(times, quiet))} |")
+        print(f"\nof a load: {medians(loads)}")
         if published:
-            print(f"\na publish: {parts([report for _, report in published])}")
+            print(f"a publish: {parts([report for _, report in published])}; of its load: {medians(sent)}")
         print(f"\nstreams: {len(times)} whole, {len(bad)} refused {bad[:1] or ''}")
         growing = [each for each in growth(sampler.samples) if not each.flat]
         for each in growing:

@@ -70,7 +70,7 @@ class AdapterCalls:
         completing = asyncio.create_task(self._adapter_files.complete(adapter.adapter_id))
         try:
             await asyncio.shield(completing)
-            adapters.complete(adapter)
+            adapters.complete(adapter, now())
         except BaseException as error:  # a caller that left, too
             completing.cancel()
             failure = error if isinstance(error, SlipstreamError) else FleetUnavailable(str(error))

@@ -50,6 +50,14 @@ NO_ADAPTERS = AdapterState()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """How long one replica took to load a version."""
+
+    read_s: float  # to check its files and to have the workers read them, while the engine decodes
+    add_s: float  # vLLM's `add_lora`, between two decoding steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveAdapter:
     """Receive an adapter's two files over the publisher's connection, for the load with this `load_id`.
 
@@ -63,7 +71,10 @@ class ReceiveAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAdapter:
-    """Load it into the engine; no request may name it yet. Rejected: the files are not what is expected."""
+    """Load it into the engine; no request may name it yet. Acknowledged with `LoadedAdapter`.
+
+    Rejected: the files are not what is expected.
+    """
 
     name: ClassVar[str] = "load_adapter"
     adapter: Adapter
@@ -98,6 +109,17 @@ class AdapterFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterTimings:
+    """How long the parts of a load took, in seconds; None: not over."""
+
+    copy_s: float | None  # the files into the fleet's store, waiting for them included
+    sync_s: float | None  # then: until the copy is durable
+    load_s: float | None  # beside that: until all replicas hold it
+    total_s: float | None  # from the call until requests may name it everywhere
+    replicas: Mapping[str, LoadedAdapter]  # each one's part of `load_s`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterStatus:
     """One entry of `/fleet/adapters`."""
 
@@ -109,3 +131,4 @@ class AdapterStatus:
     size_bytes: int
     replicas: Sequence[str]  # that have it
     received: Sequence[str] = ()  # of these, which loaded what a transport brought; others the fleet's copy
+    timings: AdapterTimings | None = None  # None: an earlier controller loaded it

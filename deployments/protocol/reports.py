@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import JsonValue
 
-from deployments.protocol.adapters import NO_ADAPTERS, AdapterState
+from deployments.protocol.adapters import NO_ADAPTERS, AdapterState, LoadedAdapter
 
 
 class Outcome(StrEnum):
@@ -55,7 +55,7 @@ class Swapped:
     gap_s: float  # from the call to commit until requests go on
 
 
-Value = Staged | Swapped | JsonValue  # JSON: the answer to an operation
+Value = Staged | Swapped | LoadedAdapter | JsonValue  # JSON: the answer to an operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,7 @@ class EngineMember(ABC):
                 await self.receive_adapter(body)
             case LoadAdapter():
                 self._check_awake()
-                await self._engine.adapters.load(body.adapter)
+                return await self._engine.adapters.load(body.adapter)
             case SetAdapters():
                 await self._engine.adapters.make_live(body.live)
             case DropAdapter():

@@ -92,9 +92,11 @@ class StagedMember(EngineMember):
             TransferFailed: a peer is gone.
         """
         await self._discard_leftover()
-        directory = await asyncio.to_thread(self._engine.adapters.received.place, body.load_id)
+        reader = self._engine.adapters.reader
+        directory = await reader.place(body.load_id)
         await self._engine.workers("staging_receive_files", payload=body.payload, directory=str(directory))
         await self._until_received(1)
+        reader.arrived(body.load_id)
 
     async def _until_received(self, payloads: int) -> None:
         states = await self._progress.until(payloads) if self._progress is not None else None

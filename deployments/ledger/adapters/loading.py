@@ -30,6 +30,7 @@ from deployments.ledger.adapters.catalog import (
     without_retired,
 )
 from deployments.ledger.adapters.convergence import Convergence, busy
+from deployments.ledger.adapters.listing import LoadTimes, status_of
 from deployments.ledger.adapters.loads import Load, asked_to_load, fault, withdrawn
 from deployments.ledger.decisions import Cataloged, DecisionLog
 from deployments.ledger.dispatch import Dispatch
@@ -75,6 +76,7 @@ class Adapters:
         self._limits = limits
         self._loads: dict[str, Load] = {}  # by name
         self._unloads: list[_Unload] = []
+        self._times: dict[int, LoadTimes] = {}  # of this process's loads, by adapter id
         self._convergence = Convergence(membership, dispatch, self._loaded)
         self.catalog = AdapterCatalog()
 
@@ -114,7 +116,8 @@ class Adapters:
         self._check_awake(0)
         check_room(self.catalog, self._loads, self._limits)
         adapter = next_adapter(self.catalog, name, is_3d=is_3d, load_id=load_id)
-        self._loads[name] = Load(adapter=adapter)
+        times = self._times[adapter.adapter_id] = LoadTimes(begun=now)
+        self._loads[name] = Load(adapter=adapter, times=times)
         # Durable before a replica learns of the id: one that keeps it over a restart must not meet another.
         self._decide(numbered(self.catalog, adapter))
         self._record(adapter, "loading", now)
@@ -128,14 +131,14 @@ class Adapters:
         """
         load = self._loads[adapter.name]
         load.adapter = with_files(adapter, files)
-        load.call = PendingCall(name=LoadAdapter.name)
+        load.call, load.times.staged = PendingCall(name=LoadAdapter.name), now
         return load.call
 
-    def complete(self, adapter: Adapter) -> None:
+    def complete(self, adapter: Adapter, now: float) -> None:
         """The fleet's copy is durable."""
         load = self._loads.get(adapter.name)
         if load is not None and load.adapter.adapter_id == adapter.adapter_id:
-            load.stored = True
+            load.times.stored = now
 
     def fail(self, adapter: Adapter, error: SlipstreamError) -> None:
         """The fleet will have no copy of what was staged: no replica keeps it."""
@@ -196,7 +199,12 @@ class Adapters:
     def status(self) -> list[AdapterStatus]:
         loading = [load.adapter for load in self._loads.values() if not load.decided]
         states = [(self.catalog.retired, "retired"), (self.catalog.live, "live"), (loading, "loading")]
-        return [self._status_of(each, state) for adapters, state in states for each in adapters]
+        members, times = self._membership.all(), self._times
+        return [
+            status_of(each, state, members, times.get(each.adapter_id))
+            for adapters, state in states
+            for each in adapters
+        ]
 
     # -- progress -----------------------------------------------------------------------------
 
@@ -205,8 +213,10 @@ class Adapters:
         self._convergence.advance(self.catalog, self._loads.values(), now, but=self._committing())
         if self._conclude(now):
             self._convergence.advance(self.catalog, self._loads.values(), now, but=self._committing())
-        self._answer()
+        self._answer(now)
         self._clear()
+        if len(self._times) > len(needed := self.needed()):
+            self._times = {key: times for key, times in self._times.items() if key in needed}
 
     def _committing(self) -> tuple[Member, ...]:
         """Replicas that wait for each other's COMMIT, or will before they could load anything."""
@@ -217,6 +227,7 @@ class Adapters:
 
     def _loaded(self, call: PendingCall, now: float, load: Load) -> None:
         verdict = classify(call)
+        load.times.answered(call)
         self._membership.fence_each(verdict.replica_failed, call.name, now)
         load.rejected |= {**verdict.rejected, **verdict.transfer_failed}
         for replica_id in verdict.done:
@@ -235,9 +246,12 @@ class Adapters:
                 changed = changed or load.error is not None
             if load.error is not None:
                 self._undo(load, load.error, now)
-            elif load.stored and not load.rejected and self._all_hold(load.adapter):
-                self._make_live(load, now)
-                changed = True
+            elif not load.rejected and self._all_hold(load.adapter):
+                if load.times.held is None:
+                    load.times.held = now
+                if load.stored:
+                    self._make_live(load, now)
+                    changed = True
         return changed
 
     def _all_hold(self, adapter: Adapter) -> bool:
@@ -261,7 +275,7 @@ class Adapters:
         if load.call is not None:
             load.call.finish(error=error)
 
-    def _answer(self) -> None:
+    def _answer(self, now: float) -> None:
         """End the calls whose catalog all replicas have that take requests."""
         if self._membership.uncertain():
             return
@@ -269,6 +283,7 @@ class Adapters:
         for load in list(self._loads.values()):
             if load.decided and self._convergence.is_everywhere(load.adapter):
                 del self._loads[load.adapter.name]
+                load.times.live = now
                 if load.call is not None:
                     load.call.finish(result=load.adapter)
         for unload in list(self._unloads):
@@ -312,19 +327,6 @@ class Adapters:
     def _record(self, adapter: Adapter, phase: str, now: float, reason: str = "") -> None:
         self._events.record(
             "adapter", now, lora_name=adapter.name, version=adapter.version, phase=phase, reason=reason
-        )
-
-    def _status_of(self, adapter: Adapter, state: str) -> AdapterStatus:
-        adapter_id, members = adapter.adapter_id, self._membership.all()
-        return AdapterStatus(
-            name=adapter.name,
-            version=adapter.version,
-            state=state,
-            path=adapter.path,
-            digest=adapter.digest,
-            size_bytes=adapter.size_bytes,
-            replicas=tuple(each.replica_id for each in members if adapter_id in each.adapters.held),
-            received=tuple(each.replica_id for each in members if adapter_id in each.adapters.received),
         )
 
 

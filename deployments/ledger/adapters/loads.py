@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
+from deployments.ledger.adapters.listing import LoadTimes
 from deployments.ledger.members import Member, PendingCall, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.protocol.adapters import Adapter, LoadAdapter
@@ -13,12 +14,17 @@ class Load:
     """One version on its way to be live."""
 
     adapter: Adapter
+    times: LoadTimes
     call: PendingCall | None = None  # None: its files are being copied
-    stored: bool = False  # the fleet's copy is durable; not live before
     asked: set[str] = field(default_factory=set)  # incarnations
     rejected: dict[str, str] = field(default_factory=dict)  # replica id -> why
     error: SlipstreamError | None = None
     decided: bool = False
+
+    @property
+    def stored(self) -> bool:
+        """The fleet's copy is durable; it is not live before."""
+        return self.times.stored is not None
 
     @property
     def wanted(self) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +24,48 @@ class NotYet(ValueError):
 def check_adapter(adapter: Adapter, model: str, lora_config: Any) -> None:
     """Read the files once, and compare them with the digest, the limits and the base model.
 
-    Args:
-        model: the checkpoint that the engine was started from.
-        lora_config: the engine's `LoRAConfig`.
-
     Raises:
         NotYet: they are not there, or have another digest.
         ValueError: they do not fit; the message names the first few tensors.
     """
     directory = Path(adapter.path)
     try:
-        digest = adapter_digest(directory)
+        digest, problem = inspect(directory, model, lora_config)
     except OSError as error:
         raise NotYet(f"{directory} cannot be read: {error}") from error
     if digest != adapter.digest:
         raise NotYet(f"{directory} must have the digest {adapter.digest}, and has {digest}")
+    if problem:
+        raise ValueError(f"{adapter.full_name}: {problem}")
+
+
+def inspect(directory: Path, model: str, lora_config: Any) -> tuple[str, str]:
+    """The digest of an adapter's files, and what is wrong with them; empty if they fit.
+
+    Args:
+        model: the checkpoint that the engine was started from.
+        lora_config: the engine's `LoRAConfig`.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    with ThreadPoolExecutor(1) as beside:  # each reads all bytes, and neither holds the GIL
+        digest = beside.submit(adapter_digest, directory)
+        try:
+            problem = join_reasons(_problems(directory, model, lora_config))
+        except (OSError, ValueError) as error:  # of files whose digest may be wrong as well
+            problem = str(error)
+        return digest.result(), problem
+
+
+def _problems(directory: Path, model: str, lora_config: Any) -> list[str]:
     _check_config(directory, lora_config)
     schema = read_schema(directory) or {}
     problems = [*_halves(schema, lora_config.max_lora_rank)]
     base = read_schema(Path(model)) if Path(model).is_dir() else None
     if base is not None:
         problems += _misfits(schema, base)
-    if not problems:
-        problems += _not_finite(directory / TENSORS)
-    if problems:
-        raise ValueError(f"{adapter.full_name}: {join_reasons(problems)}")
+    return problems or _not_finite(directory / TENSORS)
 
 
 def _check_config(directory: Path, lora_config: Any) -> None:

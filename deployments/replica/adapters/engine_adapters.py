@@ -5,30 +5,22 @@
     drop       one that never became live
 
 One that is live no more is removed after the last request that uses it. vLLM's `add_lora` runs on the
-engine's thread, between two steps; what it needs of the disk is read before, while the engine decodes
-(`worker`).
+engine's thread, between two steps; what it needs of the disk is read before (`reading`).
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.errors import PayloadRejected
 from deployments.logs import serve_logger
-from deployments.protocol.adapters import Adapter, AdapterState
-from deployments.replica.adapters.check import NotYet, check_adapter
+from deployments.protocol.adapters import Adapter, AdapterState, LoadedAdapter
 from deployments.replica.adapters.named import NamedAdapters, Uses, lora_request
-from deployments.replica.adapters.received import ReceivedAdapter
+from deployments.replica.adapters.reading import LAG_S, AdapterReader, Workers, last_line
 
-LAG_S = 10.0  # a shared file system may show the fleet's copy this much later
-RETRY_S = 0.1
-READ_POLL_S = 0.01
-
-Workers = Callable[..., Awaitable[list[Any]]]
 logger = serve_logger()
 
 
@@ -43,10 +35,8 @@ class EngineAdapters:
 
     def __init__(self, llm: Any, workers: Workers, models: Any = None, lag_s: float = LAG_S) -> None:
         self._llm = llm
-        self._workers = workers
-        self._lag_s = lag_s
+        self.reader = AdapterReader(llm, workers, lag_s)
         self._held: dict[int, Adapter] = {}
-        self.received = ReceivedAdapter()
         self._from_received: set[int] = set()  # ids
         self._live: tuple[int, ...] = ()
         self._doomed: set[int] = set()
@@ -62,36 +52,36 @@ class EngineAdapters:
             held=tuple(self._held), live=self._live, received=tuple(sorted(self._from_received))
         )
 
-    async def load(self, adapter: Adapter) -> None:
+    async def load(self, adapter: Adapter) -> LoadedAdapter:
         """Check the files and load them into the engine.
 
         Raises:
             PayloadRejected: they do not fit, or are not there in time; the engine is as it was.
             Exception: the engine failed.
         """
-        config = getattr(self._llm.vllm_config, "lora_config", None)
-        if config is None:
+        if getattr(self._llm.vllm_config, "lora_config", None) is None:
             raise PayloadRejected("this engine was started without 'enable_lora'")
         if adapter.adapter_id in self._held:  # an id stands for the same files always
             self._doomed.discard(adapter.adapter_id)
-            return
-        received = await self._has_read_received(adapter, config)
+            return LoadedAdapter(read_s=0.0, add_s=0.0)
+        began = time.perf_counter()
         try:
-            if not received:
-                await self._check_and_read(adapter, config)
+            received = await self.reader.read(adapter)
+            read = time.perf_counter()
             await self._llm.add_lora(lora_request(adapter))
         except EngineDeadError:
             raise
         except PayloadRejected:
-            await self._workers("adapter_forget", adapter_id=adapter.adapter_id)
+            await self.reader.forget(adapter)
             raise
         except Exception as error:  # whatever a worker said; some workers may have it
-            await self._workers("adapter_forget", adapter_id=adapter.adapter_id)
+            await self.reader.forget(adapter)
             await self._llm.remove_lora(adapter.adapter_id)
-            raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {_last_line(error)}") from error
+            raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {last_line(error)}") from error
         self._held[adapter.adapter_id] = adapter
         if received:
             self._from_received.add(adapter.adapter_id)
+        return LoadedAdapter(read_s=read - began, add_s=time.perf_counter() - read)
 
     async def make_live(self, live: Sequence[Adapter]) -> None:
         """Requests may name these and no others.
@@ -112,68 +102,6 @@ class EngineAdapters:
         if adapter_id in self._live:
             raise RuntimeError(f"adapter {adapter_id} is live")
         await self._doom({adapter_id})
-
-    async def _has_read_received(self, adapter: Adapter, config: Any) -> bool:
-        """Whether the workers have read what a transport brought; else they read the fleet's copy."""
-        directory = await asyncio.to_thread(self.received.find, adapter.load_id)
-        if directory is None:
-            return False
-        try:
-            await self._check_and_read(replace(adapter, path=str(directory)), config, lag_s=0.0)
-        except EngineDeadError:
-            raise
-        except Exception as error:  # a worker on another host does not have the files
-            await self._workers("adapter_forget", adapter_id=adapter.adapter_id)
-            logger.warning("%s is loaded from the store: %s", adapter.full_name, _last_line(error))
-            return False
-        finally:
-            await asyncio.to_thread(self.received.drop)
-        return True
-
-    async def _check_and_read(self, adapter: Adapter, config: Any, lag_s: float | None = None) -> None:
-        """Check the files while the workers read them; what is wrong with the files is said first.
-
-        Raises:
-            PayloadRejected: they do not fit, or are not there in time.
-            Exception: whatever a worker says.
-        """
-        reading = asyncio.create_task(self._read(adapter))
-        try:
-            if await self._check(adapter, config, self._lag_s if lag_s is None else lag_s):
-                await reading
-            else:
-                await asyncio.wait({reading})  # it may have read what was there before
-                await self._read(adapter)
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-
-    async def _check(self, adapter: Adapter, config: Any, lag_s: float) -> bool:
-        """Whether they were there at once."""
-        began, at_once = time.monotonic(), True
-        while True:
-            try:
-                await asyncio.to_thread(check_adapter, adapter, self._llm.model_config.model, config)
-                return at_once
-            except NotYet as error:
-                if time.monotonic() >= began + lag_s:
-                    raise PayloadRejected(f"{error} (waited {lag_s:g} s)") from error
-            except (OSError, ValueError) as error:
-                raise PayloadRejected(str(error)) from error
-            at_once = False
-            await asyncio.sleep(RETRY_S)
-
-    async def _read(self, adapter: Adapter) -> None:
-        """The workers read the files while the engine decodes."""
-        await self._workers(
-            "adapter_read",
-            name=adapter.full_name,
-            adapter_id=adapter.adapter_id,
-            path=adapter.path,
-            is_3d=adapter.is_3d,
-        )
-        while not all(await self._workers("adapter_is_read", adapter_id=adapter.adapter_id)):
-            await asyncio.sleep(READ_POLL_S)
 
     async def _doom(self, ids: set[int]) -> None:
         self._doomed |= ids & self._held.keys()
@@ -206,8 +134,3 @@ def _forget_figures(llm: Any) -> None:
         clear = getattr(getattr(logger, "gauge_lora_info", None), "clear", None)
         if clear is not None:
             clear()  # those that run now are there again with the next step
-
-
-def _last_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"

@@ -14,38 +14,47 @@ from vllm.lora.request import LoRARequest
 
 from deployments.weights.staging.worker_extension import StagingWorkerExtension
 
-_READ = "_read_by_the_fleet"  # an attribute of vLLM's LoRA manager: id -> Future of its LoRAModel
+_READ = "_read_by_the_fleet"  # an attribute of vLLM's LoRA manager; see `_reads`
 
 
 class WorkerExtension(StagingWorkerExtension):
     """All methods that are added to vLLM's worker. Called on the engine's thread, between two steps."""
 
-    def adapter_read(self, name: str, adapter_id: int, path: str, is_3d: bool) -> None:
+    def adapter_read(self, key: str, path: str, is_3d: bool) -> None:
         """Begin to read an adapter's files; `adapter_is_read` says how far that is."""
         manager = self.model_runner.lora_manager
-        if _READ not in manager.__dict__:
-            setattr(manager, _READ, {})
-            manager._load_adapter = partial(_load_adapter, manager, manager._load_adapter)
-        request = LoRARequest(lora_name=name, lora_int_id=adapter_id, lora_path=path, is_3d_lora_weight=is_3d)
+        request = LoRARequest(lora_name=key, lora_int_id=1, lora_path=path, is_3d_lora_weight=is_3d)
         read: Future[Any] = Future()
-        getattr(manager, _READ)[adapter_id] = read
+        _reads(manager)[key] = read
         load = type(manager)._load_adapter
         Thread(target=_read, args=(read, partial(load, manager, request)), daemon=True).start()
 
-    def adapter_is_read(self, adapter_id: int) -> bool:
-        """Whether `add_lora` would find it read.
+    def adapter_is_read(self, key: str, adapter_id: int) -> bool:
+        """Whether it is read; `add_lora` of this id finds it then.
 
         Raises:
             Exception: vLLM's, about the files.
         """
-        read: Future[Any] = getattr(self.model_runner.lora_manager, _READ)[adapter_id]
-        if read.done():
-            read.result()
-        return read.done()
+        reads = _reads(self.model_runner.lora_manager)
+        if key in reads and reads[key].done():
+            reads[key].result()
+            reads[adapter_id] = reads.pop(key)
+        return adapter_id in reads
 
-    def adapter_forget(self, adapter_id: int) -> None:
+    def adapter_forget(self, key: str, adapter_id: int) -> None:
         """What was read and not added is not needed any more."""
-        getattr(self.model_runner.lora_manager, _READ, {}).pop(adapter_id, None)
+        reads = _reads(self.model_runner.lora_manager)
+        reads.pop(key, None)
+        reads.pop(adapter_id, None)
+
+
+def _reads(manager: Any) -> dict[str | int, "Future[Any]"]:
+    """Futures of vLLM's LoRAModel: by the reader's key, and by adapter id for `add_lora` to find."""
+    if _READ not in manager.__dict__:
+        setattr(manager, _READ, {})
+        manager._load_adapter = partial(_load_adapter, manager, manager._load_adapter)
+    reads: dict[str | int, Future[Any]] = getattr(manager, _READ)
+    return reads
 
 
 def _read(read: "Future[Any]", load: Any) -> None:
@@ -57,5 +66,9 @@ def _read(read: "Future[Any]", load: Any) -> None:
 
 def _load_adapter(manager: Any, load: Any, request: LoRARequest) -> Any:
     """In place of vLLM's: what is read already, once; else from the files, as after an eviction."""
-    read: Future[Any] | None = getattr(manager, _READ).pop(request.lora_int_id, None)
-    return load(request) if read is None else read.result()
+    read = _reads(manager).pop(request.lora_int_id, None)
+    if read is None:
+        return load(request)
+    lora = read.result()
+    lora.id = request.lora_int_id  # it was not known yet
+    return lora

@@ -20,7 +20,7 @@ class AdapterScene(Scene):
             name, in_place=in_place, is_3d=False, now=self.now, load_id=load_id
         )
         call = self.ledger.adapters.stage(adapter, FILES, self.now)
-        self.ledger.adapters.complete(adapter)
+        self.ledger.adapters.complete(adapter, self.now)
         self.ledger.tick(self.now)
         self.poll(polls)
         return call

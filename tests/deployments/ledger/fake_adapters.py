@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from deployments.protocol.adapters import Adapter, AdapterState
+from deployments.protocol.adapters import Adapter, AdapterState, LoadedAdapter
 
 
 class NotHeld(Exception):
@@ -24,12 +24,13 @@ class FakeAdapters:
     def state(self) -> AdapterState:
         return AdapterState(held=tuple(self.held), live=tuple(self.live), received=tuple(self.received))
 
-    def load(self, adapter: Adapter) -> None:
+    def load(self, adapter: Adapter) -> LoadedAdapter:
         self.held[adapter.adapter_id] = adapter
         if self.arrived and adapter.load_id == self.arrived:
             self.arrived = ""
             self.received.append(adapter.adapter_id)
         self.doomed.discard(adapter.adapter_id)
+        return LoadedAdapter(read_s=0.25, add_s=0.125)
 
     def set(self, live: list[Adapter]) -> None:
         missing = [each.full_name for each in live if each.adapter_id not in self.held]

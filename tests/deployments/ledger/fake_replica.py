@@ -209,7 +209,7 @@ class FakeReplica:
             case LoadAdapter():
                 if SleepTag.WEIGHTS in self.memory.asleep:
                     raise Failure(Outcome.REJECTED, "its weights sleep")
-                self.adapters.load(body.adapter)
+                return self.adapters.load(body.adapter)
             case SetAdapters():
                 try:
                     self.adapters.set(list(body.live))

@@ -83,7 +83,7 @@ def test_a_replica_that_is_lost_in_a_transfer_ends_it_at_once() -> None:
     scene.poll(only=scene.replicas[:1])
     load = scene.ledger.adapters.begin("math", in_place=False, is_3d=False, now=scene.now)
     loading = scene.ledger.adapters.stage(load, FILES, scene.now)
-    scene.ledger.adapters.complete(load)
+    scene.ledger.adapters.complete(load, scene.now)
     scene.ledger.tick(scene.now)
     scene.poll(8, only=scene.replicas[:1])
     assert ended(loading) and live(scene.replicas[0]) == ["math@1"]
@@ -174,7 +174,7 @@ def test_what_all_replicas_hold_is_live_when_the_fleets_copy_is_complete() -> No
     adapter, call = staged_early(scene)
     assert [held(each) for each in scene.replicas] == [["math@1"]] * 2
     assert not call.done and names(scene) == [] and [live(each) for each in scene.replicas] == [[], []]
-    scene.ledger.adapters.complete(adapter)
+    scene.ledger.adapters.complete(adapter, scene.now)
     scene.ledger.tick(scene.now)
     scene.poll(4)
     assert ended(call) and names(scene) == ["math@1"]
@@ -188,7 +188,7 @@ def test_without_a_copy_no_replica_keeps_what_it_has_loaded() -> None:
     scene.ledger.tick(scene.now)
     scene.poll(6)
     assert isinstance(call.error, FleetUnavailable) and [held(each) for each in scene.replicas] == [[], []]
-    scene.ledger.adapters.complete(adapter)  # of what is over
+    scene.ledger.adapters.complete(adapter, scene.now)  # of what is over
     scene.ledger.adapters.fail(adapter, FleetUnavailable("again"))
     ended(scene.load("math"))
 

@@ -5,7 +5,14 @@ import pytest
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
 from deployments.ledger.adapters.catalog import REMEMBERED, AdapterLimits, next_adapter, numbered
 from deployments.ledger.ledger import Ledger
-from deployments.protocol.adapters import AdapterCatalog, DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.adapters import (
+    AdapterCatalog,
+    AdapterTimings,
+    DropAdapter,
+    LoadAdapter,
+    LoadedAdapter,
+    SetAdapters,
+)
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.adapter_scene import FILES, AdapterScene, ended, held, live, names
 from tests.deployments.ledger.ledger_scene import STORE
@@ -43,11 +50,44 @@ def test_a_load_that_expects_another_version_changes_nothing() -> None:
     assert begin("math", in_place=True, is_3d=False, now=scene.now, after=1).version == 2
 
 
+def test_a_load_says_where_its_time_went() -> None:
+    scene = AdapterScene(2)
+    adapters = scene.ledger.adapters
+    adapter = adapters.begin("math", in_place=False, is_3d=False, now=scene.now)
+    assert adapters.status()[0].timings == AdapterTimings(
+        copy_s=None, sync_s=None, load_s=None, total_s=None, replicas={}
+    )
+    scene.now += 1.0
+    call = adapters.stage(adapter, FILES, scene.now)
+    scene.replicas[1].hangs_in = {LoadAdapter}
+    scene.wait(2)
+    adapters.complete(adapter, scene.now)
+    scene.replicas[1].hangs_in = set()
+    scene.wait(6)
+    assert ended(call)
+    timings = adapters.status()[0].timings
+    assert timings is not None and (timings.copy_s, timings.sync_s, timings.load_s) == (1.0, 2.0, 4.0)
+    assert timings.total_s is not None and timings.total_s > 5.0
+    assert timings.replicas == dict.fromkeys(("r0", "r1"), LoadedAdapter(read_s=0.25, add_s=0.125))
+    scene.restart()
+    scene.poll(4)
+    assert adapters is not scene.ledger.adapters and scene.ledger.adapters.status()[0].timings is None
+
+
+def test_times_are_kept_of_versions_that_are_there() -> None:
+    scene = AdapterScene(2)
+    for _ in range(8):
+        ended(scene.load("math", in_place=True))
+    listed = scene.ledger.adapters.status()
+    assert len(scene.ledger.adapters._times) == len(listed)
+    assert all(each.timings is not None for each in listed)
+
+
 def test_the_decision_is_durable_before_a_replica_learns_of_it() -> None:
     scene = AdapterScene(2)
     adapter = scene.ledger.adapters.begin("math", in_place=False, is_3d=False, now=scene.now)
     scene.ledger.adapters.stage(adapter, FILES, scene.now)
-    scene.ledger.adapters.complete(adapter)
+    scene.ledger.adapters.complete(adapter, scene.now)
     scene.ledger.tick(scene.now)
     for _ in range(8):
         for replica in scene.replicas:

@@ -80,7 +80,7 @@ class Walk(AdapterScene):
             adapter = self.staged.pop()
             if succeeds:
                 self.durable.add(adapter.adapter_id)
-                self.ledger.adapters.complete(adapter)
+                self.ledger.adapters.complete(adapter, self.now)
             else:
                 self.ledger.adapters.fail(adapter, FleetUnavailable("the disk is full"))
             self.ledger.tick(self.now)

@@ -49,9 +49,9 @@ def worker(directory: Path) -> Any:
 
 
 def read(made: Any, directory: Path, adapter_id: int) -> None:
-    made.adapter_read(name=f"a@{adapter_id}", adapter_id=adapter_id, path=str(directory), is_3d=False)
+    made.adapter_read(key=f"a@{adapter_id}", path=str(directory), is_3d=False)
     deadline = time.monotonic() + 30
-    while not made.adapter_is_read(adapter_id=adapter_id):
+    while not made.adapter_is_read(key=f"a@{adapter_id}", adapter_id=adapter_id):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -72,10 +72,10 @@ def main(directory: Path) -> None:
     expected = tiny_adapter_tensors(1)["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"]
     source = save_tiny_adapter(directory / "a", 1)
     found: dict[str, Any] = {}
-    read(made, source, 1)
+    read(made, source, 5)
     file = source / "adapter_model.safetensors"
     file.rename(directory / "away")  # `add_lora` reads nothing any more
-    found["added_from_what_was_read"] = torch.equal(add(made, source, 1), expected)
+    found["added_from_what_was_read"] = torch.equal(add(made, source, 5), expected)
     (directory / "away").rename(file)
     made.model_runner.lora_manager.remove_all_adapters()  # as after a base round
     found["read_again_by_vllm"] = torch.equal(add(made, source, 1), expected)
@@ -86,8 +86,8 @@ def main(directory: Path) -> None:
         read(made, wrong, 2)
     except ValueError as error:
         found["refused"] = str(error)
-    made.adapter_forget(adapter_id=2)
-    made.adapter_forget(adapter_id=7)  # of an earlier life
+    made.adapter_forget(key="a@2", adapter_id=2)
+    made.adapter_forget(key="a@7", adapter_id=7)  # of an earlier life
     found["left"] = len(made.model_runner.lora_manager._read_by_the_fleet)
     print("FOUND " + json.dumps(found), flush=True)
 

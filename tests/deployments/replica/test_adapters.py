@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,31 +53,35 @@ class FakeLlm:
         self.loaded: dict[int, str] = {}
         self.fails = False
         self.logger_manager: Any = None
-        self.reading: dict[int, int] = {}  # id -> how often it was asked for
+        self.reading: dict[str, int] = {}  # key -> how often it was asked for
+        self.read: set[int] = set()  # ids that `add_lora` finds read
         self.torn = False
-        self.read_from: dict[int, str] = {}
+        self.read_from: dict[str, str] = {}
         self.unreadable = ""
         self.reads = 0
 
-    async def workers(self, method: str, **arguments: Any) -> list[Any]:
-        adapter_id = arguments["adapter_id"]
+    async def workers(self, method: str, key: str, **arguments: Any) -> list[Any]:
         match method:
             case "adapter_read":
-                self.reading[adapter_id] = 0
+                self.reading[key] = 0
                 self.reads += 1
-                self.read_from[adapter_id] = arguments["path"]
+                self.read_from[key] = arguments["path"]
             case "adapter_is_read":
-                self.reading[adapter_id] += 1
-                if self.torn or self.read_from[adapter_id] == self.unreadable:
+                self.reading[key] += 1
+                if self.torn or self.read_from[key] == self.unreadable:
                     raise Exception("Call to collective_rpc method failed:\nunexpected module")
-                return [True, self.reading[adapter_id] > 2]  # one of two workers takes longer
+                if self.reading[key] > 2:
+                    self.read.add(arguments["adapter_id"])
+                return [True, self.reading[key] > 2]  # one of two workers takes longer
             case "adapter_forget":
-                self.reading.pop(adapter_id, None)
+                self.reading.pop(key, None)
+                self.read.discard(arguments["adapter_id"])
         return [None, None]
 
     async def add_lora(self, request: Any) -> bool:
         assert not request.load_inplace
-        assert self.reading.pop(request.lora_int_id) > 2, "read by the engine, between two steps"
+        assert request.lora_int_id in self.read, "read by the engine, between two steps"
+        self.read.remove(request.lora_int_id)
         assert request.lora_int_id not in self.loaded, "vLLM would keep the former one"
         self.loaded[request.lora_int_id] = request.lora_path
         if self.fails:  # in its activation: the files are in the engine's cache already
@@ -93,8 +98,9 @@ def llm(model: str) -> FakeLlm:
 
 
 @pytest.fixture
-def adapters(llm: FakeLlm) -> EngineAdapters:
-    return EngineAdapters(llm, llm.workers, SimpleNamespace(lora_requests={}), lag_s=0.0)
+def adapters(llm: FakeLlm) -> Iterator[EngineAdapters]:
+    yield EngineAdapters(llm, llm.workers, SimpleNamespace(lora_requests={}), lag_s=0.0)
+    disown()  # what has arrived
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -191,24 +197,35 @@ async def test_what_was_read_before_the_files_were_right_is_read_again(tmp_path:
 LOAD = "1" * 32
 
 
-def arrived(adapters: EngineAdapters, source: Path, load_id: str = LOAD) -> Path:
-    return Path(shutil.copytree(source, adapters.received.place(load_id)))
+async def arrived(adapters: EngineAdapters, source: Path, load_id: str = LOAD) -> Path:
+    directory = Path(shutil.copytree(source, await adapters.reader.place(load_id)))
+    adapters.reader.arrived(load_id)
+    return directory
 
 
 async def test_what_has_arrived_is_loaded_and_what_vllm_reads_again_is_the_fleets_copy(
     tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
 ) -> None:
     expected = replace(adapter(source := save_tiny_adapter(tmp_path / "a", 1)), load_id=LOAD)
-    directory = arrived(adapters, source)
+    directory = await arrived(adapters, source)
     source.rename(tmp_path / "not there yet")
     await adapters.load(expected)
-    assert llm.read_from == {1: str(directory)} and llm.loaded == {1: str(source)}
+    assert llm.read_from == {LOAD: str(directory)} and llm.loaded == {1: str(source)}
     assert adapters.state.received == (1,) and not directory.exists(), "host memory is free again"
     await adapters.drop(1)
     assert adapters.state.received == ()
 
 
-@pytest.mark.parametrize("fault", ["damaged", "another", "unreadable"])
+async def test_what_has_arrived_is_read_before_its_load_comes(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    await arrived(adapters, save_tiny_adapter(tmp_path / "a", 1))
+    while not llm.reads:  # the test's own deadline ends it
+        await asyncio.sleep(0.01)
+    assert LOAD in llm.reading and llm.loaded == {}
+
+
+@pytest.mark.parametrize("fault", ["damaged", "nan", "another", "unreadable", "gone"])
 async def test_what_has_not_arrived_whole_is_read_from_the_fleets_copy(
     tmp_path: Path,
     adapters: EngineAdapters,
@@ -217,26 +234,33 @@ async def test_what_has_not_arrived_whole_is_read_from_the_fleets_copy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = replace(adapter(source := save_tiny_adapter(tmp_path / "a", 1)), load_id=LOAD)
-    directory = arrived(adapters, source, "2" * 32 if fault == "another" else LOAD)
+    came = source
     if fault == "damaged":
-        save_tiny_adapter(directory, 2)
+        came = save_tiny_adapter(tmp_path / "b", 2)
+    elif fault == "nan":
+        nan = torch.full((128, 4), torch.nan)
+        came = save_tiny_adapter(tmp_path / "b", 1, tensors=changed(**{f"{FIRST}.lora_B.weight": nan}))
+    directory = await adapters.reader.place("2" * 32 if fault == "another" else LOAD)
+    if fault != "gone":
+        shutil.copytree(came, directory)
     llm.unreadable = str(directory) if fault == "unreadable" else ""  # to a worker on another host
+    adapters.reader.arrived("2" * 32 if fault == "another" else LOAD)
     with caplog.at_level("WARNING", "ray.serve"):
         await adapters.load(expected)
-    assert llm.read_from == {1: str(source)} and adapters.state.received == ()
+    assert llm.read_from["math@1"] == str(source) and adapters.state.received == ()
     assert ["math@1 is loaded from the store" in each.message for each in caplog.records] == [True] * (
         fault != "another"
     )
+    assert LOAD not in llm.reading
 
 
-def test_one_adapter_is_kept_at_most(adapters: EngineAdapters, tmp_path: Path) -> None:
+async def test_one_adapter_is_kept_at_most(adapters: EngineAdapters, llm: FakeLlm, tmp_path: Path) -> None:
     source = save_tiny_adapter(tmp_path / "a", 1)
-    first = arrived(adapters, source, "3" * 32)
-    second = arrived(adapters, source, "4" * 32)
-    assert not first.exists() and adapters.received.find("3" * 32) is None
-    assert adapters.received.find("4" * 32) == second
+    first = await arrived(adapters, source, "3" * 32)
+    second = await arrived(adapters, source, "4" * 32)
+    assert not first.exists() and second.exists() and "3" * 32 not in llm.reading
     disown()  # as at the end of the process
-    assert not second.exists() and adapters.received.find("4" * 32) is None
+    assert not second.exists()
 
 
 # -- the engine --------------------------------------------------------------------------------

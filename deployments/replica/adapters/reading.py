@@ -1,0 +1,151 @@
+"""An adapter's files on their way into the workers: checked, and read while the engine decodes.
+
+    read     the fleet's copy: checked here while the workers read it
+    arrived  what a transport has brought, in this host's memory: the same at once, before the load of it
+             comes, while the fleet's copy is still being written; `read` finds it done
+
+vLLM's `add_lora` then reads nothing (`worker`).
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from deployments.errors import PayloadRejected
+from deployments.logs import serve_logger
+from deployments.protocol.adapters import Adapter
+from deployments.replica.adapters.check import NotYet, check_adapter, inspect
+from deployments.replica.adapters.received import ReceivedAdapter
+
+LAG_S = 10.0  # a shared file system may show the fleet's copy this much later
+RETRY_S = 0.1
+READ_POLL_S = 0.01
+
+Workers = Callable[..., Awaitable[list[Any]]]
+logger = serve_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ahead:
+    """What is read before its load comes."""
+
+    load_id: str
+    digest: "asyncio.Task[str]"  # of the files; done when they are checked
+
+
+class AdapterReader:
+    """Reads adapters into the workers of one engine.
+
+    Args:
+        llm: vLLM's `AsyncLLM`.
+        workers: calls a method of every worker.
+        lag_s: how long files are waited for that are not what the fleet copied.
+    """
+
+    def __init__(self, llm: Any, workers: Workers, lag_s: float = LAG_S) -> None:
+        self._llm = llm
+        self._workers = workers
+        self._lag_s = lag_s
+        self._received = ReceivedAdapter()
+        self._ahead: _Ahead | None = None
+
+    async def place(self, load_id: str) -> Path:
+        """Where a transport is to write the files of an adapter; what it brought before is dropped."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.digest.cancel()
+            await asyncio.gather(ahead.digest, return_exceptions=True)
+            await self._workers("adapter_forget", key=ahead.load_id, adapter_id=0)
+        return await asyncio.to_thread(self._received.place, load_id)
+
+    def arrived(self, load_id: str) -> None:
+        """The files are there: begin to check and to read them."""
+        self._ahead = _Ahead(load_id=load_id, digest=asyncio.create_task(self._read_ahead(load_id)))
+
+    async def read(self, adapter: Adapter) -> bool:
+        """Check an adapter, and have the workers read it; whether it is what a transport brought.
+
+        Raises:
+            PayloadRejected: it does not fit, or is not there in time; what is wrong with the files is said
+                first.
+            Exception: whatever a worker says.
+        """
+        if await self._was_read_ahead(adapter):
+            return True
+        await self._begin(adapter.full_name, adapter.path, is_3d=adapter.is_3d)
+        if not await self._check(adapter):
+            # The workers may have read what was there before.
+            await self._begin(adapter.full_name, adapter.path, is_3d=adapter.is_3d)
+        await self._until_read(adapter.full_name, adapter.adapter_id)
+        return False
+
+    async def forget(self, adapter: Adapter) -> None:
+        """What was read of it is not needed any more."""
+        await self._workers("adapter_forget", key=adapter.full_name, adapter_id=adapter.adapter_id)
+
+    async def _read_ahead(self, load_id: str) -> str:
+        directory = await asyncio.to_thread(self._received.find, load_id)
+        if directory is None:
+            raise ValueError("it is not in this host's memory")
+        await self._begin(load_id, str(directory), is_3d=False)
+        digest, problem = await asyncio.to_thread(inspect, directory, *self._limits())
+        if problem:
+            raise ValueError(problem)
+        return digest
+
+    async def _was_read_ahead(self, adapter: Adapter) -> bool:
+        ahead = self._ahead
+        if ahead is None or ahead.load_id != adapter.load_id:
+            return False
+        self._ahead = None
+        try:
+            digest = await ahead.digest
+            if digest != adapter.digest:
+                raise ValueError(f"what has arrived has the digest {digest}, expected {adapter.digest}")
+            await self._until_read(ahead.load_id, adapter.adapter_id)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # a worker on another host does not have the files
+            await self._workers("adapter_forget", key=ahead.load_id, adapter_id=adapter.adapter_id)
+            logger.warning("%s is loaded from the store: %s", adapter.full_name, last_line(error))
+            return False
+        finally:
+            await asyncio.to_thread(self._received.drop)
+        return True
+
+    async def _begin(self, key: str, path: str, *, is_3d: bool) -> None:
+        await self._workers("adapter_read", key=key, path=path, is_3d=is_3d)
+
+    async def _until_read(self, key: str, adapter_id: int) -> None:
+        while not all(await self._workers("adapter_is_read", key=key, adapter_id=adapter_id)):
+            await asyncio.sleep(READ_POLL_S)
+
+    async def _check(self, adapter: Adapter) -> bool:
+        """Whether they were there at once."""
+        began, at_once = time.monotonic(), True
+        while True:
+            try:
+                await asyncio.to_thread(check_adapter, adapter, *self._limits())
+                return at_once
+            except NotYet as error:
+                if time.monotonic() >= began + self._lag_s:
+                    raise PayloadRejected(f"{error} (waited {self._lag_s:g} s)") from error
+            except (OSError, ValueError) as error:
+                raise PayloadRejected(str(error)) from error
+            at_once = False
+            await asyncio.sleep(RETRY_S)
+
+    def _limits(self) -> tuple[str, Any]:
+        """The model and its limits for adapters."""
+        return self._llm.model_config.model, self._llm.vllm_config.lora_config
+
+
+def last_line(error: BaseException) -> str:
+    """An error in one line; those of vLLM's workers begin with a trace."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
