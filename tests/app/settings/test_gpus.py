@@ -1,7 +1,10 @@
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.command.serve_file import read_serve_file
 from app.settings.config import AppConfig, parse_config
 from app.settings.errors import ConfigError
 from app.settings.gpus import check_gpus, slot_plan, total_gpus
@@ -73,3 +76,22 @@ def test_slots_are_what_replicas_and_ranks_share() -> None:
     again = slot_plan(colocated(4, 1))
     assert again is not None and again.name == plan.name, "one group for each fleet, whatever its size"
     assert slot_plan(separate({}, num_replicas=2)) is None
+
+
+@pytest.mark.parametrize("file", sorted(Path("app/layouts").glob("*.yaml")), ids=lambda file: file.stem)
+def test_a_layout_needs_as_many_gpus_as_its_comment_and_the_readme_say(file: Path) -> None:
+    config = read_serve_file(file).config
+    needed = total_gpus(config)
+    check_gpus(config, [float(needed)])
+    with pytest.raises(ConfigError, match=f"at least {needed} GPUs"):
+        check_gpus(config, [needed - 1.0])
+    said = re.search(r"^# Needs (\d) GPUs? of \d+ GB", file.read_text(), re.MULTILINE)
+    assert said is not None and int(said[1]) == needed
+    rows = (line.split("|")[1:3] for line in Path("README.md").read_text().splitlines() if ".yaml` |" in line)
+    counts = {
+        name: int(count)
+        for names, numbers in rows
+        for name, count in zip(re.findall(r"`(\S+?)`", names), numbers.split(","), strict=True)
+    }
+    outside = file.stem == "http_nccl"  # its trainer has a GPU of its own, which is not the fleet's
+    assert counts[file.name] == needed + outside
