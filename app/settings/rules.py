@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from app.settings.devices import Device, Placement
 from app.settings.errors import expected
 from app.settings.weights import StagingMode, Wire, quoted
-from deployments.ledger.adapters.catalog import MAX_NAME, SEPARATOR, is_name
+from deployments.ledger.adapters.catalog import MAX_NAME, is_name
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu, Transport
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _lora_rules(config: AppConfig) -> Iterator[str]:
     if lora is None:
         return
     if not is_name(lora.name) or lora.name == config.public_model_name:
-        wanted = f"1 to {MAX_NAME} printable characters without {SEPARATOR!r}, not the model's own name"
+        wanted = f"1 to {MAX_NAME} printable characters, not the model's own name"
         yield expected("trainer.lora.name", wanted, repr(lora.name))
     if not config.engine.serves_adapters:
         reason = "replicas must be able to serve what the trainer publishes"

@@ -1,7 +1,7 @@
-"""The control calls of prime-rl and SkyRL, which pin other versions than ours: as their sources make them.
+"""The control calls of prime-rl, SkyRL and ART, which pin other versions than ours, as their sources make them.
 
 prime-rl: `src/prime_rl/utils/client.py`. SkyRL: `inference_servers/remote_inference_client.py`, which reads
-the body of an answer only if it has a length.
+the body of an answer only if it has a length. ART 0.5.18: `art/unsloth/service.py`.
 """
 
 import json
@@ -143,3 +143,23 @@ async def test_skyrl_loads_an_adapter_in_place(adapted: Adapted, session: aiohtt
     assert found["adapter"].startswith("skyrl-lora-7@")
     with adapted.fleet.client() as client:
         unload(client, "skyrl-lora-7")
+
+
+# -- ART -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long  # a second fleet
+def test_art_numbers_its_adapters_by_steps(adapted: Adapted) -> None:
+    """It loads, asks for and unloads `name@step`; one that it loads again is another version."""
+    with adapted.fleet.client() as client:
+        succeeded(client.post("/sleep", params={"level": 0, "mode": "wait"}))  # level 1 needs a GPU
+        succeeded(client.post("/wake_up"))
+        for seed, step in ((44, 1), (45, 2), (46, 2)):
+            path = adapted.save(f"art_{seed}", seed).as_posix()
+            body = {"lora_name": f"agent@{step}", "lora_path": path, "load_inplace": True}
+            succeeded(client.post("/v1/load_lora_adapter", json=body))
+            expected = Merged(_of_now(adapted, client, f"now_{seed}"), seed)(PROMPT, COUNT)
+            assert [tokens(answer) for answer in everywhere(client, f"agent@{step}")] == [expected] * 2
+        for step in (1, 2):
+            succeeded(unload(client, f"agent@{step}"))
+        assert unload(client, "agent@1").status_code == 404, "it takes that as done"

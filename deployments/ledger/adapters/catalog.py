@@ -4,7 +4,7 @@ A version number is never given twice for a name, and an id never at all: an eng
 the adapter's full name, and two sets of weights under one would share them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,7 +14,7 @@ from deployments.protocol.adapters import Adapter, AdapterCatalog, AdapterFiles
 
 REMEMBERED = 256  # names whose last number is known; those before them share the greatest of theirs
 MAX_NAME = 200
-SEPARATOR = "@"
+SEPARATOR = "@"  # of a name and its version, see `Adapter.full_name`
 
 
 class AdapterLimits(BaseModel):
@@ -30,18 +30,27 @@ class AdapterLimits(BaseModel):
 
 def is_name(name: str) -> bool:
     """Whether an adapter can have this name, unless the base model has it."""
-    return 0 < len(name) <= MAX_NAME and name.isprintable() and SEPARATOR not in name
+    return 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
 def check_name(name: str, base_model: str) -> None:
     """Raises InvalidRequest for a name that no adapter can have."""
     if not is_name(name):
-        raise InvalidRequest(
-            f"lora_name: expected 1 to {MAX_NAME} printable characters without {SEPARATOR!r}, which "
-            f"separates a name from its version, got {name[:60]!r}"
-        )
+        raise InvalidRequest(f"lora_name: expected 1 to {MAX_NAME} printable characters, got {name[:60]!r}")
     if name == base_model:
         raise InvalidRequest(f"The lora adapter '{name}' conflicts with a served base model.")
+
+
+def check_free(catalog: AdapterCatalog, name: str) -> None:
+    """Raises InvalidRequest for the full name of a live version. Clients may number names themselves (ART
+    loads `run@7`): only what would stand for two adapters is refused."""
+    found = next((each for each in catalog.live if each.full_name == name), None)
+    if found is not None:
+        raise InvalidRequest(
+            f"The lora adapter '{name}' is version {found.version} of '{found.name}', which does not change: "
+            f"load '{found.name}', or another name",
+            {"lora_name": name},
+        )
 
 
 def named(catalog: AdapterCatalog, name: str) -> list[Adapter]:
@@ -66,9 +75,18 @@ def check_newest(catalog: AdapterCatalog, name: str, after: int | None) -> None:
         )
 
 
-def next_adapter(catalog: AdapterCatalog, name: str, *, is_3d: bool, load_id: str = "") -> Adapter:
-    """The next version of a name, without its files."""
+def next_adapter(
+    catalog: AdapterCatalog, name: str, *, is_3d: bool, load_id: str = "", taken: Collection[str] = ()
+) -> Adapter:
+    """The next version of a name, without its files.
+
+    Args:
+        taken: names that its full name cannot be, beside those of live adapters.
+    """
+    others = {*taken, *(each.name for each in catalog.live)}
     version = catalog.last_versions.get(name, catalog.floor) + 1
+    while f"{name}{SEPARATOR}{version}" in others:
+        version += 1
     return Adapter(
         name=name,
         version=version,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from deployments.errors import Conflict, InvalidRequest, SlipstreamError
 from deployments.ledger.adapters.catalog import (
     AdapterLimits,
+    check_free,
     check_name,
     check_newest,
     check_room,
@@ -100,12 +101,14 @@ class Adapters:
             load_id: for `loaded`; no two loads have the same, but for none.
 
         Raises:
-            InvalidRequest: no name of an adapter, or one that is live and `in_place` is false.
+            InvalidRequest: no name of an adapter, the full name of a live version, or a name that is live and
+                `in_place` is false.
             Conflict: it is being loaded, is not at version `after`, there is no room, or the weights sleep.
         """
         self._check_enabled()
         check_name(name, self._limits.base_model)
         self._check_idle(name)
+        check_free(self.catalog, name)
         if not in_place and any(each.name == name for each in self.catalog.live):
             raise InvalidRequest(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
@@ -115,7 +118,8 @@ class Adapters:
         check_newest(self.catalog, name, after)
         self._check_awake(0)
         check_room(self.catalog, self._loads, self._limits)
-        adapter = next_adapter(self.catalog, name, is_3d=is_3d, load_id=load_id)
+        taken = {self._limits.base_model, *self._loads}
+        adapter = next_adapter(self.catalog, name, is_3d=is_3d, load_id=load_id, taken=taken)
         times = self._times[adapter.adapter_id] = LoadTimes(begun=now)
         self._loads[name] = Load(adapter=adapter, times=times)
         # Durable before a replica learns of the id: one that keeps it over a restart must not meet another.

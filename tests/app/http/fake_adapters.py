@@ -3,6 +3,7 @@
 from deployments.errors import Conflict, InvalidRequest, NotFound
 from deployments.ledger.adapters.catalog import (
     AdapterLimits,
+    check_free,
     check_name,
     check_newest,
     named,
@@ -41,6 +42,7 @@ class FakeAdapters:
     ) -> Adapter:
         await self._enter("load_adapter")
         check_name(name, "base")
+        check_free(self.catalog, name)
         if name in self.loading:
             raise Conflict(f"The lora adapter '{name}' is being loaded as version 1: wait for its answer")
         if not in_place and any(each.name == name for each in self.catalog.live):

@@ -70,7 +70,7 @@ async def test_an_unload_answers_what_vllm_answers(fleet: httpx.AsyncClient) -> 
         (LOAD, load("/adapters/none"), 404),
         (LOAD, load(name=""), 400),
         (LOAD, load(name="base"), 400),
-        (LOAD, load(name="a@1"), 400),
+        (LOAD, load(name="a\nb"), 400),
         (LOAD, load(name="busy"), 409),
         (LOAD, {"lora_name": "math"}, 400),
         (LOAD, load(load_inplace="yes please"), 400),

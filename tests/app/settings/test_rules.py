@@ -176,14 +176,13 @@ LORA = {"enable_lora": True, "max_loras": 2}
             "(answers of one version of the adapter end while those of the next begin)",
         ),
         (
-            {"trainer": {"lora": {"name": "math@2"}}, "engine": {"extra": LORA}},
-            "'trainer.lora.name': expected 1 to 200 printable characters without '@', not the model's own "
-            "name, got 'math@2'",
+            {"trainer": {"lora": {"name": "math\n"}}, "engine": {"extra": LORA}},
+            "'trainer.lora.name': expected 1 to 200 printable characters, not the model's own name, "
+            "got 'math\\n'",
         ),
         (
             {"trainer": {"lora": {"name": "m"}}, "engine": {"extra": LORA}},
-            "'trainer.lora.name': expected 1 to 200 printable characters without '@', not the model's own "
-            "name, got 'm'",
+            "'trainer.lora.name': expected 1 to 200 printable characters, not the model's own name, got 'm'",
         ),
         (
             {"trainer": {"lora": {"rank": 8}}, "engine": {"extra": LORA}},

@@ -240,7 +240,37 @@ def test_two_loads_of_one_name_at_once_are_refused() -> None:
     assert not scene.load("code").error
 
 
-@pytest.mark.parametrize("name", ["", "a@1", "a\nb", "x" * 201, "base"])
+def test_a_client_may_number_names_itself() -> None:
+    """As ART does: `run@7` is what it loads, asks for and unloads, and loads again after a restart."""
+    scene = AdapterScene(2)
+    for version in (1, 2):
+        assert ended(scene.load("run@7", in_place=True)).version == version  # type: ignore[attr-defined]
+    assert live(scene.replicas[0]) == ["run@7@1", "run@7@2"]
+    ended(scene.unload("run@7"))
+    assert live(scene.replicas[0]) == []
+
+
+def test_no_name_stands_for_two_adapters() -> None:
+    scene = AdapterScene(1)
+    ended(scene.load("math"))
+    with pytest.raises(InvalidRequest, match="'math@1' is version 1 of 'math', which does not change"):
+        scene.load("math@1", in_place=True)
+    ended(scene.load("math@2"))  # as a name of its own
+    scene.replicas[0].hangs_in = {LoadAdapter}
+    scene.load("math@3")
+    scene.replicas[0].hangs_in = set()
+    assert ended(scene.load("math", in_place=True)).full_name == "math@4"  # type: ignore[attr-defined]
+    assert live(scene.replicas[0]) == ["math@1", "math@2@1", "math@3@1", "math@4"]
+
+
+def test_a_version_is_not_called_as_the_base_model() -> None:
+    scene = AdapterScene(1)
+    ended(scene.load("base@1"))
+    scene.ledger.adapters._limits = AdapterLimits(base_model="math@1")
+    assert ended(scene.load("math")).full_name == "math@2"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 201, "base"])
 def test_a_name_that_no_adapter_can_have_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest):
         AdapterScene(1).load(name)
