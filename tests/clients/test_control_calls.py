@@ -1,4 +1,4 @@
-"""The control calls of prime-rl, SkyRL and ART, which pin other versions than ours, as their sources make them.
+"""The control calls of prime-rl, SkyRL and ART, which pin other versions, as their sources make them.
 
 prime-rl: `src/prime_rl/utils/client.py`. SkyRL: `inference_servers/remote_inference_client.py`, which reads
 the body of an answer only if it has a length. ART 0.5.18: `art/unsloth/service.py`.
