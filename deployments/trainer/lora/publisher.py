@@ -1,6 +1,7 @@
 """An adapter on its way into the fleet: its files, and the controller's load of the next version of its name.
 
     write the files aside, then rename  ──► load_adapter, if the name is at the version that was found
+    save the trainer's state                beside that, and before the load
     send them from memory to the replicas   beside that; without them replicas read the fleet's copy
     the controller dies meanwhile       ──► its successor's catalog says what became of the load
 
@@ -111,7 +112,7 @@ class AdapterPublisher:
         Args:
             step: optimizer steps that it has had.
             base_version: of the weights that it was trained on.
-            before_load: called in another thread, before the fleet is asked to load it.
+            before_load: called in another thread; ends before the fleet is asked to load it.
 
         Raises:
             InvalidRequest: the replicas rejected it.
@@ -125,15 +126,16 @@ class AdapterPublisher:
         sending, load_id = threading.Event(), uuid.uuid4().hex
 
         def written_and_loaded() -> tuple[float, int, str]:
+            saving = beside.submit(before_load)  # it is several times as large as the files
             self._write(directory, files)
             written = self._clock()
-            before_load()
+            saving.result()
             sending.wait()  # replicas carry out instructions in their order, and are to receive it first
             return written, *self._loaded(directory, "" if self._sender is None else load_id)
 
         transfer_s = None
         try:
-            with ThreadPoolExecutor(max_workers=1) as beside:
+            with ThreadPoolExecutor(max_workers=2) as beside:
                 loading = beside.submit(written_and_loaded)
                 try:
                     if self._sender is not None:
