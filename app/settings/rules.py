@@ -36,6 +36,8 @@ RESERVED_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "engine.cpu_kv_cache_gib",
     "VLLM_API_KEY": "security.user_token_file",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "engine.extra.enable_lora",
+    "VLLM_LORA_RESOLVER_CACHE_DIR": "security.checkpoint_roots",
+    "VLLM_LORA_RESOLVER_HF_REPO_LIST": "security.checkpoint_roots",
 }
 
 

@@ -45,6 +45,7 @@ class EngineAdapters:
         self.named = NamedAdapters(self.uses)
         if models is not None:
             models.lora_requests = self.named
+            models.lora_resolvers = []  # they load into one engine, under ids that are the fleet's
 
     @property
     def state(self) -> AdapterState:

@@ -96,6 +96,11 @@ LORA = {"enable_lora": True, "max_loras": 2}
             "(every setting has one name)",
         ),
         (
+            {"engine": {"env": {"VLLM_LORA_RESOLVER_CACHE_DIR": "/adapters"}}},
+            "'engine.env.VLLM_LORA_RESOLVER_CACHE_DIR': set 'security.checkpoint_roots' instead "
+            "(every setting has one name)",
+        ),
+        (
             {"engine": {"env": {"VLLM_API_KEY": "x"}}},
             "'engine.env.VLLM_API_KEY': set 'security.user_token_file' instead (every setting has one name)",
         ),

@@ -13,6 +13,11 @@ import pytest
 import torch
 from prometheus_client import Gauge
 from vllm.config.lora import LoRAConfig
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.lora.resolver import LoRAResolverRegistry
+from vllm.plugins.lora_resolvers.filesystem_resolver import register_filesystem_resolver
 
 from deployments.errors import PayloadRejected
 from deployments.protocol.adapters import Adapter
@@ -49,7 +54,8 @@ class FakeLlm:
 
     def __init__(self, model: str) -> None:
         self.vllm_config = SimpleNamespace(lora_config=CONFIG)
-        self.model_config = SimpleNamespace(model=model)
+        self.model_config = SimpleNamespace(model=model, max_model_len=64)
+        self.renderer = self.input_processor = None  # of no matter to adapters
         self.loaded: dict[int, str] = {}
         self.fails = False
         self.logger_manager: Any = None
@@ -367,6 +373,23 @@ async def test_the_figures_of_an_unloaded_adapter_go(
     gauge.labels("math@1").set(1)
     await adapters.make_live([])
     assert next(iter(gauge.collect())).samples == []
+
+
+async def test_no_engine_finds_adapters_by_itself(
+    tmp_path: Path, llm: FakeLlm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's resolvers, which its users switch on by variables, load into the one engine that is asked."""
+    base = {"base_model_name_or_path": llm.model_config.model}
+    save_tiny_adapter(tmp_path / "stray", 1, **base)
+    monkeypatch.setenv("VLLM_LORA_RESOLVER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(LoRAResolverRegistry, "resolvers", {})
+    register_filesystem_resolver()
+    client: Any = llm
+    models = OpenAIServingModels(client, [BaseModelPath(name="base", model_path="base")])
+    adapters = EngineAdapters(llm, llm.workers, models)
+    found = await models.resolve_lora("stray")
+    assert isinstance(found, ErrorResponse) and found.error.code == 404
+    assert llm.loaded == {} and "stray" not in adapters.named
 
 
 def test_an_answer_names_its_adapter() -> None:
