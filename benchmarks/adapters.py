@@ -10,8 +10,9 @@ one (one table, the same run), and the figures of the fleet's processes that gro
 failed or something grows.
 
 With `--trainer` the fleet has a trainer of an adapter of the same size as well, and after each load it
-publishes: as tensors over the fleet's transport, and not through a directory. It needs a GPU of its own, or
-shares that of the one replica with `--transport ipc`.
+publishes: as tensors over the fleet's transport, and not through a directory. With `--steps` it has made a
+step before, and saves its state with it. It needs a GPU of its own, or shares that of the one replica with
+`--transport ipc`.
 """
 
 import argparse
@@ -124,6 +125,15 @@ def put(client: httpx.Client, directory: Path) -> Window:
     return began, time.monotonic()
 
 
+def step(client: httpx.Client) -> None:
+    """An optimizer's step on made-up answers, so that the next publish saves a state as well."""
+    one = {"prompt_token_ids": [5, 6, 7], "token_ids": [8, 9], "logprobs": [-1.0, -1.0]}
+    batch = [{**one, "advantage": sign} for sign in (1.0, -1.0)]
+    answer = client.post("/train/step", json={"trajectories": batch})
+    if answer.status_code != 200:
+        raise SystemExit(f"the step was answered with {answer.status_code}: {answer.text[:500]}")
+
+
 def publish(client: httpx.Client) -> tuple[Window, dict[str, Any]]:
     """Have the trainer publish its adapter; how long that took, and its report."""
     began = time.monotonic()
@@ -189,6 +199,9 @@ def main() -> None:
     parser.add_argument(
         "--trainer", action="store_true", help="a trainer publishes an adapter after each load"
     )
+    parser.add_argument(
+        "--steps", action="store_true", help="with a step before each publish, which then saves"
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: it starts sooner")
     parser.add_argument("--transport", choices=["nccl", "ipc"], default="nccl", help="with --device cuda")
     options = parser.parse_args()
@@ -237,6 +250,8 @@ def main() -> None:
                 print(f"load {number}: {_ms(windows[-1]):.0f} ms", file=sys.stderr, flush=True)
                 if options.trainer:
                     time.sleep(options.every)
+                    if options.steps:
+                        step(client)
                     published.append(publish(client))
                     sent.append(phases(client, TRAINED))
                     window, report = published[-1]
