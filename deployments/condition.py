@@ -45,6 +45,11 @@ def path_to(wanted: Condition, current: Condition) -> Condition:
     return (*wake, *resume, *wanted)
 
 
+def equivalent(one: Condition, other: Condition) -> bool:
+    """Whether an engine computes in the one what it computes in the other, with weights that are intact."""
+    return is_paused(one) == is_paused(other) and asleep(one) == asleep(other)
+
+
 def is_paused(condition: Condition) -> bool:
     """Whether a user paused it."""
     return any(isinstance(operation, Pause) for operation in condition)

@@ -93,8 +93,8 @@ class AdapterKeeper:
             raise _no_space(error) from error
 
     async def _on_disk(self, work: Callable[[], T], what: str) -> T:
-        """Its result. Where a disk hangs, the name that is being loaded is free again, and the loop's own threads
-        are there for what else the controller does."""
+        """Its result. Where a disk hangs, the name that is being loaded is free again, and the loop's own
+        threads are there for what else the controller does."""
         try:
             async with asyncio.timeout(self._disk_s):  # not wait_for, which can swallow a cancellation
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)

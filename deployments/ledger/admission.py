@@ -11,6 +11,7 @@ round that it takes part in; never between a round's decision and its end.
 
 from functools import partial
 
+from deployments.condition import equivalent
 from deployments.errors import FleetUnavailable
 from deployments.ledger.adapters.loading import Adapters
 from deployments.ledger.commit_phase import CommitPhase
@@ -104,6 +105,7 @@ class Admission:
         member.loading_version = report.loading_version
         member.updates_in_place, member.draining = report.updates_in_place, report.draining
         member.adapters = report.adapters
+        self._desired_state.on_report(member, report.condition)
         self._drains.on_report(member)
         self._membership.on_farewell(member, report, now)
         follows = self._store_assignment.on_report(member, report, now)
@@ -210,9 +212,12 @@ class Admission:
     # -- progress -----------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Bring joiners to the committed version and the fleet's condition, then admit them."""
+        """Bring joiners to the committed version and the fleet's condition, then admit them; and those who
+        serve to its condition, if they missed something when the controller restarted."""
         in_round = self._versions.current is not None
         for member in self._membership.live():
+            if member.state is MemberState.SERVING and not in_round:
+                self._desired_state.converge(member, now, in_round=False)
             if member.state is not MemberState.JOINING or member.leaving:
                 continue
             if member.version != self._versions.committed_version:
@@ -281,6 +286,7 @@ def _says_nothing_new(member: Member, report: Report) -> bool:
         and not (report.leaving or report.ended or report.failed)
         and member.draining == report.draining
         and member.adapters == report.adapters
+        and equivalent(member.condition, report.condition)
         and member.loading_version == report.loading_version
         and member.updates_in_place == report.updates_in_place
     )

@@ -2,6 +2,7 @@
 
 The lasting ones (pause, sleep) set the fleet's *condition*, see `deployments.condition`. It is durable
 before a replica learns of the operation, and a replica that joins later reaches it before it takes requests.
+Whoever reports another one, because the controller restarted in the middle of an operation, is brought there.
 No joiner is admitted while an operation is pending that may change the condition.
 
 With `mode=wait` the replicas are drained first, and nothing changes while requests run. If they still do
@@ -15,7 +16,7 @@ committed round replaces them.
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from deployments.condition import Condition, apply, asleep, discarded, intact, path_to
+from deployments.condition import Condition, apply, asleep, discarded, equivalent, intact, path_to
 from deployments.errors import Conflict, InvalidRequest, ReplicaUnavailable
 from deployments.ledger.decisions import Conditioned, DecisionLog
 from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain, still_running
@@ -38,10 +39,10 @@ LASTING = get_args(LastingOperation)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Asked:
-    """What a pending call carries out, on the fleet or on one joiner."""
+    """What a pending call carries out, on the fleet or on one member that is to reach its condition."""
 
     operation: Operation
-    of_joiner: bool
+    of_one: bool
     drain_id: str = ""  # of a call with `mode=wait`
     drains: bool = False  # it waits for running requests: no replica was asked yet
 
@@ -94,7 +95,7 @@ class DesiredState:
         if isinstance(operation, LASTING) and not waits:
             self._supersede(operation)
         call = self._dispatch.expect(Call.name, self._membership.serving(), on_complete=self._called)
-        self._asked[call] = asked = _Asked(operation=operation, of_joiner=False)
+        self._asked[call] = asked = _Asked(operation=operation, of_one=False)
         if waits:
             self._drain(call, asked, now)
         else:
@@ -170,24 +171,32 @@ class DesiredState:
                 {"condition": list(self.names())},
             )
 
+    def on_report(self, member: Member, reported: Condition) -> None:
+        """What a member says of itself counts, unless it has something to do that changes it."""
+        if not member.has_queued(Call) and not equivalent(member.condition, reported):
+            member.condition = reported
+
     def converge(self, member: Member, now: float, *, in_round: bool) -> bool:
-        """Whether a joiner is in the fleet's condition; if not, it is sent the operations that lead there.
+        """Whether a member is in the fleet's condition; if not, it is sent the operations that lead there.
 
         Args:
             in_round: it takes part in a round that is not decided. What it has staged would not
                 survive a sleep: it waits for the round's end.
         """
         asked = self._asked.values()
-        if any(not each.of_joiner and isinstance(each.operation, LASTING) for each in asked):
+        if any(not each.of_one and isinstance(each.operation, LASTING) for each in asked):
             return False
+        if equivalent(member.condition, self._condition):
+            member.condition = self._condition
+            return True
         steps = path_to(self._condition, member.condition)
         if member.has_queued(Call) or (in_round and any(isinstance(step, Sleep) for step in steps)):
             return False
         for step in steps:
             bodies = {member: Call(operation=_at_once(step))}
             call = self._dispatch.send_each(Call.name, bodies, now, on_complete=self._called)
-            self._asked[call] = _Asked(operation=step, of_joiner=True)
-        return member.condition == self._condition
+            self._asked[call] = _Asked(operation=step, of_one=True)
+        return False
 
     def _check_intact(self, wake_up: WakeUp) -> None:
         """Raises Conflict if waking up would let the fleet compute with discarded weights."""
@@ -204,7 +213,7 @@ class DesiredState:
         """The fleet's condition once all pending calls are done; `drained`: also those that drain first."""
         condition = self._condition
         for asked in self._asked.values():
-            if not asked.of_joiner and (drained or not asked.drains):
+            if not asked.of_one and (drained or not asked.drains):
                 condition = _after(condition, asked.operation)
         return condition
 
@@ -219,8 +228,8 @@ class DesiredState:
         if asked.drain_id:
             self._drains.forget(asked.drain_id)
         verdict = classify(call)
-        if asked.of_joiner:
-            self._membership.fence_each(verdict.not_done, f"join: {asked.operation.name}", now)
+        if asked.of_one:
+            self._membership.fence_each(verdict.not_done, f"condition: {asked.operation.name}", now)
         else:
             self._membership.fence_each(verdict.replica_failed, Call.name, now)
         self._record(asked, call, now)
@@ -244,7 +253,7 @@ class DesiredState:
                 member.condition = _after(member.condition, asked.operation)
         nobody_served = not call.answers and not call.absent  # it applies to those that join later
         wanted = _after(self._condition, asked.operation)
-        if not asked.of_joiner and (done or nobody_served) and wanted != self._condition:
+        if not asked.of_one and (done or nobody_served) and wanted != self._condition:
             self._condition = wanted
             self._events.record("condition", now, steps=list(self.names()))
         self._make_durable()

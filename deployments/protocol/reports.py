@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import JsonValue
 
 from deployments.protocol.adapters import NO_ADAPTERS, AdapterState, LoadedAdapter
+from deployments.protocol.operations import LastingOperation
 
 
 class Outcome(StrEnum):
@@ -108,6 +109,7 @@ class Report:
     updates_in_place: bool = False  # RECEIVE changes its live weights (`staging: none`)
     draining: Draining | None = None
     adapters: AdapterState = NO_ADAPTERS
+    condition: tuple[LastingOperation, ...] = ()  # paused or asleep, see `deployments.condition`
     acknowledgements: Sequence[Acknowledgement] = ()
     number: int = (
         0  # counts the reports of its process: one that a later one has overtaken says nothing any more

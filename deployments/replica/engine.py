@@ -44,7 +44,7 @@ class Engine:
         self.app = app
         self.version = version
         self.staging_share = 1.0
-        self._condition: Condition = ()  # what users did to it: paused, asleep
+        self.condition: Condition = ()  # what users did to it: paused, asleep
         self.held = False  # stays paused until `release`, whatever users ask for meanwhile
         self._drain = EngineDrain(self._ask_cores)
         models = getattr(app.state, "openai_serving_models", None)
@@ -84,7 +84,7 @@ class Engine:
     @property
     def asleep(self) -> frozenset[SleepTag]:
         """The parts that sleep."""
-        return asleep(self._condition)
+        return asleep(self.condition)
 
     @property
     def dead(self) -> bool:
@@ -173,23 +173,23 @@ class Engine:
     async def end_drain(self, drain_id: str) -> None:
         """Begin requests again if nothing else forbids it."""
         if self._drain.end(drain_id) and not (self.held or self.asleep):
-            await self._ask_cores(END_DRAIN, is_paused(self._condition))
+            await self._ask_cores(END_DRAIN, is_paused(self.condition))
 
     async def pause(self, operation: Pause) -> None:
         """Stop scheduling until `resume`. With mode `wait` the engine was drained before."""
         await self.llm.pause_generation(mode=operation.mode.value, clear_cache=operation.clear_cache)
-        self._condition = apply(self._condition, operation)
+        self.condition = apply(self.condition, operation)
         await self._resume_drained()
 
     async def resume(self) -> None:
         """End a pause. An engine that sleeps goes on sleeping, and one that is held waits for its release."""
-        self._condition = apply(self._condition, Resume())
+        self.condition = apply(self.condition, Resume())
         await self._resume_if_allowed()
 
     async def sleep(self, operation: Sleep) -> None:
         """Release memory: at level 1 the weights move to host memory, at level 2 they are discarded."""
         await self.llm.sleep(level=operation.level, mode=operation.mode.value)
-        self._condition = apply(self._condition, operation)
+        self.condition = apply(self.condition, operation)
 
     async def wake_up(self, operation: WakeUp) -> None:
         """Take memory back, all of it or by tags; the last part also resumes the scheduler."""
@@ -205,13 +205,13 @@ class Engine:
             if self.held:  # vLLM resumes with the last part; the engine core handles the calls in this order
                 calls.append(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
             await asyncio.gather(*calls)
-        self._condition = apply(self._condition, WakeUp(tags=tags))
+        self.condition = apply(self.condition, WakeUp(tags=tags))
         await self._resume_drained()
 
     @property
     def may_resume(self) -> bool:
         # A step without its KV cache's memory would end the engine.
-        return not (self.held or self._drain or is_paused(self._condition) or self.asleep)
+        return not (self.held or self._drain or is_paused(self.condition) or self.asleep)
 
     async def _resume_if_allowed(self) -> None:
         await self._resume_drained()

@@ -178,6 +178,7 @@ class Follower:
             updates_in_place=self._member.updates_in_place,
             draining=self._member.draining,
             adapters=self._member.adapters,
+            condition=self._member.condition,
             acknowledgements=tuple(self._acknowledgements.values()),
             number=self._reports,
             failed=self._failed,

@@ -139,8 +139,8 @@ class ReplicaFront:
 
 
 class _EngineLost(Exception):
-    """The engine failed in the middle of a stream: the connection is closed, as that of a replica that is gone,
-    so that the router knows."""
+    """The engine failed in the middle of a stream: the connection is closed, as that of a replica that is
+    gone, so that the router knows."""
 
 
 class _Answer:

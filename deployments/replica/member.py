@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from deployments.condition import Condition
 from deployments.errors import PayloadRejected
 from deployments.logs import serve_logger
 from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
@@ -65,6 +66,10 @@ class EngineMember(ABC):
     @property
     def draining(self) -> Draining | None:
         return self._engine.draining
+
+    @property
+    def condition(self) -> Condition:
+        return self._engine.condition
 
     @property
     def adapters(self) -> AdapterState:

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from deployments.condition import Condition
 from deployments.protocol.adapters import AdapterState
 from deployments.protocol.instructions import Body, Directive
 from deployments.protocol.reports import Draining, StoreResult, Value
@@ -32,6 +33,10 @@ class Member(Protocol):
 
     @property
     def adapters(self) -> AdapterState: ...
+
+    @property
+    def condition(self) -> Condition:
+        """Paused or asleep."""
 
     @property
     def retained_version(self) -> int | None: ...

@@ -65,7 +65,7 @@ class SimMember(Mortal):
         self.lora = SimAdapters(work) if lora is None else lora
         self.fenced: str | None = None
         self.changed = asyncio.Condition()
-        self._condition: Condition = ()
+        self.condition: Condition = ()
         self.held = self.hangs = False
         self._work = work
         self._went_live = went_live
@@ -96,7 +96,7 @@ class SimMember(Mortal):
 
     @property
     def _pauses(self) -> bool:
-        user = is_paused(self._condition) or bool(asleep(self._condition))
+        user = is_paused(self.condition) or bool(asleep(self.condition))
         return self.held or user or self.hangs or self.stopped
 
     # -- the port -----------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class SimMember(Mortal):
             case Call(operation=Disconnect()):
                 self._discard()
             case Call(operation=Pause() | Resume() | Sleep() | WakeUp() as operation):
-                self._condition = apply(self._condition, operation)
+                self.condition = apply(self.condition, operation)
                 await self._may_go_on()
             case LoadAdapter() | SetAdapters() | DropAdapter():
                 await self.lora.carry_out(body, asleep=self._weights_sleep)
@@ -194,7 +194,7 @@ class SimMember(Mortal):
 
     @property
     def _weights_sleep(self) -> bool:
-        return SleepTag.WEIGHTS in asleep(self._condition)
+        return SleepTag.WEIGHTS in asleep(self.condition)
 
     async def _receive(self, body: Receive) -> None:
         if self._weights_sleep:

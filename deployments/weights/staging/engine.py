@@ -71,8 +71,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         device: torch.device,
         model: torch.nn.Module,
     ) -> None:
-        # Not at the top: it loads vLLM's layers, which took a trainer, for whom its transport's module is loaded
-        # too, five seconds of its first publish.
+        # Not at the top: it loads vLLM's layers. A trainer loads its transport's module too, without need of
+        # them, and they took five seconds of its first publish.
         from deployments.weights.staging.host import make_staging
 
         super().__init__(config, vllm_config, device, model)

@@ -3,8 +3,8 @@
     v00000012/          config.json, *.safetensors, tokenizer files, manifest.json
     .v00000013.a1b2c3d4.partial/  being written; renamed when everything is on the disk
 
-A writer that was taken for lost may go on beside the one that took its place: no two share a directory, and the
-first that is complete counts.
+A writer that was taken for lost may go on beside the one that took its place: no two share a directory, and
+the first that is complete counts.
 
 The trainer or a replica writes, after the commit and off the critical path; starting replicas read. The
 controller removes versions, because it alone knows which of them a replica was told to load. A trainer that

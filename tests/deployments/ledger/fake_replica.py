@@ -107,6 +107,7 @@ class FakeReplica:
             updates_in_place=self.updates_in_place,
             draining=Draining(drain_ids=tuple(self.drains), running=self.running) if self.drains else None,
             adapters=self.adapters.state(),
+            condition=self.condition,
             acknowledgements=tuple(self.acknowledgements.values()),
             number=self.reports,
             failed=self.failed,

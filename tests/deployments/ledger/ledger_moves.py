@@ -135,7 +135,6 @@ class LedgerMoves(ReplicaMoves):
 
     @rule(compacted=st.booleans())
     def restart(self, compacted: bool) -> None:
-        self.restarted = True
         if compacted:
             self.journal = compact(self.journal)
         self.ledger = self.make_ledger(self.config, STORE)

@@ -58,7 +58,6 @@ class ReplicaMoves(RuleBasedStateMachine):
         self.token = 0
         self.round_id = 0
         self.committed = 0
-        self.restarted = False
         self.ledger = self.make_ledger(self.config, STORE)
         self.ledger.recover([], self.now)
         self.persist()

@@ -2,7 +2,16 @@
 
 import pytest
 
-from deployments.condition import Condition, apply, asleep, discarded, intact, path_to
+from deployments.condition import (
+    Condition,
+    apply,
+    asleep,
+    discarded,
+    equivalent,
+    intact,
+    is_paused,
+    path_to,
+)
 from deployments.errors import Conflict
 from deployments.ledger.decisions import compact
 from deployments.protocol.instructions import Call
@@ -143,7 +152,7 @@ def test_a_joiner_that_cannot_follow_is_fenced() -> None:
     joiner.outcomes[Call] = Outcome.REPLICA_FAILED
     scene.replicas.append(joiner)
     scene.poll(6)
-    assert joiner.fenced == "join: sleep: replica_failed here"
+    assert joiner.fenced == "condition: sleep: replica_failed here"
 
 
 @pytest.mark.parametrize("compacted", [False, True])
@@ -158,6 +167,52 @@ def test_the_condition_outlives_the_controller(compacted: bool) -> None:
     scene.poll(6)
     assert operations(scene.replicas[0]) == ["pause", "sleep"], "it was in it before"
     assert operations(joiner) == ["pause", "sleep"] and joiner.admitted
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "left"),
+    [
+        ([], "pause keep", ["pause keep"]),
+        (["pause keep"], "resume", []),
+        ([], "sleep 1", ["sleep 1"]),
+        (["pause keep", "sleep 1"], "wake_up weights", ["pause keep", "sleep 1", "wake_up weights"]),
+        (["sleep 1"], "wake_up", []),
+        (["pause abort"], "sleep 2", ["pause abort", "sleep 2"]),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_what_half_of_the_fleet_did_before_a_restart_all_of_it_does(
+    before: list[str], asked: str, left: list[str], late: bool
+) -> None:
+    """`late`: the other half holds a directive of the earlier controller, which it goes through first."""
+    scene = Scene(replicas=2)
+    for each in before:
+        assert scene.call(each).error is None
+    scene.ask(asked)
+    first, second = scene.replicas
+    scene.poll(only=[first])
+    directive = scene.ledger.poll(second.report(), scene.now) if late else None
+    scene.restart()
+    scene.poll(1)
+    if directive is not None:
+        second.take(directive)
+    scene.wait(5)
+    for replica in scene.replicas:
+        assert equivalent(replica.condition, condition(left)), replica.replica_id
+        assert replica.fenced is None and scene.state_of(replica) == "serving"
+    assert operations(first) == [each.partition(" ")[0] for each in [*before, asked]], "it was there already"
+
+
+def test_a_joiner_that_an_earlier_controller_paused_is_not_admitted_paused() -> None:
+    scene = Scene(replicas=1)
+    scene.call("pause keep")
+    joiner = scene.start()
+    assert is_paused(joiner.condition) and not joiner.admitted
+    scene.ask("resume")
+    scene.poll(only=[scene.replicas[0]])
+    scene.restart()
+    scene.wait(5)
+    assert joiner.admitted and not is_paused(joiner.condition)
 
 
 def test_what_nobody_did_is_not_asked_of_joiners() -> None:

@@ -34,6 +34,7 @@ class Member:
     partially_updated = updates_in_place = False
     draining = None
     adapters = NO_ADAPTERS
+    condition = ()
     leaving = drained = False
 
     def __init__(self, act: str = "") -> None:
