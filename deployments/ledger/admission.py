@@ -214,9 +214,9 @@ class Admission:
     def advance(self, now: float) -> None:
         """Bring joiners to the committed version and the fleet's condition, then admit them; and those who
         serve to its condition, if they missed something when the controller restarted."""
-        in_round = self._versions.current is not None
+        in_round, condition = self._versions.current is not None, self._desired_state.condition
         for member in self._membership.live():
-            if member.state is MemberState.SERVING and not in_round:
+            if member.state is MemberState.SERVING and member.condition != condition and not in_round:
                 self._desired_state.converge(member, now, in_round=False)
             if member.state is not MemberState.JOINING or member.leaving:
                 continue
