@@ -167,6 +167,17 @@ def test_other_bytes_than_the_fleet_copied_are_not_loaded(tmp_path: Path, model:
         check_adapter(expected, model, CONFIG)
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+@pytest.mark.parametrize("length", [0, 5, 20, -10])
+def test_half_a_file_is_not_there_yet_whatever_else_is_wrong_with_it(
+    tmp_path: Path, model: str, name: str, length: int
+) -> None:
+    expected = adapter(directory := save_tiny_adapter(tmp_path / "a", 1))
+    (directory / name).write_bytes((directory / name).read_bytes()[:length])
+    with pytest.raises(NotYet):
+        check_adapter(expected, model, CONFIG)
+
+
 async def test_a_shared_file_system_may_lag(tmp_path: Path, llm: FakeLlm) -> None:
     adapters = EngineAdapters(llm, llm.workers)
     directory = save_tiny_adapter(tmp_path / "a", 1)
