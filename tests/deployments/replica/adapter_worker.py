@@ -5,7 +5,9 @@
 A process of its own: vLLM's parallel state and current configuration are global.
 """
 
+import asyncio
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -20,7 +22,10 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.model_loader import get_model
 
+from deployments.protocol.adapters import Adapter
+from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.replica.adapters.worker import WorkerExtension
+from deployments.weights.store.adapter_store import adapter_digest
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 from tests.tiny_models import save_tiny_llama
 
@@ -45,7 +50,42 @@ def worker(directory: Path) -> Any:
         manager.create_lora_manager(model, config)
     made: Any = WorkerExtension()
     made.model_runner = SimpleNamespace(lora_manager=manager)
+    made.config = config
     return made
+
+
+class Llm:
+    """As `AsyncLLM`, with this one worker and no engine."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self.vllm_config, self.model_config = made.config, made.config.model_config
+
+    async def workers(self, method: str, **arguments: Any) -> list[Any]:
+        return [getattr(self._made, method)(**arguments)]
+
+    async def add_lora(self, request: LoRARequest) -> bool:
+        return bool(self._made.model_runner.lora_manager.add_adapter(request))
+
+
+async def received(made: Any, source: Path, adapter_id: int) -> tuple[int, ...]:
+    """Load what a transport has brought: the ids of those that were. The fleet's copy is not there yet."""
+    llm, load_id = Llm(made), "1" * 32
+    adapters = EngineAdapters(llm, llm.workers, lag_s=0.0)
+    shutil.copytree(source, await adapters.reader.place(load_id))
+    adapters.reader.arrived(load_id)
+    await adapters.load(
+        Adapter(
+            name="math",
+            version=1,
+            adapter_id=adapter_id,
+            path=str(source / "not there"),
+            digest=adapter_digest(source),
+            size_bytes=1,
+            load_id=load_id,
+        )
+    )
+    return tuple(adapters.state.received)
 
 
 def read(made: Any, directory: Path, adapter_id: int) -> None:
@@ -58,10 +98,14 @@ def read(made: Any, directory: Path, adapter_id: int) -> None:
 
 def add(made: Any, directory: Path, adapter_id: int) -> Any:
     """vLLM's own step; what the first layer's slot then has of lora_B."""
-    manager = made.model_runner.lora_manager
-    manager.add_adapter(
+    made.model_runner.lora_manager.add_adapter(
         LoRARequest(lora_name=f"a@{adapter_id}", lora_int_id=adapter_id, lora_path=str(directory))
     )
+    return in_slot(made, adapter_id)
+
+
+def in_slot(made: Any, adapter_id: int) -> Any:
+    manager = made.model_runner.lora_manager
     slot = manager._adapter_manager.lora_index_to_id.index(adapter_id)
     module = manager._adapter_manager.modules["model.layers.0.mlp.down_proj"]
     return module.lora_b_stacked[0][slot, 0, :, :4]
@@ -79,6 +123,9 @@ def main(directory: Path) -> None:
     (directory / "away").rename(file)
     made.model_runner.lora_manager.remove_all_adapters()  # as after a base round
     found["read_again_by_vllm"] = torch.equal(add(made, source, 1), expected)
+    made.model_runner.lora_manager.remove_all_adapters()
+    found["received"] = asyncio.run(received(made, source, 9))
+    found["added_from_what_was_received"] = torch.equal(in_slot(made, 9), expected)
     wrong = save_tiny_adapter(
         directory / "wrong", 1, tensors={"base_model.model.x.nothing.lora_A.weight": torch.zeros(4, 4)}
     )

@@ -31,6 +31,10 @@ def test_vllm_adds_what_was_read_before_and_reads_nothing(found: dict[str, Any])
     assert found["added_from_what_was_read"]
 
 
+def test_vllm_adds_what_a_transport_has_brought(found: dict[str, Any]) -> None:
+    assert found["received"] == [9] and found["added_from_what_was_received"]
+
+
 def test_what_an_engine_has_forgotten_it_reads_by_itself(found: dict[str, Any]) -> None:
     assert found["read_again_by_vllm"]
 
