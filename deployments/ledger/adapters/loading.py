@@ -219,7 +219,8 @@ class Adapters:
             self._convergence.advance(self.catalog, self._loads.values(), now, but=self._committing())
         self._answer(now)
         self._clear()
-        if len(self._times) > len(needed := self.needed()):
+        if len(self._times) > len(self._loads) + len(self.catalog.live) + len(self.catalog.retired):
+            needed = self.needed()
             self._times = {key: times for key, times in self._times.items() if key in needed}
 
     def _committing(self) -> tuple[Member, ...]:
