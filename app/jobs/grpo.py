@@ -14,7 +14,6 @@ for the weights behind each token.
 import asyncio
 import sys
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from app.client import calls
@@ -143,9 +142,8 @@ async def run_together(main_task: Awaitable[None], others: Sequence[Awaitable[No
     finally:
         for task in tasks:
             task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError, Exception):  # the first error was raised above
-                await task
+        # Not `await task`: that would raise the first error again, without its place.
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run(began: float) -> int:

@@ -55,6 +55,12 @@ def test_the_version_of_an_answer_is_that_of_what_is_trained() -> None:
     assert (span.version, span.start, span.end) == (12, 0, len(of_an_adapter.token_ids))
 
 
+def test_versions_are_numbers_also_where_vllm_writes_them_as_text() -> None:
+    spans = [{"version": "9", "start": 0, "end": 1}, {"version": "10", "start": 1, "end": 2}]
+    answer = read({"choices": [COMPLETION | {"weight_versions": spans}]}).answer  # of /inference/v1/generate
+    assert (answer.oldest_version, answer.newest_version) == (9, 10)
+
+
 @pytest.mark.parametrize(
     "choice",
     [

@@ -277,6 +277,16 @@ async def test_a_producer_that_fails_ends_the_run(tmp_path: Path) -> None:
         await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
 
 
+async def test_a_fault_of_ours_keeps_its_place() -> None:
+    async def faulty() -> None:
+        await asyncio.sleep(0)
+        raise TypeError("a fault")
+
+    with pytest.raises(TypeError) as raised:
+        await run_together(asyncio.sleep(600), [faulty()])
+    assert "faulty" in [entry.name for entry in raised.traceback]
+
+
 async def test_a_missing_fleet_is_named_with_what_to_do() -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")

@@ -91,13 +91,17 @@ async def test_token_ids_go_in_and_out() -> None:
 
     def respond(request: httpx.Request) -> httpx.Response:
         sent.append(json.loads(request.content))
-        return httpx.Response(200, json={"choices": [choice(5)]})
+        labelled = choice(5) | {
+            "weight_versions": [{"version": "3", "start": 0, "end": 1}]
+        }  # as vLLM writes it
+        return httpx.Response(200, json={"choices": [labelled]})
 
     async with relayed(respond) as (rollout, agent):
         body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 500, "logprobs": 1, "seed": 2}}
         assert (await agent.post(f"{rollout.url}{GENERATE}", json=body)).status_code == 200
     assert sent[0]["sampling_params"] == {**DISTRIBUTION, "max_tokens": 50, "logprobs": 1, "n": 1}
     assert [list(each.prompt_token_ids) for each in rollout.exchanges] == [[1, 2, 3]]
+    assert rollout.exchanges[0].answer.newest_version == 3
 
 
 async def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
