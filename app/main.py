@@ -29,8 +29,8 @@ from deployments.placement import FREE_TIMEOUT_S, Slots
 from deployments.replica.farewell import LEAVE_S
 from deployments.replica.replica import Replica
 from deployments.replica.server.arguments import EngineSpec
+from deployments.router.choice.request_router import FleetRequestRouter
 from deployments.router.limits import RouterLimits
-from deployments.router.request_router import FleetRequestRouter
 from deployments.scaling import FleetScaling
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import STOP_TIMEOUT_S as TRAINER_STOP_TIMEOUT_S
@@ -198,6 +198,8 @@ def _router(
         retry_after_s=args.router.retry_after_s,
         find_replica_timeout_s=args.router.request_timeout_s,
         weight_timeout_s=args.router.request_timeout_s,
+        load_factor=args.router.load_factor,
+        prefix_affinity=args.router.prefix_affinity,
     )
     return serve.deployment(
         serve.ingress()(Ingress),

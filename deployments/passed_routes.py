@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from deployments.errors import MethodNotAllowed, NoSuchRoute
 
 _GET, _POST = frozenset({"GET"}), frozenset({"POST"})
+RESPONSES = "/v1/responses"
 _ID = re.compile(r"(?<=^/v1/responses/)[A-Za-z0-9_-]{1,128}(?=$|/cancel$)")
 
 PASSED: Mapping[str, frozenset[str]] = {
@@ -124,6 +125,11 @@ def require_passed(method: str, path: str) -> None:
             f"{path}: expected {' or '.join(sorted(methods))}, got {method[:20]!r}",
             {"allow": sorted(methods)},
         )
+
+
+def keeps_state(path: str) -> bool:
+    """Whether a replica remembers what was asked under this path, so that only it can answer what follows."""
+    return path == RESPONSES or path.startswith(f"{RESPONSES}/")
 
 
 def route_path(path: str, prefix: str) -> str:

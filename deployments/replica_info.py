@@ -22,4 +22,4 @@ class RoutingStats:
 
     version: int = 0
     admitted: bool = True
-    in_flight: Mapping[str, int] = field(default_factory=dict)  # sequences, by the router that sent them
+    in_flight: Mapping[str, int] = field(default_factory=dict)  # load, by the router that sent it

@@ -1,7 +1,7 @@
 """The headers that clients, routers and replicas exchange, and what a request demands of a replica."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ MAX_SESSION_ID = 256
 MAX_NUMBER = 10**9  # of a version; and of seconds, which is thirty years
 LOST = b"lost"  # the engine had the request when it failed
 PART_HEADER = b"x-slipstream-part"  # the request is a part of a client's; see `Part`
-ROUTER_HEADER = b"x-slipstream-router"  # which router sent the request, and how many sequences it asks for
+ROUTER_HEADER = b"x-slipstream-router"  # which router sent the request, and what it adds to the load
 
 
 @dataclass(slots=True)
@@ -22,12 +22,24 @@ class Census:
     """The replicas that Serve knows: filled in by the choice of one of them.
 
     Attributes:
-        loads: sequences in flight at each replica that may answer the request.
+        loads: of each replica that may answer the request.
         metadata: of all, as `ReplicaEndpoint` has it.
     """
 
     loads: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Choice:
+    """Filled in by the choice of a replica: the version of its weights, as of its routing statistics."""
+
+    version: int = 0
+
+
+def no_holders(version: int) -> Iterable[tuple[int, Sequence[str]]]:
+    """No replica has anything of the prompt."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +50,31 @@ class Demand:
         min_version: the oldest weights that may answer.
         timeout_s: how long to wait for them.
         session_id: requests of one session go to one replica while it is there.
+        stays: the session's replica has something that no other one has: its load does not matter.
+        home: the replica that the session was sent to last.
+        holders: which replicas have how many bytes of the prompt cached at a version; the most first.
         refused: replicas that have refused this request already; they are asked last.
         router: the id of the asking router.
-        in_flight: sequences that it has at each replica.
+        in_flight: load that it has at each replica.
         prefer: the replica that this part of a split request is meant for.
+        load_factor: before a replica has so many times the mean load, sessions and prefixes go elsewhere.
         census: to be filled in.
+        choice: to be filled in.
     """
 
     min_version: int = 0
     timeout_s: float = 0.0
     session_id: str | None = None
+    stays: bool = False
+    home: str | None = None
+    holders: Callable[[int], Iterable[tuple[int, Sequence[str]]]] = no_holders
     refused: tuple[str, ...] = ()
     router: str = ""
     in_flight: Mapping[str, int] = field(default_factory=dict)
     prefer: str | None = None
+    load_factor: float = 1000.0
     census: Census | None = None
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +94,17 @@ class Part:
         return f"{self.first_choice},{self.created}"
 
 
-def router_header(router: str, sequences: int) -> str:
+def router_header(router: str, load: int) -> str:
     """The value of `ROUTER_HEADER`."""
-    return f"{router},{sequences}"
+    return f"{router},{load}"
 
 
 def router_of(value: bytes | None) -> tuple[str, int]:
-    """The router and the number of sequences that a `ROUTER_HEADER` names; a request without one is one."""
+    """The router and the load that a `ROUTER_HEADER` names; a request without one is one."""
     if value is None:
         return "", 1
-    router, sequences = value.decode().split(",")
-    return router, int(sequences)
+    router, load = value.decode().split(",")
+    return router, int(load)
 
 
 def part_of(value: bytes | None) -> Part | None:

@@ -43,6 +43,10 @@ class RouterConfig(Section):
     request_timeout_s: PositiveFloat = 600.0  # of looking for a replica; the answer itself has no limit
     max_body_bytes: PositiveInt = 32 << 20
     max_sequences: PositiveInt = 16384  # of one request: its prompts times its 'n'; more are a 400
+    # A session leaves its replica, and a prompt the one that has its beginning in the KV cache, when that has
+    # so many times the mean load. 1000: they stay.
+    load_factor: float = Field(default=1.25, gt=1)
+    prefix_affinity: bool = True  # without a session: where the beginning of the prompt is in the KV cache
 
 
 class StoreConfig(Section):

@@ -10,7 +10,14 @@ from typing import Any
 
 from app.settings.config import AppConfig
 
-ROUTER = ("max_ongoing_requests", "max_queued_requests", "retry_after_s", "request_timeout_s")
+ROUTER = (
+    "max_ongoing_requests",
+    "max_queued_requests",
+    "retry_after_s",
+    "request_timeout_s",
+    "load_factor",
+    "prefix_affinity",
+)
 WEIGHTS = (
     "min_replicas",
     "max_unavailable",

@@ -75,16 +75,16 @@ class ReplicaFront:
         self.key = secrets.token_hex(16)
         self._stopped = self._in_order = False
         self._running: dict[asyncio.Task[Any], _Answer | None] = {}  # None: at the gate
-        self._sequences: Counter[str] = Counter()
+        self._load: Counter[str] = Counter()
 
     @property
     def in_flight(self) -> int:
         return len(self._running)
 
     @property
-    def sequences(self) -> dict[str, int]:
-        """The sequences that the requests in flight ask for, by the router that sent them."""
-        return {router: count for router, count in self._sequences.items() if count}
+    def load(self) -> dict[str, int]:
+        """Of the requests in flight, by the router that sent them."""
+        return {router: load for router, load in self._load.items() if load}
 
     def stop(self, *, in_order: bool) -> None:
         """Refuse what has not begun to be answered, for another replica.
@@ -108,8 +108,8 @@ class ReplicaFront:
         assert task is not None
         answer: _Answer | None = None
         self._running[task] = answer
-        router, sequences = router_of(headers.get(ROUTER_HEADER))
-        self._sequences[router] += sequences
+        router, load = router_of(headers.get(ROUTER_HEADER))
+        self._load[router] += load
         try:
             self._require_passed(scope["method"], scope["path"])
             await self._gate(
@@ -128,7 +128,7 @@ class ReplicaFront:
             await _send_error(send, self._refused() or stopped, self._refusal_of(answer))
         finally:
             del self._running[task]
-            self._sequences[router] -= sequences
+            self._load[router] -= load
 
     def _refusal_of(self, answer: "_Answer | None") -> bytes:
         return NOT_BEGUN if answer is None or self._in_order else LOST

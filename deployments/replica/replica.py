@@ -110,7 +110,7 @@ class Replica:
         stats = RoutingStats(
             version=self._engine.version,
             admitted=self._gate.refusal() is None,
-            in_flight=self._front.sequences,
+            in_flight=self._front.load,
         )
         return asdict(stats)
 

@@ -7,10 +7,8 @@ request under which replicas are lost again and again is refused.
 
 import asyncio
 import time
-import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import aiohttp
@@ -27,10 +25,11 @@ from deployments.request_headers import (
     LOST,
     REFUSED_HEADER,
     ROUTER_HEADER,
-    Census,
     Demand,
     router_header,
 )
+from deployments.router.choice.chooser import Chooser
+from deployments.router.choice.load import load_of
 from deployments.router.connections import connections
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
 from deployments.router.limits import RouterLimits
@@ -39,7 +38,6 @@ from deployments.router.silence import Patience, Probes
 
 RETRY_PAUSE_S = 0.05
 MAX_REFUSALS = 8  # that a request remembers
-CENSUS_TIMEOUT_S = 1.0  # which asks nobody: it is at once, or there is no replica
 logger = serve_logger()
 
 
@@ -50,7 +48,8 @@ class Outgoing:
     Attributes:
         target: path and query.
         headers: without the fleet's key.
-        sequences: how many it asks for: its weight in the load of a replica.
+        sequences: how many it asks for.
+        blocks: hashes of the beginning of its prompt, see `prefixes`.
         identity: of the client's request; what is refused as deadly is refused as a whole.
     """
 
@@ -60,6 +59,12 @@ class Outgoing:
     body: bytes
     sequences: int
     identity: RequestIdentity
+    blocks: Sequence[int] = ()
+
+    @property
+    def load(self) -> int:
+        """What it adds to the load of a replica."""
+        return load_of(self.sequences, self.body)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,10 +136,8 @@ class Forwarder:
         self._silence_s = silence_s
         self._probe_timeout_s = probe_timeout_s
         self._probes = Probes(self._answers)
-        self._rollout = rollout
+        self._chooser = Chooser(rollout)
         self._session: aiohttp.ClientSession | None = None
-        self._id = uuid.uuid4().hex  # by which replicas count what they have of each router
-        self._per_replica: Counter[str] = Counter()  # sequences in flight
         self.deadly = DeadlyRequests()
 
     async def close(self) -> None:
@@ -143,20 +146,13 @@ class Forwarder:
             await self._session.close()
 
     async def loads(self, demand: Demand) -> dict[str, int]:
-        """The sequences in flight at each replica that may answer; empty if none is there."""
-        return (await self._census(demand)).loads
+        """The load of each replica that may answer; empty if none is there."""
+        return (await self._chooser.census(demand)).loads
 
     async def metrics(self) -> Scraped:
         """The metrics of every replica, whether it may answer requests or not, and of every node."""
-        known = (await self._census(Demand())).metadata
+        known = (await self._chooser.census(Demand())).metadata
         return await scrape(self._connections(), {name: ReplicaEndpoint(**known[name]) for name in known})
-
-    async def _census(self, demand: Demand) -> Census:
-        census = Census()
-        # Without a replica that may answer, forwarding waits for one, and says what is wrong.
-        with suppress(TimeoutError, BackPressureError, DeploymentUnavailableError):
-            await self._choose(replace(demand, census=census), time.monotonic() + CENSUS_TIMEOUT_S)
-        return census
 
     async def forward(self, request: Outgoing, trail: Trail, limits: RouterLimits) -> Begun:
         """The first answer that is not a refusal; tries replica after replica.
@@ -170,7 +166,9 @@ class Forwarder:
         self.deadly.check(request.identity)
         while True:
             try:
-                replica_id, endpoint = await self._choose(trail.demand, deadline)
+                replica_id, endpoint = await self._chooser.choose(
+                    trail.demand, request.blocks, limits, deadline
+                )
             except (BackPressureError, DeploymentUnavailableError) as error:
                 reason = first_line(error)
             except TimeoutError:
@@ -262,18 +260,6 @@ class Forwarder:
             self._session = connections()
         return self._session
 
-    async def _choose(self, demand: Demand, deadline: float) -> tuple[str, ReplicaEndpoint]:
-        """The id and the endpoint of the replica to try; waits while there is none.
-
-        Raises:
-            TimeoutError: there was none until the deadline.
-        """
-        current = replace(demand, router=self._id, in_flight=dict(self._per_replica))
-        async with asyncio.timeout(deadline - time.monotonic()):
-            # Without a reservation: it costs two calls to the replica, and our own count is more exact.
-            async with self._rollout.choose_replica(current, _reserve=False) as chosen:
-                return chosen.replica_id, ReplicaEndpoint(**chosen.replica_metadata)
-
     @asynccontextmanager
     async def _request(
         self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
@@ -281,16 +267,13 @@ class Forwarder:
         session = self._connections()
         headers = request.headers.copy()
         headers[KEY_HEADER.decode()] = endpoint.key
-        headers[ROUTER_HEADER.decode()] = router_header(self._id, request.sequences)
+        headers[ROUTER_HEADER.decode()] = router_header(self._chooser.router_id, request.load)
         url = URL(f"http://{endpoint.address}{request.target}", encoded=True)
-        self._per_replica[replica_id] += request.sequences
-        try:
+        with self._chooser.counted(replica_id, request.load):
             async with session.request(
                 request.method, url, headers=headers, data=request.body or None, allow_redirects=False
             ) as answer:
                 yield answer
-        finally:
-            self._per_replica[replica_id] -= request.sequences
 
 
 def first_line(error: BaseException) -> str:

@@ -14,6 +14,8 @@ class RouterLimits:
     retry_after_s: float
     find_replica_timeout_s: float  # how long a request looks for a replica; generating is not looking
     weight_timeout_s: float  # how long it waits for a version, without x-weight-timeout
+    load_factor: float  # times the mean load, above which a replica gets no sessions and prefixes of its own
+    prefix_affinity: bool  # requests without a session go where the beginning of their prompt is cached
 
     def with_settings(self, settings: Mapping[str, float]) -> "RouterLimits":
         """The same with what a live fleet may change, by the names of the settings."""
@@ -23,4 +25,6 @@ class RouterLimits:
             retry_after_s=settings["retry_after_s"],
             find_replica_timeout_s=settings["request_timeout_s"],
             weight_timeout_s=settings["request_timeout_s"],
+            load_factor=settings["load_factor"],
+            prefix_affinity=bool(settings["prefix_affinity"]),
         )

@@ -20,10 +20,11 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.errors import FleetUnavailable, ReplicaUnavailable
 from deployments.logs import serve_logger
-from deployments.passed_routes import route_path
+from deployments.passed_routes import keeps_state, route_path
 from deployments.request_headers import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
 from deployments.router.body import read_body
 from deployments.router.bounds import check_headers, check_sequences, sequences
+from deployments.router.choice.prefixes import block_hashes
 from deployments.router.deadly_requests import RequestIdentity
 from deployments.router.forwarding import Begun, Forwarder, Interrupted, Outgoing, Trail
 from deployments.router.limits import RouterLimits
@@ -85,6 +86,9 @@ class Router:
             body = await read_body(request, limits.max_body_bytes)
             asked = check_sequences(body, limits.max_sequences)
             outgoing = _outgoing(request, trail, body, sequences(asked) if asked else 1)
+            trail.demand = replace(trail.demand, stays=keeps_state(outgoing.identity.path))
+            if limits.prefix_affinity and trail.demand.session_id is None:
+                outgoing = replace(outgoing, blocks=block_hashes(body))
             prompts = prompt_list(request.method, outgoing.identity.path, asked, trail.demand)
             # Closing the connections early ends the request in the engines.
             async with self._answer(outgoing, trail, prompts) as response:
@@ -128,6 +132,7 @@ class Router:
                 request,
                 headers=CIMultiDict([*request.headers.items(), (PART_HEADER.decode(), part.header())]),
                 body=prompts.part(share.start, share.stop),
+                blocks=(),
                 sequences=(share.stop - share.start) * prompts.answers,
             )
             demand = replace(trail.demand, prefer=share.replica_id)

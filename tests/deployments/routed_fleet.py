@@ -16,8 +16,8 @@ from deployments.errors import Conflict, ReplicaUnavailable, SlipstreamError
 from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.spans import RECORDER
 from deployments.request_headers import Demand
+from deployments.router.choice.policy import Candidate, eligible_loads, order_candidates
 from deployments.router.limits import RouterLimits
-from deployments.router.policy import Candidate, eligible_loads, order_candidates
 from deployments.router.router import Router
 from tests.deployments.fake_completions import FakeCompletions
 
@@ -160,6 +160,8 @@ class Fleet:
             demand.census.loads = eligible_loads(known, demand)
             demand.census.metadata = dict(self.metadata)
         ranks = order_candidates(known, demand)
+        if demand.choice is not None:
+            demand.choice.version = 6
         if not ranks:
             await asyncio.sleep(3600)
         yield SimpleNamespace(replica_id=ranks[0][0], replica_metadata=self.metadata[ranks[0][0]])
@@ -180,6 +182,8 @@ async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Rout
         "retry_after_s": 2.0,
         "find_replica_timeout_s": 1.0,
         "weight_timeout_s": 3.5,
+        "load_factor": 1.25,
+        "prefix_affinity": True,
     }
     fleet = Fleet()
     router = Router(fleet, RouterLimits(**(defaults | limits)))

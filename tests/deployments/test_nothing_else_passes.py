@@ -25,6 +25,8 @@ LIMITS = RouterLimits(
     retry_after_s=1,
     find_replica_timeout_s=2,
     weight_timeout_s=1,
+    load_factor=1.25,
+    prefix_affinity=True,
 )
 
 

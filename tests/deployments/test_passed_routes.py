@@ -12,7 +12,7 @@ from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes
 from app.http.weight_routes import WeightRoutes
 from deployments.errors import MethodNotAllowed, NoSuchRoute
-from deployments.passed_routes import PASSED, REFUSED, require_passed, route_path
+from deployments.passed_routes import PASSED, REFUSED, keeps_state, require_passed, route_path
 from tests.app.http.fake_controller import FakeController, Handle
 
 SAGEMAKER = {("POST", "/adapters"), ("DELETE", "/adapters/{adapter_name}")}  # added by a library of vLLM's
@@ -127,3 +127,10 @@ def test_another_method_is_refused_and_the_right_one_is_named(method: str) -> No
 )
 def test_the_path_below_a_prefix(path: str, prefix: str, below: str) -> None:
     assert route_path(path, prefix) == below
+
+
+def test_answers_are_kept_in_a_replica_under_one_path_alone() -> None:
+    assert {path for path in PASSED if keeps_state(path)} == {
+        path for path in PASSED if path.startswith("/v1/responses")
+    }
+    assert keeps_state("/v1/responses/resp_1/cancel") and not keeps_state("/v1/responses_of_mine")

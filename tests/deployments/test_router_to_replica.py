@@ -183,3 +183,39 @@ async def test_a_replicas_port_is_for_routers_only() -> None:
             assert (await stranger.get("/text", headers={"x-slipstream-key": meta["key"]})).text == "plain"
         # A client's own header of that name does not reach the replica.
         assert (await client.get("/text", headers={"x-slipstream-key": "guess"})).text == "plain"
+
+
+LONG = "what all of them begin with " * 40
+
+
+async def replica_of(client: httpx.AsyncClient, path: str = "/whole", session: str | None = None) -> str:
+    headers = {} if session is None else {"x-session-id": session}
+    answer = await client.post(path, json={"prompt": LONG}, headers=headers)
+    return answer.headers["x-slipstream-replica"]
+
+
+async def test_prompts_that_begin_alike_go_to_one_replica() -> None:
+    async with service("a", "b", max_body_bytes=10_000) as (_, _, client):
+        assert len({await replica_of(client) for _ in range(20)}) == 1
+    async with service("a", "b", max_body_bytes=10_000, prefix_affinity=False) as (_, _, client):
+        assert len({await replica_of(client) for _ in range(20)}) == 2
+
+
+async def test_a_session_leaves_a_loaded_replica_and_does_not_come_back() -> None:
+    async with service("a", "b", max_body_bytes=10_000) as (fleet, _, client):
+        home = await replica_of(client, session="s")
+        fleet.loads[home] = 100
+        other = await replica_of(client, session="s")
+        assert other != home
+        fleet.loads[home] = 0
+        assert {await replica_of(client, session="s") for _ in range(5)} == {other}
+        assert {await replica_of(client, "/v1/responses", session="s") for _ in range(5)} == {home}
+
+
+async def test_a_session_whose_answers_are_kept_in_a_replica_stays_there_under_load() -> None:
+    async with service("a", "b", max_body_bytes=10_000) as (fleet, _, client):
+        home = await replica_of(client, "/v1/responses", session="s")
+        fleet.loads[home] = 100
+        assert await replica_of(client, "/v1/responses", session="s") == home
+        answer = await client.get("/v1/responses/resp_1", headers={"x-session-id": "s"})
+        assert answer.headers["x-slipstream-replica"] == home

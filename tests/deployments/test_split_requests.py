@@ -95,13 +95,13 @@ async def test_replicas_know_how_many_sequences_they_have_of_each_router() -> No
         headers = {"x-slipstream-router": "guess,99"}
         posted = asyncio.create_task(client.post("/v1/completions", json=asked, headers=headers))
         await until(lambda: all(engine.completions.bodies for engine in fleet.engines.values()))
-        counts = [front.sequences for front in fleet.fronts.values()]
+        counts = [front.load for front in fleet.fronts.values()]
         assert [list(each.values()) for each in counts] == [[8], [8]]
         assert len({name for each in counts for name in each}) == 1
         for engine in fleet.engines.values():
             engine.completions.lives.set()
         assert (await posted).status_code == 200
-        await until(lambda: [front.sequences for front in fleet.fronts.values()] == [{}, {}])
+        await until(lambda: [front.load for front in fleet.fronts.values()] == [{}, {}])
 
 
 async def test_a_session_stays_on_its_replica() -> None:

@@ -81,7 +81,7 @@ SCRIPT = """
 
     limits = RouterLimits(
         max_in_flight=1, max_body_bytes=1, max_sequences=1,
-        retry_after_s=1, find_replica_timeout_s=1, weight_timeout_s=1,
+        retry_after_s=1, find_replica_timeout_s=1, weight_timeout_s=1, load_factor=1.25, prefix_affinity=True,
     )
     # As if it had been built before Serve was started.
     router = serve.deployment(serve.ingress()(Ingress), name="router", max_constructor_retry_count=1)

@@ -11,12 +11,16 @@ def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
         retry_after_s=1.0,
         find_replica_timeout_s=5.0,
         weight_timeout_s=5.0,
+        load_factor=1.25,
+        prefix_affinity=True,
     )
     settings = {
         "max_ongoing_requests": 10,
         "max_queued_requests": 7,
         "retry_after_s": 2.5,
         "request_timeout_s": 60.0,
+        "load_factor": 1000.0,
+        "prefix_affinity": False,
     }
     assert limits.with_settings(settings) == RouterLimits(
         max_in_flight=17,
@@ -25,4 +29,6 @@ def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
         retry_after_s=2.5,
         find_replica_timeout_s=60.0,
         weight_timeout_s=60.0,
+        load_factor=1000.0,
+        prefix_affinity=False,
     )

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deployments.request_headers import Census, Demand
-from deployments.router.request_router import FleetRequestRouter
+from deployments.router.choice.request_router import FleetRequestRouter
 
 
 def replica(name: str, **stats: object) -> Any:

@@ -1,0 +1,132 @@
+"""The choice of a replica for a request: a pure policy, without Ray.
+
+The router knows each replica's version and admission as of its last routing statistics. The replica
+checks both again, and its decision is final.
+"""
+
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from deployments.request_headers import Demand
+
+# A replica with so little load is never too loaded: a decoding step takes nearly as long for one sequence.
+FREE_LOAD = 8
+BYTES_PER_LOAD = 1000  # of a cached prompt that are worth one more: benchmarks.routing
+MAX_PREFIXES = 2  # lengths of cached prefixes whose holders are compared
+Sample = Callable[[Sequence[str], int], list[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A replica as of its last routing statistics."""
+
+    replica_id: str
+    version: int
+    admitted: bool
+    in_flight: int = 0  # load that other routers have there
+
+
+def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str, int]:
+    """The load of each replica that may answer.
+
+    A replica that is older than the demanded version counts: it may reach it in time, and what is known of
+    its version is late. Just after an update all prompts would go to the first replica that reported it.
+    """
+    return {
+        candidate.replica_id: _load(candidate, demand)
+        for candidate in candidates
+        if candidate.admitted and candidate.replica_id not in demand.refused
+    }
+
+
+def order_candidates(
+    candidates: Sequence[Candidate], demand: Demand, sample: Sample = random.sample
+) -> list[list[str]]:
+    """Groups of replica ids, in the order in which they are to be tried; at most two in a group.
+
+    Replicas that are not admitted are left out. Replicas older than the demanded version come after
+    the current ones, because they may reach it in time. Replicas that refused the request come last.
+    Among equals see `_best`. A preferred replica comes before all others, unless it refused.
+
+    Args:
+        sample: draws so many of a sequence.
+    """
+    groups: dict[tuple[bool, bool], list[Candidate]] = {}
+    for candidate in candidates:
+        if candidate.admitted:
+            kind = candidate.replica_id in demand.refused, candidate.version < demand.min_version
+            groups.setdefault(kind, []).append(candidate)
+    ordered = [_best(group, demand, sample) for _, group in sorted(groups.items())]
+    preferred = demand.prefer
+    if preferred is not None and preferred in eligible_loads(candidates, demand):
+        return [[preferred], *ordered]
+    return ordered
+
+
+def _best(group: Sequence[Candidate], demand: Demand, sample: Sample) -> list[str]:
+    """The replica to try among equals, or two of which the first is the better one.
+
+    Replicas that are too loaded are left out (`_not_too_loaded`). A session goes to its home, where it was
+    sent last; if it has none, or has to leave it, to the first by rendezvous hashing, so that all routers
+    agree. Without a session some replicas are compared: holders of the longest cached prefixes of the prompt,
+    and two that are drawn (power of two choices). The best has the least load, less what its prefix saves.
+
+    Sources: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998; Mirrokni, Thorup
+    and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2016; Mitzenmacher, "The Power of Two Choices
+    in Randomized Load Balancing", 2001.
+    """
+    load = {candidate.replica_id: _load(candidate, demand) for candidate in group}
+    if len(load) == 1:
+        return list(load)
+    session = demand.session_id
+    if session is not None and demand.stays:
+        return [_by_rendezvous(load, session)]
+    free = _not_too_loaded(load, demand)
+    if session is not None:
+        return [demand.home if demand.home in free else _by_rendezvous(free, session)]
+    saved = dict.fromkeys(sample(free, min(2, len(free))), 0)
+    version = max(each.version for each in group)
+    saved |= _holders(demand.holders(version), free, sample)
+    return sorted(saved, key=lambda each: load[each] - saved[each] / BYTES_PER_LOAD)[:2]
+
+
+def _not_too_loaded(load: Mapping[str, int], demand: Demand) -> list[str]:
+    """Those that may be chosen although others have less to do; there is always one.
+
+    They have less than `load_factor` times the mean load. After the choice a replica exceeds that by at most
+    the request itself.
+    """
+    most = max(FREE_LOAD, demand.load_factor * sum(load.values()) / len(load))
+    return [name for name, has in load.items() if has < most]
+
+
+def _holders(
+    holders: Iterable[tuple[int, Sequence[str]]], free: Collection[str], sample: Sample
+) -> dict[str, int]:
+    """Of the longest prefixes that a free replica has, one or two of the holders, with the prefix's size."""
+    found: dict[str, int] = {}
+    lengths = 0
+    may = set(free)
+    for size_bytes, replica_ids in holders:
+        allowed = [each for each in replica_ids if each in may]
+        found |= dict.fromkeys(sample(allowed, min(2, len(allowed))), size_bytes)
+        lengths += bool(allowed)
+        if lengths == MAX_PREFIXES:
+            break
+    return found
+
+
+def _load(candidate: Candidate, demand: Demand) -> int:
+    """What the asking router has there, which it knows exactly, and what the others had a moment ago."""
+    return candidate.in_flight + demand.in_flight.get(candidate.replica_id, 0)
+
+
+def _by_rendezvous(replica_ids: Collection[str], session_id: str) -> str:
+    """The one with the highest weight: if another one leaves, the session stays."""
+
+    def weight(replica_id: str) -> bytes:
+        return blake2b(f"{session_id}\0{replica_id}".encode(), digest_size=8).digest()
+
+    return max(replica_ids, key=weight)
