@@ -61,7 +61,7 @@ class _GpuCopier:
     """Queues copies from a GPU into pinned memory."""
 
     def __init__(self, source: ParameterSource, device: torch.device) -> None:
-        self._source = source
+        self._source, self._device = source, device
         chunks = plan_chunks([(s.name, s.dtype, s.shape) for s in source.specs()], _BLOCK_BYTES)
         # Without room for digests, which would double a block that is full.
         self._sizes = [chunk.table_offset for chunk in chunks]
