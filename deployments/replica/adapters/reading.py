@@ -65,7 +65,9 @@ class AdapterReader:
 
     def arrived(self, load_id: str) -> None:
         """The files are there: begin to check and to read them."""
-        self._ahead = _Ahead(load_id=load_id, digest=asyncio.create_task(self._read_ahead(load_id)))
+        digest = asyncio.create_task(self._read_ahead(load_id))
+        digest.add_done_callback(lambda done: done.cancelled() or done.exception())  # its load may never come
+        self._ahead = _Ahead(load_id=load_id, digest=digest)
 
     async def read(self, adapter: Adapter) -> bool:
         """Check an adapter, and have the workers read it; whether it is what a transport brought.
