@@ -49,7 +49,7 @@ class Demand:
     Attributes:
         min_version: the oldest weights that may answer.
         timeout_s: how long to wait for them.
-        session_id: requests of one session go to one replica while it is there.
+        session_id: requests of one session stay on one replica, unless that has too much to do.
         stays: the session's replica has something that no other one has: its load does not matter.
         home: the replica that the session was sent to last.
         holders: which replicas have how many bytes of the prompt cached at a version; the most first.

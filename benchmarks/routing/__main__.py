@@ -117,7 +117,7 @@ def _cost_row(replicas: int) -> str:
     for name in names:  # a system prompt that all have, and one that has more
         affinity.sent(name, 5, session_id=None, blocks=prompt[:8])
     affinity.sent(names[1], 5, session_id=None, blocks=prompt)
-    common = {"in_flight": dict.fromkeys(names, 4), "router": "mine", "load_factor": 1.25}
+    common: Any = {"in_flight": dict.fromkeys(names, 4), "router": "mine", "load_factor": 1.25}
     home = _choice_us(known, Demand(session_id="s", home=names[0], **common))
     without = _choice_us(known, Demand(holders=partial(affinity.holders, prompt), **common))
     sizes = (4, 64, 1024)

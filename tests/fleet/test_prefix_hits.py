@@ -76,4 +76,4 @@ def test_a_version_finds_nothing_of_another_one(fleet: Fleet) -> None:
         assert set(again) == set(replicas), "the beginning is where it was computed with the new weights"
         assert hits >= (ANSWERS - 1) * (LENGTH - UNSHARED)
         new = complete(client, prompts(30)[0], 4)
-        assert old.version < version <= new.version
+        assert old.newest_version < version <= new.oldest_version

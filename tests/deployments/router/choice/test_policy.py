@@ -227,7 +227,9 @@ def test_no_session_or_prefix_loads_a_replica_past_the_bound(
     requests: list[tuple[int, bool]], factor: float, replicas: int
 ) -> None:
     """Requests that never end, of few sessions and prompts: the worst that can come."""
-    load, homes, caches = Counter[str](), {}, {}
+    load = Counter[str]()
+    homes: dict[int, str] = {}
+    caches: dict[int, dict[str, int]] = {}
     for name, has_session in requests:
         before = dict(load)
         demand = Demand(

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from deployments.request_headers import Census, Demand
+from deployments.request_headers import Census, Choice, Demand
 from deployments.router.choice.request_router import FleetRequestRouter
 
 
@@ -52,3 +52,26 @@ async def test_what_a_replica_says_of_the_asking_router_is_late_and_not_counted(
     busy = replica("busy", version=5, admitted=True, in_flight={"mine": 40, "others": 9})
     await chosen([busy], pending(Demand(census=census, router="mine", in_flight={"busy": 1})))
     assert census.loads == {"busy": 10}
+
+
+async def test_the_version_of_the_chosen_replica_is_filled_in() -> None:
+    choice = Choice()
+    behind, current = replica("behind", version=4), replica("current", version=5)
+    await chosen([behind, current], pending(Demand(min_version=5, choice=choice)))
+    assert choice.version == 5
+    await chosen([behind], pending(Demand(min_version=5, choice=choice)))
+    assert choice.version == 4
+    assert await chosen([replica("fenced", admitted=False)], pending(Demand(choice=choice))) == []
+
+
+async def test_new_statistics_and_another_router_are_seen() -> None:
+    """Serve replaces the statistics of a replica in place, and makes a new list then."""
+    router = FleetRequestRouter.__new__(FleetRequestRouter)
+    one, other = replica("one", in_flight={"mine": 9}), replica("other", in_flight={"mine": 5})
+    replicas = [one, other]
+    for _ in range(2):
+        assert await router.choose_replicas(replicas, pending(Demand())) == [[other, one]]
+    ours = Demand(router="mine", in_flight={"other": 1})
+    assert await router.choose_replicas(replicas, pending(ours)) == [[one, other]]
+    other.routing_stats = {"in_flight": {"mine": 20}}
+    assert await router.choose_replicas(list(replicas), pending(Demand())) == [[one, other]]
