@@ -1,4 +1,5 @@
-"""The longest time for which streaming clients receive no token while weights change, on a CPU.
+"""The longest time for which streaming clients receive no token while weights change, on a CPU, and how much
+longer their answers take because of it.
 
 python -m benchmarks.update_gap [--rounds 3] [--streams 4]
 
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import httpx
 from safetensors.torch import load_file, save_file
 
 from app.settings.models import resolve_model
-from benchmarks.load import Load, run
+from benchmarks.load import Load, Measured, run
 from benchmarks.servers import MODEL, fleet, vllm_serve
 
 
@@ -30,41 +32,72 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, default=4)
     args = parser.parse_args(arguments)
     load = Load(requests=args.streams, concurrency=args.streams, max_tokens=160)
-    rows = []
+    rows: list[Row] = []
     with vllm_serve(8441) as peer, tempfile.TemporaryDirectory() as root:
-        rows.append(("vllm serve, no update", *_measure(peer, load, args.rounds, lambda: None)))
-        rows.append(
-            (
-                "vllm serve: save, pause, reload from disk, resume",
-                *_measure(peer, load, args.rounds, lambda: _reload(peer, Path(root))),
-            )
-        )
+        idle = _measure("vllm serve, no update", peer, load, args.rounds, lambda: None)
+        reload = partial(_reload, peer, Path(root))
+        name = "vllm serve: save, pause, reload from disk, resume"
+        rows += [idle, _measure(name, peer, load, args.rounds, reload, idle)]
     for kv_cache in ("recompute", "keep"):
         with fleet(8431, trainer=True, weights={"kv_cache": kv_cache}) as ours:
-            if kv_cache == "recompute":
-                rows.append(("slipstream, no update", *_measure(ours, load, args.rounds, lambda: None)))
+            idle = _measure("slipstream, no update", ours, load, args.rounds, lambda: None)
             name = f"slipstream: a round over shared memory, {kv_cache}"
-            rows.append((name, *_measure(ours, load, args.rounds, partial(_publish, ours))))
-    print(f"| {args.streams} streams, {MODEL}, float32 | longest gap (median) | update took |")
-    print("|---|---|---|")
-    for name, gap_ms, took_s in rows:
-        print(f"| {name} | {gap_ms:.0f} ms | {took_s:.2f} s |")
+            rows += [idle, _measure(name, ours, load, args.rounds, partial(_publish, ours), idle)]
+    print(f"| {args.streams} streams, {MODEL}, float32 | longest gap | gaps | answers take | update took |")
+    print("|---|---|---|---|---|")
+    for row in rows:
+        gaps = ", ".join(f"{gap_ms:.0f}" for gap_ms in sorted(row.gaps_ms))
+        more = "" if row.idle is None else f" (+{row.answered_s - row.idle.answered_s:.2f})"
+        took = "" if row.idle is None else f"{row.took_s:.2f} s"
+        print(
+            f"| {row.name} | {statistics.median(row.gaps_ms):.0f} ms | {gaps} | {row.answered_s:.2f} s{more} "
+            f"| {took} |"
+        )
 
 
-def _measure(url: str, load: Load, rounds: int, update: Callable[[], None]) -> tuple[float, float]:
-    """Median over the rounds of the longest gap (ms), and of the update's duration (s)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What was measured in some rounds; medians but for the gaps.
 
-    def once() -> tuple[float, float]:
+    Attributes:
+        gaps_ms: the longest gap of each round.
+        answered_s: from the first request to the end of the last answer.
+        idle: the same server without updates.
+    """
+
+    name: str
+    gaps_ms: tuple[float, ...]
+    answered_s: float
+    took_s: float
+    idle: "Row | None"
+
+
+def _measure(
+    name: str, url: str, load: Load, rounds: int, update: Callable[[], None], idle: Row | None = None
+) -> Row:
+    def once() -> tuple[Measured, float]:
         with ThreadPoolExecutor(1) as pool:
             streams = pool.submit(run, url, load)
             time.sleep(2.0)
             begin = time.perf_counter()
             update()
             took = time.perf_counter() - begin
-            return streams.result().longest_gap_ms, took
+            return streams.result(), took
 
+    if idle is None:
+        once()  # the first requests of a server take longer
+    else:
+        update()  # and so does its first update
     results = [once() for _ in range(rounds)]
-    return statistics.median(gap for gap, _ in results), statistics.median(took for _, took in results)
+    return Row(
+        name=name,
+        gaps_ms=tuple(measured.longest_gap_ms for measured, _ in results),
+        answered_s=statistics.median(
+            load.requests * load.max_tokens / each.tokens_per_s for each, _ in results
+        ),
+        took_s=statistics.median(took for _, took in results),
+        idle=idle,
+    )
 
 
 def _publish(url: str) -> None:

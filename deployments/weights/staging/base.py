@@ -1,6 +1,7 @@
 """What the transfer engine requires of a staging, where a version waits until the fleet has decided, and of
 the engine whatever its staging."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -39,13 +40,14 @@ class Staging(Protocol):
     def plans(self) -> LoadPlanSummary:
         """How many chunks `replay` stages, and why it does not stage others."""
 
-    def finalize(self, *, complete: bool, partial: bool) -> list[str]:
+    def finalize(self, *, complete: bool, partial: bool, rest: Callable[[], None]) -> list[str]:
         """Finish what loading left open: nothing more arrives. Called on the staging thread.
 
         Args:
             complete: every tensor of the model's checkpoint arrived, so that what was never written is
                 padding and not a missing tensor.
             partial: of which a part is left as it was loaded, so that layers may have received nothing.
+            rest: to be called between two units of work on the host, which the engine decodes beside.
 
         Returns:
             The names of the model's parameters that were not filled.
@@ -57,6 +59,9 @@ class Staging(Protocol):
         Called with the scheduler paused, on the thread and the stream of the model; on a GPU the copy is only
         queued.
         """
+
+    def retire(self) -> None:
+        """Free what the swap has replaced. Called on the staging thread, after the swap."""
 
     def drop(self) -> None:
         """Discard the staged version."""

@@ -17,6 +17,7 @@ between ranks), weights that are offloaded to the host and a draft model from th
 as well.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -95,7 +96,7 @@ class DeviceStaging:
         reasons = tuple(sorted(set(self._plans.refused.values())))
         return LoadPlanSummary(chunks=len(self._plans), refused=reasons)
 
-    def finalize(self, *, complete: bool, partial: bool) -> list[str]:
+    def finalize(self, *, complete: bool, partial: bool, rest: Callable[[], None]) -> list[str]:
         if not self._open:
             return self._poison.names
         layerwise = self._layerwise
@@ -117,6 +118,9 @@ class DeviceStaging:
         self._pairs.copy_to_live()
         self._derived.swap()
         self._swapped.record()
+
+    def retire(self) -> None:
+        pass  # the memory is the next version's
 
     def drop(self) -> None:
         self._plans.discard()

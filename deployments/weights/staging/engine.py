@@ -92,6 +92,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread = StagingThread(self.device)
         self._stream = self._thread.stream
         self._throttle = Throttle()
+        self._used_s = 0.0  # of a core, by the staging thread, up to its last rest
 
     @abstractmethod
     def connect(self, init_info: Init) -> None:
@@ -187,6 +188,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             self.staging.swap()
         self.retained.commit()
         self._update = None
+        self._thread.submit(self._retire)
+
+    def _retire(self) -> None:
+        with self._beside_the_engine():
+            self.staging.retire()
 
     def report_to(self, page: str) -> bool:
         """Write progress to this `ProgressPage` from now on; False if it is on another host."""
@@ -268,9 +274,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def _stage_payload(self, update: StagedUpdate, chunks: Chunks) -> None:
         self._throttle.begin(self.share)
+        self._used_s = time.thread_time()
         for received in chunks():
             self._stage_chunk(update, received)
-            if self._stream is not None and self.share < 1.0:
+            if self._stream is None:
+                self._rest()
+            elif self.share < 1.0:
                 wait_for(self._stream.record_event())
                 time.sleep(self._throttle.delay_s(received.chunk.size_bytes))
                 self._throttle.resume()
@@ -278,6 +287,14 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         if update.has_all(self.schema, one_payload=self.one_payload):
             # Here and not in `verify`, for which the engine waits.
             self._finalize(update)
+
+    def _rest(self) -> None:
+        """On a CPU: leave the cores to the engine, so that staging takes no more than its share of one."""
+        used = time.thread_time()
+        if self.share < 1.0:
+            time.sleep(self._throttle.rest_s(used - self._used_s))
+        self._used_s = time.thread_time()
+        self._throttle.resume()
 
     def _stage_files(self, update: StagedUpdate, chunks: Chunks, files: ReceivedFiles) -> None:
         try:
@@ -326,7 +343,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         complete = self.schema is not None
         if not complete:  # only vLLM's own loader knows the model's tensors
             update.checks -= {Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE}
-        unfilled = self.staging.finalize(complete=complete, partial=complete and bool(update.lacking))
+        partial = complete and bool(update.lacking)
+        unfilled = self.staging.finalize(complete=complete, partial=partial, rest=self._rest)
         if unfilled:
             raise ValueError(
                 join_reasons([f"parameter {name!r} received no or not all weights" for name in unfilled])

@@ -1,11 +1,12 @@
 """Staging in host memory: the tensors wait there and are loaded inside the pause."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -20,6 +21,8 @@ from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest_definition import Findings
 from deployments.weights.wire.received_chunk import ReceivedChunk
+
+logger = init_logger(__name__)
 
 # Models of vLLM whose `load_weights` copies into parameters itself. The layerwise reload does not see these
 # copies, and keeps what was loaded before.
@@ -55,7 +58,7 @@ class HostStaging:
     def plans(self) -> LoadPlanSummary:
         return LoadPlanSummary()
 
-    def finalize(self, *, complete: bool, partial: bool) -> list[str]:
+    def finalize(self, *, complete: bool, partial: bool, rest: Callable[[], None]) -> list[str]:
         # An engine whose base cannot be replaced may still serve adapters.
         if (refusal := reload_refusal(self._model)) is not None:
             raise ValueError(refusal)
@@ -98,6 +101,9 @@ class HostStaging:
             finalize_layerwise_reload(self._model, self._model_config)
         self.drop()
 
+    def retire(self) -> None:
+        pass
+
     def drop(self) -> None:
         self._tensors = {}
 
@@ -106,7 +112,8 @@ class HostStaging:
 
 
 def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
-    """The staging that an engine is configured with: this one, or the device's.
+    """The staging that an engine is configured with. On a CPU, where memory of host and device are one, the
+    next version is prepared beside the one that serves if that is possible.
 
     Raises:
         ValueError: it is not possible for this model.
@@ -116,6 +123,17 @@ def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
         from deployments.weights.staging.device import DeviceStaging
 
         return DeviceStaging(vllm_config, device, model)
+    if device.type == "cpu":
+        from deployments.weights.staging.cpu.shadow import CpuShadowStaging
+
+        try:
+            return CpuShadowStaging(vllm_config, model)
+        except ValueError as error:
+            logger.warning(
+                "updates load inside the pause; the next version cannot be prepared beside the one that "
+                "serves: %s",
+                error,
+            )
     return HostStaging(model, vllm_config.model_config)
 
 

@@ -32,6 +32,13 @@ class Throttle:
         self._share = share
         self._since = self._clock()
 
+    def rest_s(self, used_s: float) -> float:
+        """The seconds to wait after this much time of a core was used since `begin` or `resume`.
+
+        Time for which the work had to wait counts as rest.
+        """
+        return max(0.0, used_s / self._share - (self._clock() - self._since))
+
     def delay_s(self, size_bytes: int) -> float:
         """The seconds to wait after a chunk of this size that the device has finished.
 

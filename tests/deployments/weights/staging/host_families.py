@@ -1,7 +1,7 @@
-"""Real vLLM models on a CPU, swapped by staging in host memory from one checkpoint to another; prints what
-differs from a fresh load of the second, one line of JSON each.
+"""Real vLLM models on a CPU, swapped from one checkpoint to another; prints what differs from a fresh load of
+the second, one line of JSON each.
 
-    python -m tests.deployments.weights.staging.host_families DIRECTORY
+    python -m tests.deployments.weights.staging.host_families DIRECTORY host|shadow
 
 A process of its own: vLLM's parallel state and current configuration are global.
 """
@@ -23,6 +23,8 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model
 
+from deployments.weights.staging.base import Staging
+from deployments.weights.staging.cpu.shadow import CpuShadowStaging
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.observation import observe
 from deployments.weights.staging.reachable import name_of
@@ -111,19 +113,25 @@ def computing_otherwise(swapped: torch.nn.Module, fresh: torch.nn.Module) -> lis
     return names
 
 
-@torch.inference_mode()
-def swap(live: torch.nn.Module, config: VllmConfig, tensors: dict[str, torch.Tensor]) -> None:
-    staging = HostStaging(live, config.model_config)
+def new_staging(kind: str, config: VllmConfig, live: torch.nn.Module) -> Staging:
+    if kind == "host":
+        return HostStaging(live, config.model_config)
+    return CpuShadowStaging(config, live)
+
+
+@torch.no_grad()
+def swap(staging: Staging, config: VllmConfig, tensors: dict[str, torch.Tensor]) -> None:
     staging.begin()
-    [chunk] = plan_chunks([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()], 1 << 30)
-    staging.add(chunk, list(tensors.items()))
-    unfilled = staging.finalize(complete=True, partial=False)
+    for chunk in plan_chunks([(name, t.dtype, t.shape) for name, t in tensors.items()], 1 << 14):
+        staging.add(chunk, [(entry.name, tensors[entry.name]) for entry in chunk.entries])
+    unfilled = staging.finalize(complete=True, partial=False, rest=lambda: None)
     assert not unfilled, unfilled
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(config), torch.inference_mode():
         staging.swap()
+    staging.retire()
 
 
-def swapped_twice(directory: Path, family: str) -> dict[str, Any]:
+def swapped_twice(directory: Path, family: str, kind: str) -> dict[str, Any]:
     """Differences after a first swap, and after a second one."""
     save_checkpoint(directory / "a", family, 1)
     lora = family.endswith("-lora")
@@ -134,10 +142,14 @@ def swapped_twice(directory: Path, family: str) -> dict[str, Any]:
             initialize_model_parallel(1, 1)
     live = load(config)
     behind = []
+    try:
+        staging = new_staging(kind, config, live)
+    except ValueError as error:
+        return {"refused": str(error)}
     for seed, name in ((2, "b"), (3, "c")):
         tensors = save_checkpoint(directory / name, family, seed)
         try:
-            swap(live, config, tensors)
+            swap(staging, config, tensors)
         except ValueError as error:
             return {"refused": str(error)}
         behind.append(differing(live, load(configure(directory / name, lora=lora))))
@@ -145,13 +157,14 @@ def swapped_twice(directory: Path, family: str) -> dict[str, Any]:
     if family == "tied-twice":
         tensors["lm_head.weight"] = tensors["lm_head.weight"] * 2
         try:
-            swap(live, config, tensors)
+            swap(staging, config, tensors)
         except ValueError as error:
             result["refused"] = str(error)
+            result["behind"].append(differing(live, load(configure(directory / "c", lora=lora))))
     return result
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, kind: str) -> None:
     torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on a CPU
     for packed in (True, False):
         _custom_ops._supports_onednn = packed
@@ -159,7 +172,7 @@ def main(directory: Path) -> None:
             if family.endswith("-lora") and not packed:
                 continue  # the same modules, wrapped
             try:
-                found = swapped_twice(directory / f"{family}-{packed}", family)
+                found = swapped_twice(directory / f"{family}-{packed}", family, kind)
             except Exception as error:  # whatever it is: the other families are to be seen as well
                 traceback.print_exc()
                 found = {"failed": f"{type(error).__name__}: {error}"}
@@ -167,4 +180,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

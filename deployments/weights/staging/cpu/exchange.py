@@ -1,0 +1,212 @@
+"""What a swap exchanges: the memory of parameters and buffers, and what processing made of the weights.
+
+The modules stay where they are, so everything that refers to them, or to their parameters, sees the new
+version: the KV cache, the runner, the kernels of experts. A plain attribute that processing adds to a module
+(the function that holds packed weights, the halves of MLA's projection) is exchanged as a reference.
+
+What processing makes can be told by comparing the instance that serves, before it has done a step, with one
+that was constructed and not loaded. Whatever differs and is none of the above is a reason to refuse.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from deployments.weights.wire.checkpoint_schema import join_reasons
+
+_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+# A kernel of experts refers to the parameters of its own layer, which stay the same objects.
+_KERNELS = ("moe_kernel", "moe_quant_config")
+_EXCHANGED = (torch.Tensor, FunctionType, BuiltinFunctionType)
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Module:
+    """A module of the model that serves, its counterpart, and what processing adds to it."""
+
+    path: str
+    live: torch.nn.Module
+    twin: torch.nn.Module
+    attributes: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+class Exchange:
+    """The model that serves and a second instance, module by module.
+
+    Args:
+        live: loaded and processed, and has not done a step.
+        shadow: constructed and not loaded.
+
+    Raises:
+        ValueError: the two differ in something that a swap could not exchange; names it.
+    """
+
+    def __init__(self, live: torch.nn.Module, shadow: torch.nn.Module) -> None:
+        twins = dict(shadow.named_modules())
+        self._modules: list[_Module] = []
+        problems = []
+        for path, module in live.named_modules():
+            twin = twins.pop(path, None)
+            if type(twin) is not type(module):
+                problems.append(f"{path!r} is a {type(module).__name__} and there {_kind(twin)}")
+                continue
+            assert twin is not None
+            if twin is module:
+                continue  # rotary tables, which vLLM makes once for all
+            comparison = _Comparison(module, twin)
+            problems += [f"{path}.{problem}" for problem in comparison.problems]
+            self._modules.append(
+                _Module(
+                    path=path,
+                    live=module,
+                    twin=twin,
+                    attributes=tuple(comparison.attributes),
+                    parameters=tuple(comparison.parameters),
+                )
+            )
+        problems += [f"{path!r} is not in the model that serves" for path in twins]
+        if problems:
+            raise ValueError(join_reasons(problems))
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._attributes: list[tuple[torch.nn.Module, torch.nn.Module, str]] = []
+
+    def collect(self, untouched: Collection[str]) -> None:
+        """The second instance is loaded and processed: find what the swap exchanges.
+
+        Args:
+            untouched: the paths of modules that keep what they have.
+
+        Raises:
+            ValueError: something does not fit; names it. Nothing is exchanged.
+        """
+        tensors: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        attributes = []
+        problems = []
+        for module in self._modules:
+            if module.path in untouched:
+                continue
+            for name, live, twin in _registered(module, problems):
+                known = tensors.setdefault(id(live), (name, live, twin))
+                if known[2] is not twin and not torch.equal(known[2], twin):
+                    problems.append(
+                        f"{known[0]!r} and {name!r} were equal in the checkpoint that this engine loaded, so "
+                        "it has one tensor for both, and now they differ; start the engine from a checkpoint "
+                        "in which they do"
+                    )
+                elif _layout(live) != _layout(twin):
+                    problems.append(f"{name!r} is {_layout(live)} and became {_layout(twin)}")
+            for attribute in module.attributes:
+                if attribute in vars(module.twin):
+                    attributes.append((module.live, module.twin, attribute))
+                else:
+                    problems.append(f"{module.path}.{attribute} was not made again")
+        if problems:
+            raise ValueError(join_reasons(problems))
+        self._tensors = [(live, twin) for _, live, twin in tensors.values() if live is not twin]
+        self._attributes = attributes
+
+    def swap(self) -> None:
+        """Exchange; the second instance has the former version then."""
+        for live, twin in self._tensors:
+            live.data, twin.data = twin.data, live.data
+        for live_module, twin_module, name in self._attributes:
+            ours, theirs = vars(live_module), vars(twin_module)
+            ours[name], theirs[name] = theirs[name], ours[name]
+        self.forget()
+
+    def forget(self) -> None:
+        """Refer to nothing of a version."""
+        self._tensors, self._attributes = [], []
+
+    def release(self) -> None:
+        """Free what processing made in the second instance."""
+        for module in self._modules:
+            for name in module.attributes:
+                vars(module.twin).pop(name, None)
+            for name in module.parameters:
+                module.twin._parameters.pop(name, None)
+
+
+class _Comparison:
+    """A module that was loaded and processed, and one that was only constructed.
+
+    Attributes:
+        attributes: that processing adds.
+        parameters: that processing adds.
+        problems: what cannot be exchanged, as the ends of sentences.
+    """
+
+    def __init__(self, live: torch.nn.Module, twin: torch.nn.Module) -> None:
+        self.attributes: list[str] = []
+        self.problems: list[str] = []
+        added = live._parameters.keys() - twin._parameters.keys()
+        self.parameters = sorted(added)
+        lost = (twin._parameters.keys() - live._parameters.keys()) | (
+            live._buffers.keys() ^ twin._buffers.keys()
+        )
+        self.problems += [f"{name} is not in both" for name in sorted(lost)]
+        method = getattr(live, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            if type(method) not in _METHODS:
+                self.problems.append(f"quant_method is a {type(method).__name__}")
+            self._refuse_differing("quant_method", method, twin.quant_method)
+        if (kernel := getattr(live, "impl", None)) is not None:
+            self._refuse_differing("impl", kernel, twin.impl)
+        for name, value in _differing(live, twin):
+            if isinstance(value, _EXCHANGED) and getattr(twin, name, None) is None:
+                self.attributes.append(name)
+            else:
+                self.problems.append(f"{name} comes from loading")
+
+    def _refuse_differing(self, owner: str, live: Any, twin: Any) -> None:
+        self.problems += [f"{owner}.{name} comes from loading" for name, _ in _differing(live, twin)]
+
+
+def _differing(live: Any, twin: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object that are not what its counterpart has, where that can be told."""
+    ours, theirs = vars(live), vars(twin)
+    ignored = _REGISTERED + (_KERNELS if type(live) is UnquantizedFusedMoEMethod else ())
+    for name in (ours.keys() | theirs.keys()) - set(ignored):
+        one, other = ours.get(name), theirs.get(name)
+        if other is None and isinstance(one, dict | list | set) and not one:
+            continue  # what a loader kept until its counterpart came
+        if (one is None) != (other is None):
+            yield name, one
+        elif isinstance(one, torch.nn.Parameter) and isinstance(other, torch.nn.Parameter):
+            continue  # a reference to one that is registered, and exchanged there
+        elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            if _layout(one) != _layout(other) or not torch.equal(one, other):
+                yield name, one
+        elif isinstance(one, _PLAIN) and one != other:
+            yield name, one
+
+
+def _registered(module: _Module, problems: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Parameters and buffers, with their counterparts."""
+    for group in ("_parameters", "_buffers"):
+        theirs = vars(module.twin)[group]
+        for name, tensor in vars(module.live)[group].items():
+            twin = theirs.get(name)
+            if tensor is not None and twin is not None:
+                yield f"{module.path}.{name}", tensor, twin
+            elif tensor is not twin:
+                problems.append(f"{module.path}.{name} was not made again")
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _kind(module: torch.nn.Module | None) -> str:
+    return "missing" if module is None else f"a {type(module).__name__}"

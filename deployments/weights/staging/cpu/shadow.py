@@ -1,0 +1,186 @@
+"""Staging beside the model that serves: a second instance, loaded and packed while the engine decodes.
+
+    begin       the second instance gets memory for parameters as a checkpoint has them
+    add         vLLM's own loaders fill them
+    finalize    vLLM packs layer by layer; the engine decodes in between
+    swap        parameters and packed layers of the two are exchanged, inside the pause
+    retire      the former version is freed, beside the engine again
+
+Everything that takes time is done as vLLM does it when an engine starts, so what serves then is what a fresh
+engine would have loaded. Memory for a second version is taken from the first chunk of a round to its end.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.cpu_resource_utils import get_memory_node_info
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from deployments.weights.staging.base import Tensors
+from deployments.weights.staging.cpu.blank_parameters import BlankParameter, BlankParameters, Loaded
+from deployments.weights.staging.cpu.exchange import Exchange
+from deployments.weights.staging.reports import LoadPlanSummary
+from deployments.weights.wire.chunk_layout import Chunk
+from deployments.weights.wire.digest_definition import Findings
+from deployments.weights.wire.received_chunk import ReceivedChunk
+
+GIB = 1 << 30
+
+
+class CpuShadowStaging:
+    """A second instance of the model that serves.
+
+    Built in the transfer engine's `__init__`: later the layers that serve have what the runner adds to them.
+
+    Raises:
+        ValueError: the model cannot be staged beside the one that serves, or memory does not suffice.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+        check_support(vllm_config, model)
+        self._vllm_config = vllm_config
+        self._live, self._shadow = model, build_shadow(vllm_config)
+        self._exchange = Exchange(model, self._shadow)
+        self._blanks = BlankParameters(self._shadow)
+        check_memory(vllm_config, sum(blank.size_bytes for blank in self._blanks))
+        self._open = False
+
+    def begin(self) -> None:
+        self._open = False
+
+    def replay(self, received: ReceivedChunk) -> Findings | None:
+        return None
+
+    def add(self, chunk: Chunk, tensors: Tensors) -> None:
+        if not self._open:
+            self._open = True
+            self._blanks.allocate()
+        self._shadow.load_weights(tensors)
+
+    def plans(self) -> LoadPlanSummary:
+        return LoadPlanSummary()
+
+    def finalize(self, *, complete: bool, partial: bool, rest: Callable[[], None]) -> list[str]:
+        if not self._open:
+            return [name for blank in self._blanks for name in blank.names]
+        untouched, unfilled = self._untouched(complete)
+        if unfilled:
+            return unfilled
+        with set_current_vllm_config(self._vllm_config):
+            for path, module in self._shadow.named_modules():
+                method = getattr(module, "quant_method", None)
+                if isinstance(method, QuantizeMethodBase) and path not in untouched:
+                    if isinstance(method, UnquantizedFusedMoEMethod):
+                        method.moe_kernel = None  # vLLM packs experts only where it makes their kernel
+                    method.process_weights_after_loading(module)
+                    rest()
+            for path, module in self._shadow.named_modules():
+                if is_deferred_attention_layer(module) and path not in untouched:
+                    module.process_weights_after_loading(self._vllm_config.model_config.dtype)
+        self._exchange.collect(untouched)
+        return []
+
+    def swap(self) -> None:
+        self._exchange.swap()
+
+    def retire(self) -> None:
+        self._open = False
+        self._exchange.release()
+        self._blanks.release()
+
+    def drop(self) -> None:
+        self.retire()
+
+    def release(self) -> None:
+        pass
+
+    def _untouched(self, complete: bool) -> tuple[set[str], list[str]]:
+        """Paths of modules that keep what they have, and names of parameters that may not stay as they are."""
+        states: dict[str, set[bool]] = {}  # by path: of its parameters, whether something was loaded
+        unfilled: list[str] = []
+        alone = []  # parameters of which nothing was loaded
+        for blank in self._blanks:
+            loaded = blank.loaded()
+            if loaded is not Loaded.ALL and not complete:
+                unfilled += blank.names
+            if loaded is Loaded.PART:
+                blank.pad()
+            if loaded is Loaded.NOTHING:
+                alone.append(blank)
+            for path, _, _ in blank.places:
+                states.setdefault(path, set()).add(loaded is not Loaded.NOTHING)
+        untouched = {path for path, found in states.items() if found == {False}}
+        for blank in alone:
+            for path, _, name in blank.places:
+                if path not in untouched:
+                    unfilled += self._keep(blank, path, name)
+        for path, module in self._shadow.named_modules():
+            if is_deferred_attention_layer(module):
+                below = {each in untouched for each in states if each.startswith(f"{path}.")}
+                if below == {True}:
+                    untouched.add(path)
+                elif len(below) == 2:
+                    unfilled += [f"{each}.*" for each in untouched if each.startswith(f"{path}.")]
+        return untouched, unfilled
+
+    def _keep(self, blank: BlankParameter, path: str, name: str) -> list[str]:
+        """Copy a parameter of which nothing was loaded, beside others of its module, from the live model.
+        Returns its name if it was packed there."""
+        live = self._live.get_submodule(path)._parameters[name]
+        if live is None or live.shape != blank.shape:
+            return [f"{path}.{name}"]
+        blank.parameter.data.copy_(live.data)
+        return []
+
+
+def check_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+    """Check that this engine's model can have a second instance.
+
+    Raises:
+        ValueError: all reasons why it cannot.
+    """
+    reasons = []
+    if vllm_config.compilation_config.mode != CompilationMode.NONE:
+        reasons.append("compiled code refers to the packed weights ('enforce_eager: true' compiles none)")
+    if vllm_config.lora_config is not None:
+        reasons.append("LoRA wraps the modules that serve")
+    if vllm_config.quant_config is not None:
+        reasons.append("its weights are quantized")
+    if vllm_config.parallel_config.enable_eplb:
+        reasons.append("expert load balancing moves experts between ranks")
+    if hasattr(model, "process_weights_after_loading"):
+        reasons.append(f"{type(model).__name__} processes weights as a whole")
+    if reasons:
+        raise ValueError("; ".join(reasons))
+
+
+def build_shadow(vllm_config: VllmConfig) -> torch.nn.Module:
+    """A second instance, constructed and not loaded. Its parameters have memory that nobody has touched."""
+    config = copy.copy(vllm_config)
+    # Layers register themselves here by name, and the runner finds the ones that serve by it.
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("cpu"):
+        return initialize_model(config).eval()  # as the one that serves is
+
+
+def check_memory(vllm_config: VllmConfig, needed: int) -> None:
+    """Check that a second version fits beside the KV cache, which is allocated later.
+
+    Raises:
+        ValueError: it does not; the message has the sizes in GiB.
+    """
+    cache = vllm_config.cache_config.kv_cache_memory_bytes or 0
+    available = get_memory_node_info().available_memory
+    if needed + cache > available:
+        raise ValueError(
+            f"a second copy of the weights needs {needed / GIB:.1f} GiB, and of the {available / GIB:.1f} GiB "
+            f"that are free the KV cache takes {cache / GIB:.1f}"
+        )
