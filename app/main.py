@@ -21,6 +21,7 @@ from app.settings.engine_args import check_engine_args
 from app.settings.executor import THREADS_BIND, UNBOUND, executor
 from app.settings.gpus import check_gpus, replica_gpus, slot_plan, trainer_gpus
 from app.settings.models import resolve_model
+from app.settings.staging import staging
 from app.settings.trainer import trainer_spec
 from deployments.controller.controller import Controller
 from deployments.controller.liveness import ServeReplicas
@@ -259,8 +260,8 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
     return EngineSpec(
         model=model,
         served_model_name=args.public_model_name,
-        backend=backend(args.weights.transport, args.weights.staging.value, args.weights.wire.value),
-        staging=args.weights.staging.value,
+        backend=backend(args.weights.transport, staging(args), args.weights.wire.value),
+        staging=staging(args),
         staging_share=args.weights.effective_staging_share,
         arguments=arguments,
     )

@@ -82,7 +82,7 @@ def _wire_rules(config: AppConfig) -> Iterator[str]:
         transport = weights.transport_record.name
         yield expected("weights.wire", f"'slipstream' with transport {transport!r}", "'vllm'", reason)
         return
-    if weights.staging is StagingMode.HOST:
+    if weights.staging not in (StagingMode.DEVICE, StagingMode.NONE):
         reason = "with a GPU to receive on, a version is staged there"
         yield expected("weights.staging", "'device' or 'none' with wire 'vllm'", "'host'", reason)
     if config.trainer is not None:
@@ -91,9 +91,6 @@ def _wire_rules(config: AppConfig) -> Iterator[str]:
 
 
 def _cpu_rules(config: AppConfig) -> Iterator[str]:
-    if config.weights.staging is StagingMode.DEVICE:
-        reason = "a shadow of the parameters needs a GPU: device 'cuda'"
-        yield expected("weights.staging", "'host' with device 'cpu'", "'device'", reason)
     if config.placement is Placement.COLOCATED:
         yield expected("placement", "'separate' with device 'cpu'", "'colocated'", "there is no GPU to share")
     if config.trainer is not None and config.trainer.packed:

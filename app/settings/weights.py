@@ -29,7 +29,8 @@ class StagingMode(StrEnum):
     """Where received tensors are held until the commit."""
 
     HOST = "host"  # in host memory, and loaded inside the pause
-    DEVICE = "device"  # in a shadow of the parameters, filled while generating: the pause is one copy
+    # In a shadow of the parameters, filled while generating: the pause is one copy, on a CPU not even that.
+    DEVICE = "device"
     NONE = "none"  # nowhere: vLLM's own engines load inside the pause. Least memory, longest pause
 
 
@@ -44,14 +45,15 @@ class WeightsConfig(LedgerConfig):
     """How an update is transferred and staged, and the ledger's rules for it (deadlines, lease, commit)."""
 
     transport: TransportName = "shm"
-    staging: StagingMode = StagingMode.HOST
+    # None: on a CPU 'device' where that is possible (the engine's log says why not), else 'host'.
+    staging: StagingMode | None = None
     # With staging 'none' it is always vLLM's, whatever stands here.
     wire: Wire = Wire.SLIPSTREAM
     # A trainer rank has two chunks on its GPU (ipc, nccl). None: the transport's default.
     chunk_bytes: int | None = Field(default=None, ge=1 << 16, le=4 << 30)
-    # The share of a GPU's time that staging may take while requests run: below 1 it pauses between chunks, so
-    # decoding stays fast and an update takes longer. None: the transport's default. On an idle replica it
-    # never pauses.
+    # The share of a GPU's time, or of one core's, that staging may take while requests run: below 1 it pauses
+    # between chunks, so decoding stays fast and an update takes longer. None: the transport's default. On an
+    # idle replica it never pauses.
     staging_share: float | None = Field(default=None, gt=0.0, le=1.0)
     # CUDA IPC handles arrive pickled only. Even then a restricted unpickler reads them.
     allow_pickled_ipc_over_http: bool = False

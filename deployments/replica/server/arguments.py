@@ -20,8 +20,8 @@ class EngineSpec:
         checkpoint: what the fleet started from, if `model` is another one: a version in the store.
         served_model_name: the name that clients use, whatever directory the weights came from.
         backend: the weight transfer backend, by its name in vLLM's registry.
-        staging: device | host | none.
-        staging_share: of the device's time that staging may take while requests run; 1: all of it.
+        staging: device | host | none | automatic (device if this engine can, else host).
+        staging_share: of the device's time, or a core's, that staging may take while requests run; 1: all.
         arguments: further fields of vLLM's `AsyncEngineArgs` and of its OpenAI server.
     """
 

@@ -112,28 +112,26 @@ class HostStaging:
 
 
 def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
-    """The staging that an engine is configured with. On a CPU, where memory of host and device are one, the
-    next version is prepared beside the one that serves if that is possible.
+    """The staging that an engine is configured with: this one, or the device's.
 
     Raises:
         ValueError: it is not possible for this model.
     """
     check_draft(vllm_config)
-    if vllm_config.additional_config.get("staging", "host") == "device":
+    configured = vllm_config.additional_config.get("staging", "host")
+    if configured in ("device", "automatic") and device.type == "cpu":
+        from deployments.weights.staging.cpu.shadow import shadow_staging
+
+        try:
+            return shadow_staging(vllm_config, model)
+        except ValueError as error:
+            if configured == "device":
+                raise
+            logger.warning("%s; updates load inside the pause", error)
+    elif configured == "device":
         from deployments.weights.staging.device import DeviceStaging
 
         return DeviceStaging(vllm_config, device, model)
-    if device.type == "cpu":
-        from deployments.weights.staging.cpu.shadow import CpuShadowStaging
-
-        try:
-            return CpuShadowStaging(vllm_config, model)
-        except ValueError as error:
-            logger.warning(
-                "updates load inside the pause; the next version cannot be prepared beside the one that "
-                "serves: %s",
-                error,
-            )
     return HostStaging(model, vllm_config.model_config)
 
 

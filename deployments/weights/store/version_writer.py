@@ -14,6 +14,7 @@ import torch
 
 from deployments.logs import serve_logger
 from deployments.protocol.reports import StoreResult
+from deployments.thread_priority import yield_to_others
 from deployments.weights.store.integrity import check_same
 from deployments.weights.store.manifest import StoredTensor, VersionManifest
 from deployments.weights.store.safetensors_file import write_safetensors
@@ -21,6 +22,7 @@ from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
 from deployments.weights.wire.digest_definition import version_digest
 
+NICE = 5  # nobody waits for the store
 logger = serve_logger()
 
 
@@ -84,6 +86,7 @@ class VersionWriter:
             return self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
 
     def _run(self) -> None:
+        yield_to_others(NICE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None)

@@ -54,7 +54,7 @@ class Transport:
     same_gpu: SameGpu
     rendezvous: bool  # all members form one group of ranks at an address, and a lost member breaks it
     chunk_bytes: int  # default
-    staging_share: float  # default share of the GPU's time that staging may take while requests run
+    staging_share: float  # default share of the device's time that staging may take while requests run
     module: str
     prefix: str  # of the classes in `module`
 
@@ -82,7 +82,7 @@ class Transport:
 
 # Chunks: on a GPU each chunk costs the trainer a turn on the device that decodes, so chunks are large.
 # Shares: staging that pauses between chunks costs fewer tokens in all than staging at full speed, and slows
-# decoding by less than a tenth (benchmarks/RESULTS.md). On CPUs nothing competes for the device.
+# decoding by less than a tenth (benchmarks/RESULTS.md). On a CPU it is a share of one core.
 _ALL = (
     Transport(
         name="shm",
@@ -92,7 +92,7 @@ _ALL = (
         same_gpu=SameGpu.NO_GPU,
         rendezvous=False,
         chunk_bytes=64 << 20,
-        staging_share=1.0,
+        staging_share=0.5,
         module=f"{_PACKAGE}.shm",
         prefix="Shm",
     ),
@@ -104,7 +104,7 @@ _ALL = (
         same_gpu=SameGpu.NO_GPU,
         rendezvous=True,
         chunk_bytes=64 << 20,
-        staging_share=1.0,
+        staging_share=0.5,
         module=f"{_PACKAGE}.gloo",
         prefix="Gloo",
     ),

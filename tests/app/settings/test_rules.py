@@ -16,11 +16,6 @@ LORA = {"enable_lora": True, "max_loras": 2}
             "('nccl' connects processes on device 'cuda')",
         ),
         (
-            {"weights": {"staging": "device"}},
-            "'weights.staging': expected 'host' with device 'cpu', got 'device' "
-            "(a shadow of the parameters needs a GPU: device 'cuda')",
-        ),
-        (
             {"weights": {"staging": "none"}},
             "'weights.staging': expected 'host' with transport 'shm', got 'none' "
             "('none' selects vLLM's own engines, which are 'ipc' or 'nccl')",

@@ -34,20 +34,21 @@ GIB = 1 << 30
 
 
 class CpuShadowStaging:
-    """A second instance of the model that serves.
+    """Fills a second instance of the model that serves, and exchanges the two.
 
-    Built in the transfer engine's `__init__`: later the layers that serve have what the runner adds to them.
+    Args:
+        model: loaded and processed, and has not done a step.
+        shadow: constructed and not loaded.
 
     Raises:
-        ValueError: the model cannot be staged beside the one that serves, or memory does not suffice.
+        ValueError: the two differ in something that a swap could not exchange, or memory does not suffice.
     """
 
-    def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-        check_support(vllm_config, model)
+    def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module, shadow: torch.nn.Module) -> None:
         self._vllm_config = vllm_config
-        self._live, self._shadow = model, build_shadow(vllm_config)
-        self._exchange = Exchange(model, self._shadow)
-        self._blanks = BlankParameters(self._shadow)
+        self._live, self._shadow = model, shadow
+        self._exchange = Exchange(model, shadow)
+        self._blanks = BlankParameters(shadow)
         check_memory(vllm_config, sum(blank.size_bytes for blank in self._blanks))
         self._open = False
 
@@ -101,7 +102,7 @@ class CpuShadowStaging:
         pass
 
     def _untouched(self, complete: bool) -> tuple[set[str], list[str]]:
-        """Paths of modules that keep what they have, and names of parameters that may not stay as they are."""
+        """Paths of modules that keep what they have, and names of parameters that lack something."""
         states: dict[str, set[bool]] = {}  # by path: of its parameters, whether something was loaded
         unfilled: list[str] = []
         alone = []  # parameters of which nothing was loaded
@@ -137,6 +138,21 @@ class CpuShadowStaging:
             return [f"{path}.{name}"]
         blank.parameter.data.copy_(live.data)
         return []
+
+
+def shadow_staging(vllm_config: VllmConfig, model: torch.nn.Module) -> CpuShadowStaging:
+    """The staging of an engine whose model was loaded.
+
+    Called in the transfer engine's `__init__`: later the layers that serve have what the runner adds to them.
+
+    Raises:
+        ValueError: it is not possible.
+    """
+    try:
+        check_support(vllm_config, model)
+        return CpuShadowStaging(vllm_config, model, build_shadow(vllm_config))
+    except ValueError as error:
+        raise ValueError(f"staging 'device' is not possible on this CPU: {error}; 'host' is") from error
 
 
 def check_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
@@ -181,6 +197,6 @@ def check_memory(vllm_config: VllmConfig, needed: int) -> None:
     available = get_memory_node_info().available_memory
     if needed + cache > available:
         raise ValueError(
-            f"a second copy of the weights needs {needed / GIB:.1f} GiB, and of the {available / GIB:.1f} GiB "
-            f"that are free the KV cache takes {cache / GIB:.1f}"
+            f"a second copy of the weights needs {needed / GIB:.1f} GiB, and the KV cache {cache / GIB:.1f} "
+            f"of the {available / GIB:.1f} GiB that are free"
         )

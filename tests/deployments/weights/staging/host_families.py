@@ -24,7 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader import get_model
 
 from deployments.weights.staging.base import Staging
-from deployments.weights.staging.cpu.shadow import CpuShadowStaging
+from deployments.weights.staging.cpu.shadow import shadow_staging
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.observation import observe
 from deployments.weights.staging.reachable import name_of
@@ -116,7 +116,7 @@ def computing_otherwise(swapped: torch.nn.Module, fresh: torch.nn.Module) -> lis
 def new_staging(kind: str, config: VllmConfig, live: torch.nn.Module) -> Staging:
     if kind == "host":
         return HostStaging(live, config.model_config)
-    return CpuShadowStaging(config, live)
+    return shadow_staging(config, live)
 
 
 @torch.no_grad()
@@ -160,7 +160,7 @@ def swapped_twice(directory: Path, family: str, kind: str) -> dict[str, Any]:
             swap(staging, config, tensors)
         except ValueError as error:
             result["refused"] = str(error)
-            result["behind"].append(differing(live, load(configure(directory / "c", lora=lora))))
+            result["behind after"] = differing(live, load(configure(directory / "c", lora=lora)))
     return result
 
 

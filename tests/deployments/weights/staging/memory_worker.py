@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from deployments.weights.staging.cpu.shadow import CpuShadowStaging
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.reports import StagingState, from_wire
 from deployments.weights.staging.worker_extension import StagingWorkerExtension
@@ -110,8 +111,14 @@ class ModelRunner:
 class MemoryWorker(CPUWorker, StagingWorkerExtension):  # in the order in which vLLM mixes it in
     """A worker that was never started: no device, no distributed environment."""
 
-    def __init__(self, checkpoint: Path, *, index: int = 0, loaded: Path | None = None) -> None:
-        """One that was loaded from the checkpoint of the fleet, or from a version in the store."""
+    def __init__(
+        self, checkpoint: Path, *, index: int = 0, loaded: Path | None = None, shadow: bool = False
+    ) -> None:
+        """One that was loaded from the checkpoint of the fleet, or from a version in the store.
+
+        Args:
+            shadow: the next version is prepared beside the one that serves.
+        """
         self.model = Model()
         record_metadata_for_reloading(self.model)  # as vLLM's loader does it
         self.rank = index
@@ -124,6 +131,8 @@ class MemoryWorker(CPUWorker, StagingWorkerExtension):  # in the order in which 
         self.engine = MemoryTransferEngine(
             SimpleNamespace(), self.vllm_config, torch.device("cpu"), self.model
         )
+        if shadow:
+            self.engine.staging = CpuShadowStaging(self.vllm_config, self.model, Model())
         self.weight_transfer_engine = self.engine
         self._weight_update_active = False
         self._weight_update_is_draft = False

@@ -1,58 +1,38 @@
 """A model that staging in host memory swapped is what a fresh load of the same version is."""
 
-import json
-import os
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from deployments.weights.staging.host import replacing_all
+from tests.deployments.weights.staging.family_results import Results, family_results
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("host")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deployments.weights.staging.host_families", str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        # One thread: more only wait for each other where other tests run as well.
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"},
-    )
-    lines = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert done.returncode == 0 and lines, done.stdout + done.stderr
-    print(done.stdout, done.stderr)
-    results = map(json.loads, lines)
-    return {(each["family"], each["packed"]): each for each in results}
+def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return family_results(tmp_path_factory.mktemp("host"), "host")
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("family", ["experts", "padded-experts", "dense", "mla", "tied", "tied-twice"])
-def test_all_that_was_loaded_is_replaced_by_each_swap(
-    family: str, packed: bool, found: dict[tuple[str, bool], Any]
-) -> None:
+def test_all_that_was_loaded_is_replaced_by_each_swap(family: str, packed: bool, found: Results) -> None:
     assert found[family, packed].get("behind") == [[], []], found[family, packed]
 
 
-def test_all_weights_of_modules_that_lora_wraps_are_replaced(found: dict[tuple[str, bool], Any]) -> None:
+def test_all_weights_of_modules_that_lora_wraps_are_replaced(found: Results) -> None:
     assert found["dense-lora", True].get("behind") == [[], []], found["dense-lora", True]
 
 
 def test_an_output_embedding_that_the_engine_has_tied_may_not_differ_later(
-    found: dict[tuple[str, bool], Any],
+    found: Results,
 ) -> None:
     assert "'lm_head.weight' must be equal to the input embeddings" in found["tied-twice", False]["refused"]
 
 
-def test_a_model_that_vllm_would_leave_as_it_was_is_refused(found: dict[tuple[str, bool], Any]) -> None:
+def test_a_model_that_vllm_would_leave_as_it_was_is_refused(found: Results) -> None:
     assert "GptOssForCausalLM copies weights past its loaders" in found["gpt-oss", True]["refused"]
 
 
@@ -69,5 +49,5 @@ def test_experts_that_a_failed_reload_did_not_come_to_have_their_kernels_again()
     assert method.moe_kernel is kernel
 
 
-def test_experts_that_lora_wraps_are_not_replaced_in_silence(found: dict[tuple[str, bool], Any]) -> None:
+def test_experts_that_lora_wraps_are_not_replaced_in_silence(found: Results) -> None:
     assert "keeps the former weights of experts that LoRA wraps" in found["experts-lora", True]["refused"]

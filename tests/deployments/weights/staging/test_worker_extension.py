@@ -38,9 +38,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "model")
 
 
-@pytest.fixture
-def worker(checkpoint: Path) -> Iterator[MemoryWorker]:
-    worker = MemoryWorker(checkpoint)
+@pytest.fixture(params=[False, True], ids=["host", "shadow"])
+def worker(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[MemoryWorker]:
+    worker = MemoryWorker(checkpoint, shadow=request.param)
     yield worker
     worker.engine.shutdown()
 
