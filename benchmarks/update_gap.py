@@ -1,7 +1,7 @@
 """The longest time for which streaming clients receive no token while weights change, on a CPU, and how much
 longer their answers take because of it.
 
-python -m benchmarks.update_gap [--rounds 3] [--streams 4]
+python -m benchmarks.update_gap [--rounds 3] [--streams 4] [--kv-cache keep]
 
 Slipstream: a round from the trainer, staged while generating. The peer: what a project without Slipstream
 does with one `vllm serve`, which is to save a checkpoint, pause, load it from disk, resume. It keeps the KV
@@ -30,15 +30,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--kv-cache", nargs="+", default=["keep", "recompute"], help="of the fleets")
     args = parser.parse_args(arguments)
-    load = Load(requests=args.streams, concurrency=args.streams, max_tokens=160)
+    load = Load(requests=args.streams, concurrency=args.streams, max_tokens=args.tokens)
     rows: list[Row] = []
     with vllm_serve(8441) as peer, tempfile.TemporaryDirectory() as root:
         idle = _measure("vllm serve, no update", peer, load, args.rounds, lambda: None)
         reload = partial(_reload, peer, Path(root))
         name = "vllm serve: save, pause, reload from disk, resume"
         rows += [idle, _measure(name, peer, load, args.rounds, reload, idle)]
-    for kv_cache in ("recompute", "keep"):
+    for kv_cache in args.kv_cache:
         with fleet(8431, trainer=True, weights={"kv_cache": kv_cache}) as ours:
             idle = _measure("slipstream, no update", ours, load, args.rounds, lambda: None)
             name = f"slipstream: a round over shared memory, {kv_cache}"

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fastapi import FastAPI
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.usage.usage_lib import UsageContext
@@ -28,6 +27,7 @@ from deployments.replica.engine_drain import EngineDrain
 from deployments.replica.recording_llm import RecordingLLM, new_llm
 from deployments.replica.server.arguments import EngineSpec, server_arguments
 from deployments.replica.server.info import fleet_fingerprint
+from deployments.replica.server.step_size import FleetEngineArgs
 
 FIRST_CALL_S = 60.0  # of an engine that is up, to the calls that only read or set a value
 END_S = 4.0  # an engine's processes may take this long to end by themselves; vLLM kills them then
@@ -57,7 +57,7 @@ class Engine:
     async def start(cls, spec: EngineSpec, *, version: int) -> "Engine":
         """Start the engine's processes and build its application; about 30 s on a CPU."""
         args = server_arguments(spec)
-        engine_args = AsyncEngineArgs.from_cli_args(args)
+        engine_args = FleetEngineArgs.from_cli_args(args)
         with kept_log_file():
             config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
             llm = new_llm(config, engine_args)

@@ -219,6 +219,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update = self._update
         assert update is not None
         if update.outcome is Outcome.DONE and not update.is_complete:
+            self.share = 1.0  # the engine waits: nobody decodes meanwhile
             self._thread.run(self._guarded, update, self._finalize, limit_s=VERIFY_S)
         return update.report()
 

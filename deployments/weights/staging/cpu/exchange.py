@@ -55,7 +55,7 @@ class Exchange:
     def __init__(self, live: torch.nn.Module, shadow: torch.nn.Module) -> None:
         twins = dict(shadow.named_modules())
         self._modules: list[_Module] = []
-        problems = []
+        problems: list[str] = []
         for path, module in live.named_modules():
             twin = twins.pop(path, None)
             if type(twin) is not type(module):
@@ -91,8 +91,8 @@ class Exchange:
             ValueError: something does not fit; names it. Nothing is exchanged.
         """
         tensors: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
-        attributes = []
-        problems = []
+        attributes: list[tuple[torch.nn.Module, torch.nn.Module, str]] = []
+        problems: list[str] = []
         for module in self._modules:
             if module.path in untouched:
                 continue

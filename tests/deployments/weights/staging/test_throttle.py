@@ -37,6 +37,17 @@ def used(clock: Clock, share: float, seconds: float = 0.5) -> Throttle:
     return throttle
 
 
+def test_a_core_is_left_alone_until_the_share_of_it_is_kept(clock: Clock) -> None:
+    throttle = Throttle(clock)
+    throttle.begin(0.25)
+    clock.now += 1.0
+    assert throttle.rest_s(used_s=1.0) == pytest.approx(3.0)
+    clock.now += 3.0
+    throttle.resume()
+    clock.now += 5.0  # of which the work had a core for one
+    assert throttle.rest_s(used_s=1.0) == 0.0
+
+
 def test_a_tenth_of_the_time_is_taken(clock: Clock) -> None:
     throttle = used(clock, 0.1)
     assert [chunk(throttle, clock, 0.5) for _ in range(3)] == pytest.approx([4.5] * 3)
