@@ -6,8 +6,8 @@ import threading
 
 
 def yield_to_others(levels: int) -> None:
-    """Lower the calling thread's priority by so many levels of nice; each costs a fifth of what is left of its
-    time where all cores are busy. It cannot be raised again."""
+    """Lower the calling thread's priority by so many levels of nice, each a fifth of its time where all cores
+    are busy. It cannot be raised again."""
     if sys.platform != "linux":  # elsewhere it is the priority of the process
         return
     thread = threading.get_native_id()

@@ -1,9 +1,9 @@
 """How many tokens an engine on a CPU computes in one step.
 
 All requests of an engine wait for its step, also one that needs a single token. vLLM allows 2048 tokens of
-prompts in it, which are milliseconds on a GPU. On two cores they are 2.3 s for a model of 135M, so a request of
-8 tokens waits for half a minute while prompts of others come in, or are computed again after an update. Products
-of 256 rows use the cores as well as products of 2048 do (benchmarks/RESULTS.md).
+prompts in it, which are milliseconds on a GPU. On two cores they are 2.3 s for a model of 135M, so a request
+of 8 tokens waits for half a minute while prompts of others come in, or are computed again after an update.
+Products of 256 rows use the cores as well as products of 2048 do (benchmarks/RESULTS.md).
 """
 
 import os

@@ -37,7 +37,7 @@ from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import ConnectState, StagingState
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, wait_for
-from deployments.weights.staging.throttle import Throttle
+from deployments.weights.staging.throttle import CoreShare, Throttle
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.model_files import copy_model_files
 from deployments.weights.store.retained import RetainedVersions
@@ -92,7 +92,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread = StagingThread(self.device)
         self._stream = self._thread.stream
         self._throttle = Throttle()
-        self._used_s = 0.0  # of a core, by the staging thread, up to its last rest
+        self._core_share = CoreShare()
 
     @abstractmethod
     def connect(self, init_info: Init) -> None:
@@ -219,7 +219,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update = self._update
         assert update is not None
         if update.outcome is Outcome.DONE and not update.is_complete:
-            self.share = 1.0  # the engine waits: nobody decodes meanwhile
+            self._core_share.begin(1.0)  # the engine waits: nobody decodes meanwhile
             self._thread.run(self._guarded, update, self._finalize, limit_s=VERIFY_S)
         return update.report()
 
@@ -275,11 +275,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def _stage_payload(self, update: StagedUpdate, chunks: Chunks) -> None:
         self._throttle.begin(self.share)
-        self._used_s = time.thread_time()
+        self._core_share.begin(self.share)
         for received in chunks():
             self._stage_chunk(update, received)
             if self._stream is None:
-                self._rest()
+                self._core_share.rest()
             elif self.share < 1.0:
                 wait_for(self._stream.record_event())
                 time.sleep(self._throttle.delay_s(received.chunk.size_bytes))
@@ -288,14 +288,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         if update.has_all(self.schema, one_payload=self.one_payload):
             # Here and not in `verify`, for which the engine waits.
             self._finalize(update)
-
-    def _rest(self) -> None:
-        """On a CPU: leave the cores to the engine, so that staging takes no more than its share of one."""
-        used = time.thread_time()
-        if self.share < 1.0:
-            time.sleep(self._throttle.rest_s(used - self._used_s))
-        self._used_s = time.thread_time()
-        self._throttle.resume()
 
     def _stage_files(self, update: StagedUpdate, chunks: Chunks, files: ReceivedFiles) -> None:
         try:
@@ -345,7 +337,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         if not complete:  # only vLLM's own loader knows the model's tensors
             update.checks -= {Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE}
         partial = complete and bool(update.lacking)
-        unfilled = self.staging.finalize(complete=complete, partial=partial, rest=self._rest)
+        unfilled = self.staging.finalize(complete=complete, partial=partial, rest=self._core_share.rest)
         if unfilled:
             raise ValueError(
                 join_reasons([f"parameter {name!r} received no or not all weights" for name in unfilled])

@@ -50,7 +50,7 @@ class StagingThread:
         )
 
     def _yield(self) -> None:
-        """On a CPU: leave the cores to the threads that decode. Each parallel operation of theirs ends when the
+        """On a CPU: leave the cores to the threads that decode. A parallel operation of theirs ends when the
         last of them does, so a core that is shared in full would cost twice its time."""
         yield_to_others(NICE)
         set_num_threads(max(1, self._threads // 4))

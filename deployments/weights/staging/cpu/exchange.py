@@ -150,11 +150,9 @@ class _Comparison:
     def __init__(self, live: torch.nn.Module, twin: torch.nn.Module) -> None:
         self.attributes: list[str] = []
         self.problems: list[str] = []
-        added = live._parameters.keys() - twin._parameters.keys()
-        self.parameters = sorted(added)
-        lost = (twin._parameters.keys() - live._parameters.keys()) | (
-            live._buffers.keys() ^ twin._buffers.keys()
-        )
+        self.parameters = sorted(live._parameters.keys() - twin._parameters.keys())
+        lost = twin._parameters.keys() - live._parameters.keys()
+        lost |= live._buffers.keys() ^ twin._buffers.keys()
         self.problems += [f"{name} is not in both" for name in sorted(lost)]
         method = getattr(live, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
@@ -164,7 +162,8 @@ class _Comparison:
         if (kernel := getattr(live, "impl", None)) is not None:
             self._refuse_differing("impl", kernel, twin.impl)
         for name, value in _differing(live, twin):
-            if isinstance(value, _EXCHANGED) and getattr(twin, name, None) is None:
+            added = getattr(twin, name, None) is None and not isinstance(value, torch.nn.Parameter)
+            if added and isinstance(value, _EXCHANGED):
                 self.attributes.append(name)
             else:
                 self.problems.append(f"{name} comes from loading")
@@ -187,6 +186,9 @@ def _differing(live: Any, twin: Any) -> Iterator[tuple[str, Any]]:
             continue  # a reference to one that is registered, and exchanged there
         elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             if _layout(one) != _layout(other) or not torch.equal(one, other):
+                yield name, one
+        elif isinstance(one, FunctionType) and isinstance(other, FunctionType):
+            if one.__code__ is not other.__code__:
                 yield name, one
         elif isinstance(one, _PLAIN) and one != other:
             yield name, one

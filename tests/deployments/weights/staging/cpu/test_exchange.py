@@ -18,6 +18,7 @@ class Layer(torch.nn.Module):
         self.register_buffer("scale", torch.ones(1))
         self.scale_float = 1.0
         self.prefix = "layer"
+        self.activation = lambda: 1
 
     def process(self) -> None:
         packed = self.weight.clone()
@@ -134,6 +135,10 @@ def constant(layer: Any) -> None:
     layer.__dict__["table"] = torch.ones(2)
 
 
+def another_function(layer: Any) -> None:
+    layer.activation = lambda: 2
+
+
 def a_buffer(layer: Any) -> None:
     layer.register_buffer("more", torch.ones(2))
 
@@ -144,6 +149,7 @@ def a_buffer(layer: Any) -> None:
         (number, "0.scale_float comes from loading"),
         (an_object, "0.packed comes"),
         (a_buffer, "0.more is not"),
+        (another_function, "0.activation comes"),
     ],
 )
 def test_whatever_else_loading_has_made_is_refused_by_name(
