@@ -34,27 +34,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--kv-cache", nargs="+", default=["keep", "recompute"], help="of the fleets")
     args = parser.parse_args(arguments)
     load = Load(requests=args.streams, concurrency=args.streams, max_tokens=args.tokens)
-    rows: list[Row] = []
+    print(f"| {args.streams} streams, {MODEL}, float32 | longest gap | gaps | answers take | update took |")
+    print("|---|---|---|---|---|", flush=True)
     with vllm_serve(8441) as peer, tempfile.TemporaryDirectory() as root:
         idle = _measure("vllm serve, no update", peer, load, args.rounds, lambda: None)
         reload = partial(_reload, peer, Path(root))
         name = "vllm serve: save, pause, reload from disk, resume"
-        rows += [idle, _measure(name, peer, load, args.rounds, reload, idle)]
+        _measure(name, peer, load, args.rounds, reload, idle)
     for kv_cache in args.kv_cache:
         with fleet(8431, trainer=True, weights={"kv_cache": kv_cache}) as ours:
             idle = _measure("slipstream, no update", ours, load, args.rounds, lambda: None)
             name = f"slipstream: a round over shared memory, {kv_cache}"
-            rows += [idle, _measure(name, ours, load, args.rounds, partial(_publish, ours), idle)]
-    print(f"| {args.streams} streams, {MODEL}, float32 | longest gap | gaps | answers take | update took |")
-    print("|---|---|---|---|---|")
-    for row in rows:
-        gaps = ", ".join(f"{gap_ms:.0f}" for gap_ms in sorted(row.gaps_ms))
-        more = "" if row.idle is None else f" (+{row.answered_s - row.idle.answered_s:.2f})"
-        took = "" if row.idle is None else f"{row.took_s:.2f} s"
-        print(
-            f"| {row.name} | {statistics.median(row.gaps_ms):.0f} ms | {gaps} | {row.answered_s:.2f} s{more} "
-            f"| {took} |"
-        )
+            _measure(name, ours, load, args.rounds, partial(_publish, ours), idle)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +64,19 @@ class Row:
     took_s: float
     idle: "Row | None"
 
+    def __str__(self) -> str:
+        gaps = ", ".join(f"{gap_ms:.0f}" for gap_ms in sorted(self.gaps_ms))
+        more = "" if self.idle is None else f" (+{self.answered_s - self.idle.answered_s:.2f})"
+        took = "" if self.idle is None else f"{self.took_s:.2f} s"
+        longest_ms = statistics.median(self.gaps_ms)
+        return f"| {self.name} | {longest_ms:.0f} ms | {gaps} | {self.answered_s:.2f} s{more} | {took} |"
+
 
 def _measure(
     name: str, url: str, load: Load, rounds: int, update: Callable[[], None], idle: Row | None = None
 ) -> Row:
+    """Measure and print."""
+
     def once() -> tuple[Measured, float]:
         with ThreadPoolExecutor(1) as pool:
             streams = pool.submit(run, url, load)
@@ -91,7 +91,7 @@ def _measure(
     else:
         update()  # and so does its first update
     results = [once() for _ in range(rounds)]
-    return Row(
+    row = Row(
         name=name,
         gaps_ms=tuple(measured.longest_gap_ms for measured, _ in results),
         answered_s=statistics.median(
@@ -100,6 +100,8 @@ def _measure(
         took_s=statistics.median(took for _, took in results),
         idle=idle,
     )
+    print(row, flush=True)
+    return row
 
 
 def _publish(url: str) -> None:
