@@ -279,7 +279,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         for received in chunks():
             self._stage_chunk(update, received)
             if self._stream is None:
-                self._core_share.rest()
+                self._rest(update)
             elif self.share < 1.0:
                 wait_for(self._stream.record_event())
                 time.sleep(self._throttle.delay_s(received.chunk.size_bytes))
@@ -288,6 +288,16 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         if update.has_all(self.schema, one_payload=self.one_payload):
             # Here and not in `verify`, for which the engine waits.
             self._finalize(update)
+
+    def _rest(self, update: StagedUpdate) -> None:
+        """Between two units of work on a CPU.
+
+        Raises:
+            TransferFailed: the update was dropped; whoever dropped it waits for this thread.
+        """
+        if update is not self._update:
+            raise TransferFailed("the update was dropped")
+        self._core_share.rest()
 
     def _stage_files(self, update: StagedUpdate, chunks: Chunks, files: ReceivedFiles) -> None:
         try:
@@ -336,8 +346,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         complete = self.schema is not None
         if not complete:  # only vLLM's own loader knows the model's tensors
             update.checks -= {Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE}
-        partial = complete and bool(update.lacking)
-        unfilled = self.staging.finalize(complete=complete, partial=partial, rest=self._core_share.rest)
+        unfilled = self.staging.finalize(
+            complete=complete,
+            partial=complete and bool(update.lacking),
+            rest=partial(self._rest, update),
+        )
         if unfilled:
             raise ValueError(
                 join_reasons([f"parameter {name!r} received no or not all weights" for name in unfilled])

@@ -2,14 +2,16 @@
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from deployments.weights.staging import engine as engine_module
+from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.staging_thread import StagingThread
-from tests.deployments.weights.staging.memory_worker import MemoryWorker, write_checkpoint
+from tests.deployments.weights.staging.memory_worker import MemoryWorker, weights, write_checkpoint
 
 HANGS = r"^the staging thread has not ended its work within 0\.2 s$"
 
@@ -26,6 +28,23 @@ def test_work_runs_in_order_and_its_error_is_the_callers() -> None:
 
     with pytest.raises(ValueError, match=r"^no$"):
         thread.run(fail, limit_s=5.0)
+
+
+class Endless(HostStaging):
+    """Has always one more layer to prepare."""
+
+    def finalize(self, *, complete: bool, partial: bool, rest: Callable[[], None]) -> list[str]:
+        while True:
+            rest()
+            time.sleep(0.001)
+
+
+def test_a_version_that_is_dropped_is_not_prepared_any_further(tmp_path: Path) -> None:
+    worker = MemoryWorker(write_checkpoint(tmp_path / "model"))
+    worker.engine.staging = Endless(worker.model, worker.vllm_config.model_config)
+    worker.staging_receive(worker.offer("p", weights(2.0)), 0.5, True, None)
+    worker.staging_drop()  # raises if the thread does not end
+    worker.engine.shutdown()
 
 
 @pytest.mark.parametrize("call", ["drop", "shutdown"])
