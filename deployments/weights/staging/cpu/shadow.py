@@ -163,7 +163,7 @@ def check_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """
     reasons = []
     if vllm_config.compilation_config.mode != CompilationMode.NONE:
-        reasons.append("compiled code refers to the packed weights ('enforce_eager: true' compiles none)")
+        reasons.append("it is compiled, and nobody has shown that compiled code sees an exchange (enforce_eager)")
     if vllm_config.lora_config is not None:
         reasons.append("LoRA wraps the modules that serve")
     if vllm_config.quant_config is not None:

@@ -154,5 +154,5 @@ def test_a_second_copy_that_does_not_fit_is_refused_with_the_sizes() -> None:
 def test_an_engine_that_compiles_is_refused(live: Model) -> None:
     config = VllmConfig()
     config.compilation_config.mode = 3
-    with pytest.raises(ValueError, match="compiled code refers to the packed weights"):
+    with pytest.raises(ValueError, match="it is compiled, and nobody has shown"):
         shadow_staging(config, live)
