@@ -18,6 +18,7 @@ from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.cpu_resource_utils import get_memory_node_info
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -62,7 +63,8 @@ class CpuShadowStaging:
         if not self._open:
             self._open = True
             self._blanks.allocate()
-        self._shadow.load_weights(tensors)
+        with disable_mtp_completeness_check():  # a chunk is a part
+            self._shadow.load_weights(tensors)
 
     def plans(self) -> LoadPlanSummary:
         return LoadPlanSummary()
@@ -151,7 +153,7 @@ def shadow_staging(vllm_config: VllmConfig, model: torch.nn.Module) -> CpuShadow
     try:
         check_support(vllm_config, model)
         return CpuShadowStaging(vllm_config, model, build_shadow(vllm_config))
-    except ValueError as error:
+    except Exception as error:  # also what a model's own constructor raises the second time
         raise ValueError(f"staging 'device' is not possible on this CPU: {error}; 'host' is") from error
 
 
@@ -163,7 +165,7 @@ def check_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """
     reasons = []
     if vllm_config.compilation_config.mode != CompilationMode.NONE:
-        reasons.append("it is compiled, and nobody has shown that compiled code sees an exchange (enforce_eager)")
+        reasons.append("it is compiled ('enforce_eager: true' compiles nothing)")
     if vllm_config.lora_config is not None:
         reasons.append("LoRA wraps the modules that serve")
     if vllm_config.quant_config is not None:

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from deployments.weights.staging.cpu.shadow import CpuShadowStaging, check_memory, shadow_staging
+from deployments.weights.staging.host import HostStaging, make_staging
 from deployments.weights.wire.chunk_layout import plan_chunks
 from tests.deployments.weights.staging.family_results import Results, family_results
 
@@ -151,8 +152,27 @@ def test_a_second_copy_that_does_not_fit_is_refused_with_the_sizes() -> None:
         check_memory(VllmConfig(), 1 << 50)
 
 
+def configured(staging: str) -> VllmConfig:
+    """Of an engine whose model cannot be constructed a second time: the configuration does not name one."""
+    config = VllmConfig(additional_config={"staging": staging})
+    config.compilation_config.mode = CompilationMode.NONE
+    return config
+
+
+def test_a_model_that_cannot_be_constructed_twice_is_refused(live: Model) -> None:
+    with pytest.raises(
+        ValueError, match=r"^staging 'device' is not possible on this CPU: .*; 'host' is$"
+    ) as e:
+        make_staging(configured("device"), torch.device("cpu"), live)
+    assert "compiled" not in str(e.value)
+
+
+def test_an_engine_whose_staging_is_not_configured_takes_the_other_one_then(live: Model) -> None:
+    assert isinstance(make_staging(configured("automatic"), torch.device("cpu"), live), HostStaging)
+
+
 def test_an_engine_that_compiles_is_refused(live: Model) -> None:
     config = VllmConfig()
-    config.compilation_config.mode = 3
-    with pytest.raises(ValueError, match="it is compiled, and nobody has shown"):
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    with pytest.raises(ValueError, match="it is compiled"):
         shadow_staging(config, live)
