@@ -1,51 +1,144 @@
-"""FSDP2: a policy's layers sharded over the ranks of a process group.
+"""FSDP2: a model's layers sharded over the ranks of a process group, and each rank reads its own shards.
 
-Each decoder layer is one unit (`fully_shard`), everything else belongs to the root unit: a forward or
-backward pass has one gathered layer in memory at a time. Every rank must run the same sequence of
-forwards, backwards and parameter reads, because each of them gathers. An adapter is small, and whole on every
-rank: the learner averages its gradients.
+Each decoder layer is one unit (`fully_shard`), and so are embeddings and output layer, unless they are tied:
+then they are in the root unit, as all the rest. A forward or backward pass has few gathered units in memory
+at a time. Every rank must run the same sequence of forwards, backwards and parameter reads, because each of
+them gathers. An adapter is small, and whole on every rank: the learner averages its gradients.
+
+No process ever has the whole model:
+
+    empty_model   its modules, on torch's meta device: no memory
+    shard_model   the same, as DTensors without memory
+    read_shards   of each tensor of the checkpoint the rows that are this rank's, by transformers' own
+                  loader, which fuses experts and renames modules as in an ordinary load
 """
+
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import LoadStateDictConfig, _get_resolved_checkpoint_files
 
 from trainers.layers import decoder_layers
-from trainers.policy import Policy
 
 
-def shard_policy(
-    policy: Policy,
-    *,
-    device: str | None = None,
-    mesh: DeviceMesh | None = None,
-) -> None:
-    """Shard the policy's model in place; call on every rank, before its optimizer is built.
-
-    Gathered parameters have the policy's `compute_dtype`; gradients are reduced in float32.
+def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
+    """The mesh of the default process group.
 
     Args:
-        device: the device of the shards; by default the model's. A model in host memory is moved
-            layer by layer, so no device ever holds a full copy.
-        mesh: one-dimensional; by default all ranks of the default process group.
+        device_type: where shards are: "cpu" or "cuda", of which each rank has one.
 
     Raises:
-        ValueError: there is no process group, or the model has no list of layers.
+        ValueError: there is no process group.
     """
     if not dist.is_initialized():
         raise ValueError("FSDP2 needs torch.distributed.init_process_group to be called first")
-    model = policy.model
-    target = policy.device if device is None else torch.device(device)
-    if mesh is None:
-        mesh = init_device_mesh(target.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(param_dtype=policy.compute_dtype, reduce_dtype=torch.float32)
-    layers = decoder_layers(model)
-    whole = None
-    if policy.adapter is not None:
-        policy.adapter.to(target)
-        whole = set(policy.adapter.parameters())
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, ignored_params=whole)
-    fully_shard(model, mesh=mesh, mp_policy=precision, ignored_params=whole)
-    policy.device = target
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
+    """The model of a checkpoint directory on the meta device.
+
+    Args:
+        options: of transformers' `from_config`, such as `dtype`.
+    """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, trust_remote_code=trust_remote_code, **options
+        )
+    return model
+
+
+def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None) -> None:
+    """Shard a model on the meta device in place.
+
+    Gathered parameters have `compute_dtype` (None: their own); gradients are reduced in float32.
+
+    Args:
+        mesh: one-dimensional.
+
+    Raises:
+        ValueError: the model has no list of layers, or a rank would have no expert of a layer.
+    """
+    _check_experts(model, mesh.size())
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # Before the classes change: transformers looks conversions up by their names.
+    conversions = get_model_conversion_mapping(model)
+    for unit in (*decoder_layers(model), *_untied_ends(model), model):
+        fully_shard(unit, mesh=mesh, mp_policy=precision)
+    model._weight_conversions = conversions
+
+
+def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> set[str]:
+    """Read this rank's shards, and all of what is not sharded (buffers), onto the mesh's device.
+
+    These are the steps of `from_pretrained` after it has made a model. It cannot be told how to shard: its
+    own `distributed_config` has no setting for float32 reductions, shards on whatever accelerator torch was
+    built for, and needs a plan that not every family has.
+
+    Returns:
+        the names of parameters that the checkpoint lacks.
+
+    Raises:
+        OSError: a file cannot be read.
+        RuntimeError: a tensor has another shape than the model's.
+    """
+    files, _ = _get_resolved_checkpoint_files(
+        str(directory),
+        variant=None,
+        gguf_file=None,
+        use_safetensors=None,
+        user_agent=None,
+        is_remote_code=model.is_remote_code(),
+        transformers_explicit_filename=getattr(model.config, "transformers_weights", None),
+    )
+    config = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(directory),
+        dtype=model.dtype,
+        dtype_plan=model._get_dtype_plan(model.dtype),
+        device_mesh=mesh,
+        weight_mapping=model._weight_conversions,
+    )
+    info, _ = model._load_pretrained_model(model, None, files, config)
+    info = model._finalize_model_loading(model, config, info)
+    _own_memory(model)
+    model.to(mesh.device_type)  # buffers: shards are there
+    return set(info.missing_keys)
+
+
+def _own_memory(model: PreTrainedModel) -> None:
+    """On a CPU, and where nothing is cast, a shard is a part of the file's memory map, which keeps the file
+    and cannot be copied for a checkpoint."""
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        shard = parameter._local_tensor
+        if shard.untyped_storage().nbytes() != shard.nbytes:
+            parameter._local_tensor = shard.clone()
+
+
+def _untied_ends(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Embeddings and output layer: a fifth of an 8B model, which the root unit would hold gathered, with its
+    gradients, through all of a pass."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if any(end is None for end in ends) or ends[0].weight is ends[1].weight:
+        return []
+    return ends
+
+
+def _check_experts(model: PreTrainedModel, ranks: int) -> None:
+    """transformers cannot make the shard of a rank that has no row of fused experts."""
+    fused = {name: len(each) for name, each in model.named_parameters() if each.ndim > 2}
+    for name, rows in fused.items():
+        each = -(-rows // ranks)
+        if each * (ranks - 1) >= rows:
+            raise ValueError(
+                f"{name!r} has {rows} rows, {each} for each rank of FSDP2: expected ranks that all have one, "
+                f"got {ranks}, of which the last has none"
+            )

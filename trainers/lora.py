@@ -30,6 +30,8 @@ COPIED_AT_ONCE = 256 << 20  # bytes; a larger tensor is copied by itself
 class Adapter:
     """The adapter of a model, and the only part of it that is trained from now on.
 
+    Of a sharded model it must be made before the first forward pass, and is not sharded.
+
     Args:
         seed: of the first values. All ranks must have the same, because each of them holds the whole adapter.
 
@@ -73,11 +75,6 @@ class Adapter:
         """The names of the adapted modules in the base model."""
         names = (name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in self.tensors())
         return list(dict.fromkeys(names))
-
-    def to(self, device: torch.device) -> None:
-        """Move the adapter alone."""
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(device)
 
     def drop(self, active: bool) -> None:
         """Whether forward passes apply the adapter's dropout."""

@@ -17,7 +17,7 @@ logits are made at once.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -56,7 +56,6 @@ class OutputHead:
         self._math = _compiled() if compiled else _EAGER
         self._vocabulary_size = int(model.config.get_text_config().vocab_size)
         self._positions_at_once = max(1, at_once // self._vocabulary_size)
-        self._is_last = self._probe()
 
     def scores(
         self,
@@ -87,16 +86,22 @@ class OutputHead:
             logprobs=logprobs, entropies=torch.cat(parts.entropies) if with_entropies else None
         )
 
+    @cached_property
     @torch.no_grad()
-    def _probe(self) -> bool:
-        """Whether the model returns exactly what its output layer returns."""
+    def _is_last(self) -> bool:
+        """Whether the model returns exactly what its output layer returns.
+
+        Found in the first pass and not before: a forward pass settles which parameters FSDP2 gives gradients,
+        and an adapter may still come and freeze them. Without autocast, which would keep the weights that it
+        casts here, without gradient, for the passes that follow.
+        """
         head = self._model.get_output_embeddings()
         if head is None:
             return False
         device = next(self._model.parameters()).device
         given = torch.linspace(-1e3, 1e3, 2 * self._vocabulary_size, device=device).view(1, 2, -1)
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        with _replaced(head, lambda _: given):
+        with _replaced(head, lambda _: given), torch.autocast(device.type, enabled=False):
             logits = self._model(input_ids=tokens, use_cache=False).logits
         return torch.equal(logits, given)
 

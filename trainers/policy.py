@@ -1,14 +1,16 @@
 """The causal language model that is trained: loading, log-probabilities of answers, saving."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainers.batching import TokenBatch
+from trainers.fsdp2 import empty_model, read_shards, shard_model
 from trainers.layers import prepare_layers
 from trainers.lora import Adapter
 from trainers.output_head import OutputHead, TokenScores
@@ -56,10 +58,12 @@ class Policy:
         compute_dtype: torch.dtype | None = None,
         compiled_head: bool = False,
         trust_remote_code: bool = False,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.model = model
         self.directory = directory
         self._trust_remote_code = trust_remote_code
+        self._mesh = mesh
         self.device = next(model.parameters()).device
         self.adapter: Adapter | None = None
         self.compute_dtype = compute_dtype
@@ -77,22 +81,26 @@ class Policy:
         compile_layers: bool = False,
         packed: bool = False,
         trust_remote_code: bool = False,
+        mesh: DeviceMesh | None = None,
     ) -> Self:
         """Read a checkpoint directory.
 
         Args:
             dtype: of the parameters.
+            device: ignored if there is a mesh.
             compute_dtype: of matrix products; None: `dtype`.
             activation_checkpointing: what of each decoder layer is kept for the backward pass, see
                 `trainers.layers`.
             compile_layers: torch.compile of each decoder layer, and of what is done with logits.
             packed: attention for `trainers.packing`, which needs a GPU to train.
             trust_remote_code: run the code that the checkpoint brings; else one that needs it is refused.
+            mesh: ranks over which the model is sharded, on its device (`trainers.fsdp2`). Each of them must
+                make this call, and reads its own shards.
 
         Raises:
-            ValueError: no such directory, an unknown dtype, a model whose layers cannot be checkpointed,
-                compiled or packed, or the checkpoint stores two different tensors under names that its
-                configuration ties.
+            ValueError: no such directory, an unknown dtype, a model whose layers cannot be sharded,
+                checkpointed, compiled or packed, or the checkpoint lacks parameters, or stores two different
+                tensors under names that its configuration ties.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -101,19 +109,21 @@ class Policy:
             raise ValueError(
                 f"expected a Hugging Face checkpoint directory with a config.json, got {directory}"
             )
-        model = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=DTYPES[dtype],
-            trust_remote_code=trust_remote_code,
-            **({"attn_implementation": _FLEX} if packed else {}),
-        ).to(device)
-        _check_ties(model, directory)
+        computed = None if compute_dtype is None else DTYPES[compute_dtype]
+        options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
+        if packed:
+            options["attn_implementation"] = _FLEX
+        model = _whole(directory, options).to(device) if mesh is None else empty_model(directory, **options)
         if packed and not _attends_to_all(model):
             raise ValueError(
                 f"{directory}: expected a model whose layers all attend to all that came before, for packed "
                 "rows; this one has a window or another kind of layer: leave out 'packed'"
             )
         checkpointed = prepare_layers(model, activation_checkpointing, compiled=compile_layers)
+        if mesh is not None:
+            shard_model(model, mesh, compute_dtype=computed)
+            _check_complete(read_shards(model, directory, mesh), directory)
+        _check_ties(model, directory)
         # No dropout: log-probabilities of different passes are compared. Checkpointing needs
         # train(), and dropout is the only thing that train() changes in models of this kind.
         _disable_dropout(model)
@@ -121,9 +131,10 @@ class Policy:
         return cls(
             model,
             directory,
-            compute_dtype=None if compute_dtype is None else DTYPES[compute_dtype],
+            compute_dtype=computed,
             compiled_head=compile_layers,
             trust_remote_code=trust_remote_code,
+            mesh=mesh,
         )
 
     @property
@@ -159,7 +170,7 @@ class Policy:
         return tied_names(self.model)
 
     def adapt(self, config: LoraConfig, *, seed: int) -> Adapter:
-        """Train an adapter from now on, and nothing else; before the model is sharded.
+        """Train an adapter from now on, and nothing else; before the first forward pass.
 
         Raises:
             ValueError: see `Adapter`.
@@ -204,9 +215,13 @@ class Policy:
         Raises:
             ValueError: the checkpoint is of another model; nothing has been changed then.
         """
-        other = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=self.model.dtype, trust_remote_code=self._trust_remote_code
-        )
+        options = {"dtype": self.model.dtype, "trust_remote_code": self._trust_remote_code}
+        if self._mesh is None:
+            other = _whole(directory, options)
+        else:  # this rank's shards, in host memory
+            other, host = empty_model(directory, **options), DeviceMesh("cpu", self._mesh.mesh)
+            shard_model(other, host, compute_dtype=None)
+            _check_complete(read_shards(other, directory, host), directory)
         load_parameters(self.model, other.state_dict())
 
 
@@ -234,6 +249,21 @@ def _attends_to_all(model: PreTrainedModel) -> bool:
     if kinds := getattr(config, "layer_types", None):
         return all(kind == "full_attention" for kind in kinds)
     return getattr(config, "sliding_window", None) is None
+
+
+def _whole(directory: Path, options: Mapping[str, Any]) -> PreTrainedModel:
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
+    _check_complete(info["missing_keys"], directory)
+    return model
+
+
+def _check_complete(missing: Collection[str], directory: Path) -> None:
+    """transformers gives such parameters random numbers, with a warning."""
+    if missing:
+        raise ValueError(
+            f"{directory} lacks {len(missing)} of the parameters that its config.json asks for, first "
+            f"{min(missing)!r}"
+        )
 
 
 def _check_ties(model: PreTrainedModel, directory: Path) -> None:

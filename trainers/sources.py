@@ -206,7 +206,10 @@ def layer_groups(names: list[str]) -> list[list[str]]:
 
 
 def load_parameters(model: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> None:
-    """Copy full tensors, named as in the model's state, into a plain or sharded model, in place.
+    """Copy tensors, named as in the model's state, into a plain or sharded model, in place.
+
+    Args:
+        values: full tensors, or those of a model that is sharded alike.
 
     Raises:
         ValueError: a tensor is missing or has another shape; nothing has been changed then.
@@ -222,7 +225,10 @@ def load_parameters(model: PreTrainedModel, values: Mapping[str, torch.Tensor]) 
         raise ValueError(f"{len(wrong)} tensors do not match the model; the first: {wrong[0]}")
     with torch.no_grad():
         for name, tensor in state.items():
-            value = values[name].to(tensor.device, tensor.dtype)
+            value = values[name]
             if isinstance(tensor, DTensor):
-                value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+                if not isinstance(value, DTensor):
+                    value = value.to(tensor.device, tensor.dtype)
+                    value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+                tensor, value = tensor.to_local(), value.to_local()
             tensor.copy_(value)

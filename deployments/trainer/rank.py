@@ -15,6 +15,7 @@ from deployments.protocol.status import FleetStatus
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.spec import TrainerSpec
 from deployments.unary import UnaryHandle
+from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
 from trainers.policy import Policy
 from trainers.settings import LoraConfig, Strategy
@@ -106,7 +107,8 @@ class TrainerRank:
         policy = Policy.load(
             directory,
             dtype=config.dtype,
-            device="cpu" if is_sharded else self._device(),
+            device="cuda:0" if self._spec.device == "cuda" else "cpu",
+            mesh=mesh_of_all_ranks(self._spec.device) if is_sharded else None,
             compute_dtype=config.compute_dtype,
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
@@ -115,14 +117,7 @@ class TrainerRank:
         )
         if lora is not None:
             policy.adapt(lora, seed=config.seed)
-        if is_sharded:
-            from trainers.fsdp2 import shard_policy
-
-            shard_policy(policy, device=self._device())
         return policy
-
-    def _device(self) -> str:
-        return "cuda:0" if self._spec.device == "cuda" else "cpu"
 
     def _fleet(self) -> FleetStatus:
         def ask() -> FleetStatus:

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.trainers import tiny
-from trainers.fsdp2 import shard_policy
+from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.layers import decoder_layers
 from trainers.learner import Learner
 from trainers.output_head import OutputHead
@@ -47,9 +48,9 @@ CASES = (
 )
 
 
-def load(directory: Path, case: Case) -> Policy:
+def load(directory: Path, case: Case, mesh: DeviceMesh | None = None) -> Policy:
     """A policy whose logits are made of three positions at a time."""
-    policy = Policy.load(directory, **case.given)
+    policy = Policy.load(directory, mesh=mesh, **case.given)
     policy._head = OutputHead(policy.model, at_once=3 * 40)
     return policy
 
@@ -73,8 +74,7 @@ def sharded_rank(rank: int, directory: Path) -> None:
 
 
 def learned_by_a_rank(directory: Path, case: Case) -> dict[str, Any]:
-    policy = load(directory, case)
-    shard_policy(policy)
+    policy = load(directory, case, mesh_of_all_ranks("cpu"))
     source = ParameterSource(policy.model)
     before = {name: tensor.clone() for name, tensor in source}
     learner = Learner(policy, CONFIG)
@@ -137,6 +137,6 @@ def test_a_model_without_layers_is_refused() -> None:
         decoder_layers(torch.nn.Linear(1, 1))
 
 
-def test_sharding_without_a_process_group_is_refused(tmp_path: Path) -> None:
+def test_sharding_without_a_process_group_is_refused() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
-        shard_policy(tiny.policy(tmp_path))
+        mesh_of_all_ranks("cpu")

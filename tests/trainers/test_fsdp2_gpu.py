@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.trainers import tiny
 from tests.trainers.test_policy import ANSWERS
-from trainers.fsdp2 import shard_policy
+from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
 from trainers.policy import Policy
 from trainers.settings import LearnerConfig, OptimizerConfig
@@ -44,8 +44,7 @@ def group() -> Iterator[None]:
 def test_every_step_is_that_of_a_whole_model(tmp_path: Path, kind: str, given: dict[str, Any]) -> None:
     tiny.model(kind, head_dim=16).save_pretrained(tmp_path)
     whole = Learner(Policy.load(tmp_path, device="cuda", **given), CONFIG)
-    policy = Policy.load(tmp_path, device="cuda", **given)
-    shard_policy(policy)
+    policy = Policy.load(tmp_path, mesh=mesh_of_all_ranks("cuda"), **given)
     sharded = Learner(policy, CONFIG)
     relative = 0.1 if given else 1e-3  # bfloat16 rounds differently in every kernel
     losses = []

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainers import tiny
 from trainers.batching import collate, plan_micro_batches
-from trainers.fsdp2 import shard_policy
+from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
 from trainers.lora import CONFIG, PREFIX, TENSORS
 from trainers.loss_settings import LossConfig
@@ -259,9 +259,8 @@ def adapted_rank(rank: int, directory: Path) -> None:
         timeout=timedelta(seconds=60),
     )
     try:
-        policy = Policy.load(directory)
+        policy = Policy.load(directory, mesh=mesh_of_all_ranks("cpu"))
         policy.adapt(LORA, seed=7)
-        shard_policy(policy)
         learner = Learner(policy, LEARNING)
         metrics = [learner.step(BATCH), learner.step(BATCH)]
         torch.save((values(policy), metrics), directory / f"out{rank}.pt")

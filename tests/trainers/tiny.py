@@ -46,7 +46,7 @@ def model(kind: str, seed: int = 0, **changed: int) -> PreTrainedModel:
             return Qwen3ForCausalLM(Qwen3Config(**sizes))
         case "qwen3-moe":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**experts | sizes))
     raise ValueError(kind)
 
 
