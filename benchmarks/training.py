@@ -6,19 +6,25 @@
     python -m benchmarks.training --device cpu smollm2-135m --prompts 2 --answers 4 --prompt 64 --answer 64 \\
         --variants plain float32
 
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.training /tmp/m8 --budget 5120 \\
+        --rows 2 --variants packed+compiled+checkpointed+fsdp2 trl+liger+fsdp2
+
 *plain* is a loop over rows of equal length: float32 parameters, autocast to bfloat16, each layer
 checkpointed, log-probabilities of 128 columns at a time, AdamW fused. The others are `Learner.step` with the
 named settings of the trainer; *float32* is none of them. All take the same tokens, once to warm up and to
-compile, then `--steps` times. *trl* is the step of TRL's GRPOTrainer, and *trl+liger* the same with
-liger-kernel; both need `trl`.
+compile, then `--steps` times. *trl* is the step of TRL's GRPOTrainer, *trl+liger* the same with liger-kernel;
+both need `trl`. Of either, *lora* is an adapter over a base in bfloat16 (TRL's by peft), *fsdp2* the model
+sharded over the processes that `torch.distributed.run` has started (TRL's by accelerate), which share the
+tokens.
 
 Tokens are those of prompts and answers as if each answer were read with its own prompt. The share of the
-device's bfloat16 peak is that of 6 operations a parameter and token, attention not counted. The losses of
-*plain* and of the others are not the same function.
+devices' bfloat16 peak is that of 6 operations a parameter and token, of 4 with *lora*, attention not counted.
+The memory is rank 0's. The losses of *plain* and of the others are not the same function.
 """
 
 import argparse
 import gc
+import os
 import random
 import statistics
 import sys
@@ -30,19 +36,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.settings.models import resolve_model
-from trainers.fsdp2 import shard_policy
+from trainers.fsdp2 import empty_model, mesh_of_all_ranks
 from trainers.learner import Learner
 from trainers.policy import Policy
-from trainers.settings import LearnerConfig, OptimizerConfig
+from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig
 from trainers.trajectory import Trajectory
 
 PEAK = 989e12  # dense bfloat16 operations a second of an H100 or H200, from the data sheet
 RATE = 1e-6
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 COLUMNS = 128
+HEAD = """{}, {:.2f} B parameters, {} answers, {} tokens
+
+| variant | step (s) | first step (s) | tokens/s | of peak | memory (GiB) | losses | gradient norm |
+|---|---|---|---|---|---|---|---|"""
+LORA = LoraConfig(name="benchmark", rank=32)
 SETTINGS = {
     "mixed": {"compute_dtype": "bfloat16"},
     "checkpointed": {"activation_checkpointing": True},
@@ -51,6 +64,7 @@ SETTINGS = {
     "compiled": {"compile_layers": True},
     "float32": {},
     "bfloat16": {"dtype": "bfloat16"},
+    "lora": {"dtype": "bfloat16"},
     "fsdp2": {},
 }
 
@@ -139,14 +153,14 @@ def ours(
     settings: dict[str, Any] = {}
     for name in variant.split("+"):
         settings |= SETTINGS[name]
-    sharded = "fsdp2" in variant
     torch.set_float32_matmul_precision("high" if settings.get("compute_dtype") else "highest")
-    policy = Policy.load(options.model, device=options.device, **settings)
-    if sharded:
-        if not torch.distributed.is_initialized():
-            store = torch.distributed.HashStore()
-            torch.distributed.init_process_group(store=store, rank=0, world_size=1)
-        shard_policy(policy, device=options.device)
+    mesh = None
+    if "fsdp2" in variant:
+        join_ranks(options.device)
+        mesh = mesh_of_all_ranks(options.device)
+    policy = Policy.load(options.model, device=options.device, mesh=mesh, **settings)
+    if "lora" in variant:
+        policy.adapt(LORA, seed=0)
     config = LearnerConfig(
         optimizer=OptimizerConfig(learning_rate=RATE), max_tokens_per_microbatch=options.budget
     )
@@ -161,7 +175,8 @@ def measure(options: argparse.Namespace, batch: Sequence[Trajectory], variant: s
     if variant.startswith("trl"):
         from benchmarks.training_trl import train
 
-        seconds, logged = train(options, batch, liger="liger" in variant, rate=RATE)
+        lora = LORA if "lora" in variant else None
+        seconds, logged = train(options, batch, liger="liger" in variant, lora=lora, rate=RATE)
     else:
         step = plain(options, batch) if variant == "plain" else ours(options, batch, variant)
         seconds, logged = [], []
@@ -183,6 +198,27 @@ def measure(options: argparse.Namespace, batch: Sequence[Trajectory], variant: s
         memory=torch.cuda.max_memory_allocated() if on_gpu else 0,
         losses=(logged[0]["loss"], logged[-1]["loss"]),
         grad_norm=logged[-1]["grad_norm"],
+    )
+
+
+def join_ranks(device: str) -> None:
+    """TRL joins them itself."""
+    if dist.is_initialized():
+        return
+    if RANKS == 1:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        return
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+
+
+def table_row(variant: str, made: Result, parameters: int, tokens: int) -> str:
+    work = (4 if "lora" in variant else 6) * parameters * tokens
+    return (
+        f"| {variant} | {made.seconds:.2f} | {made.first_s:.1f} | {tokens / made.seconds:.0f} | "
+        f"{work / made.seconds / PEAK / RANKS:.1%} | {made.memory / 2**30:.1f} | "
+        f"{made.losses[0]:.6f}, {made.losses[1]:.6f} | {made.grad_norm:.4f} |"
     )
 
 
@@ -210,35 +246,27 @@ def main() -> None:
             "packed+compiled",
             "packed+compiled+checkpointed",
         ],
-        help=f"plain, trl, trl+liger, or names of {', '.join(SETTINGS)} joined by +",
+        help=f"plain, trl (and +liger, +lora, +fsdp2), or names of {', '.join(SETTINGS)} joined by +",
     )
     options = parser.parse_args()
     options.model = Path(resolve_model(options.model))
-    config = Policy.load(options.model).model
-    parameters, options.tokens = sum(each.numel() for each in config.parameters()), config.config.vocab_size
-    del config
+    is_first = os.environ.get("RANK", "0") == "0"
+    model = empty_model(options.model)
+    parameters, options.tokens = sum(each.numel() for each in model.parameters()), model.config.vocab_size
     batch = trajectories(options)
     tokens = sum(len(each.prompt_token_ids) + len(each.token_ids) for each in batch)
-    print(
-        f"{options.model.name}, {parameters / 1e9:.2f} B parameters, {len(batch)} answers, {tokens} tokens\n"
-    )
-    print(
-        "| variant | step (s) | first step (s) | tokens/s | of peak | memory (GiB) | losses | gradient norm |"
-    )
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    if is_first:
+        print(HEAD.format(options.model.name, parameters / 1e9, len(batch), tokens), flush=True)
     for variant in options.variants:
         try:
             made = measure(options, batch, variant)
         except Exception as error:
             traceback.print_exc()
-            print(f"| {variant} | {type(error).__name__}: {str(error)[:100]} |", flush=True)
+            row = f"| {variant} | {type(error).__name__}: {str(error)[:100]} |"
         else:
-            print(
-                f"| {variant} | {made.seconds:.2f} | {made.first_s:.1f} | {tokens / made.seconds:.0f} | "
-                f"{6 * parameters * tokens / made.seconds / PEAK:.1%} | {made.memory / 2**30:.1f} | "
-                f"{made.losses[0]:.6f}, {made.losses[1]:.6f} | {made.grad_norm:.4f} |",
-                flush=True,
-            )
+            row = table_row(variant, made, parameters, tokens)
+        if is_first:
+            print(row, flush=True)
         torch._dynamo.reset()
         gc.collect()
         if options.device == "cuda":

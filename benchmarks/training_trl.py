@@ -1,6 +1,7 @@
 """The optimizer step of TRL's GRPOTrainer on given answers: its own training loop, without generation."""
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -9,13 +10,24 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
+from trainers.settings import LoraConfig
 from trainers.trajectory import Trajectory
 
 
 def train(
-    options: argparse.Namespace, batch: Sequence[Trajectory], *, liger: bool, rate: float
+    options: argparse.Namespace,
+    batch: Sequence[Trajectory],
+    *,
+    liger: bool,
+    lora: LoraConfig | None,
+    rate: float,
 ) -> tuple[list[float], list[dict[str, float]]]:
     """Train as TRL does on a GPU: float32 parameters, autocast to bfloat16, checkpointed layers.
+
+    Of several processes each takes its part of the rows, and has a shard of the model (FSDP2 by accelerate).
+
+    Args:
+        lora: train an adapter over a base in bfloat16.
 
     Returns:
         the seconds of each step, and what TRL logged of it.
@@ -24,10 +36,11 @@ def train(
     from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer
 
-    rows = min(options.rows, len(batch))
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rows = min(options.rows, len(batch) // ranks)
     micro_batches = [
         _inputs(batch[first : first + rows], len(batch), options.device)
-        for first in range(0, len(batch), rows)
+        for first in range(rank * rows, len(batch), rows * ranks)
     ]
     times: list[float] = []
     logs: list[dict[str, float]] = []
@@ -70,9 +83,13 @@ def train(
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
+            **({"fsdp": True, "fsdp_config": {"reshard_after_forward": True}} if ranks > 1 else {}),
         )
         trainer = Given(
-            model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(
+                options.model, dtype=torch.float32 if lora is None else torch.bfloat16
+            ),
+            peft_config=None if lora is None else _adapter(lora),
             args=config,
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             # Made so, it needs no fingerprint, which datasets makes with a pickle that some pyarrow refuse.
@@ -105,6 +122,12 @@ def _inputs(part: Sequence[Trajectory], answers: int, device: str) -> dict[str, 
     return {
         name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in made.items()
     }
+
+
+def _adapter(lora: LoraConfig) -> Any:
+    from peft import LoraConfig as PeftConfig
+
+    return PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
