@@ -21,7 +21,7 @@ from trainers.learner_state import (
 from trainers.losses.interface import LearnedTokens
 from trainers.losses.policy_loss import policy_loss, token_weights
 from trainers.losses.registry import load_loss
-from trainers.optimizer import build_optimizer, learning_rate_factor
+from trainers.optimizer import build_optimizer, learning_rate_factor, set_learning_rate
 from trainers.output_head import TokenScores
 from trainers.policy import DTYPES, Policy
 from trainers.settings import Dtype, LearnerConfig
@@ -161,9 +161,9 @@ class Learner:
         factor = learning_rate_factor(self.config.optimizer)(steps_done)
         if not keep_moments:
             self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optimizer.learning_rate * factor
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        rate = self.config.optimizer.learning_rate * factor
+        set_learning_rate(self.optimizer, rate)
+        rates = [rate for _ in self.optimizer.param_groups]
         self._schedule.load_state_dict(
             self._schedule.state_dict() | {"last_epoch": steps_done, "_last_lr": rates}
         )

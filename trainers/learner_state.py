@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
+from trainers.optimizer import STEPS, as_plain, zero_moments
 from trainers.policy import Policy
 
 Moments = Mapping[int, Mapping[str, torch.Tensor]]  # by index of the parameter, then AdamW's names
-_STEPS = "step"  # AdamW's count of a parameter's updates; all other tensors have the parameter's shape
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> Moments:
@@ -40,7 +40,7 @@ def check_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:
             raise ValueError(f"moments of parameter {index}, expected {len(parameters)} parameters")
         expected = list(_shard(parameters[index]).shape)
         for name, tensor in tensors.items():
-            if name != _STEPS and list(_shard(tensor).shape) != expected:
+            if name != STEPS and list(_shard(tensor).shape) != expected:
                 raise ValueError(
                     f"{name!r} of parameter {index} must have shape {expected}, got {list(tensor.shape)}"
                 )
@@ -59,7 +59,7 @@ def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:
     for index, tensors in moments.items():
         optimizer.state[parameters[index]] = {
             name: tensor.to(parameters[index].device, copy=True)
-            if name == _STEPS
+            if name == STEPS
             else _copy_like(parameters[index], tensor)
             for name, tensor in tensors.items()
         }
@@ -68,47 +68,33 @@ def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:
 NamedMoments = dict[str, dict[str, torch.Tensor]]  # by AdamW's name, then the parameter's
 
 
-def named_moments(policy: Policy, optimizer: torch.optim.Optimizer) -> NamedMoments:
-    """AdamW's moments of all weights; nothing is copied."""
+def named_moments(policy: Policy, state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]) -> NamedMoments:
+    """AdamW's moments of all weights, those of 8 bit as plain tensors; nothing is copied.
+
+    Args:
+        state: of the optimizer.
+    """
     moments: NamedMoments = {}
     for name, parameter in policy.model.named_parameters():
-        for kind, tensor in optimizer.state.get(parameter, {}).items():
-            moments.setdefault(kind, {})[name] = tensor
+        for kind, tensor in state.get(parameter, {}).items():
+            for plain, each in as_plain(kind, tensor).items():
+                moments.setdefault(plain, {})[name] = each
     return moments
 
 
-@torch.no_grad()
-def empty_moments(policy: Policy, names: Mapping[str, Collection[str]]) -> NamedMoments:
-    """Tensors to restore moments into: zeros, sharded as their parameters are.
+def empty_moments(
+    policy: Policy, optimizer: torch.optim.Optimizer, names: Collection[str]
+) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """A state of the optimizer to restore moments into.
 
     Args:
-        names: of the parameters that have moments, by AdamW's name.
-
-    Raises:
-        ValueError: the model has no such parameter.
+        names: of the parameters that have moments.
     """
-    parameters = dict(policy.model.named_parameters())
-    unknown = sorted({name for each in names.values() for name in each} - parameters.keys())
-    if unknown:
-        raise ValueError(f"moments of {unknown[0]!r}, which this model does not have ({len(unknown)} such)")
     return {
-        kind: {
-            name: torch.zeros((), device=parameters[name].device)
-            if kind == _STEPS
-            else torch.zeros_like(parameters[name])
-            for name in sorted(each)
-        }
-        for kind, each in names.items()
+        parameter: zero_moments(optimizer, parameter)
+        for name, parameter in policy.model.named_parameters()
+        if name in names
     }
-
-
-def set_moments(policy: Policy, optimizer: torch.optim.Optimizer, moments: NamedMoments) -> None:
-    """Make these the optimizer's moments."""
-    optimizer.state.clear()
-    for name, parameter in policy.model.named_parameters():
-        own = {kind: each[name] for kind, each in moments.items() if name in each}
-        if own:
-            optimizer.state[parameter] = own
 
 
 def named_weights(policy: Policy, wire_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -61,6 +61,10 @@ class OptimizerConfig(_Settings):
         ValidationError: a value out of range, or a decaying schedule that does not end after the warm-up.
     """
 
+    # Of the two moments: "full" is the weights' dtype; "8bit" a byte each, in blocks of 256 that share a
+    # scale (torchao's AdamW8bit), which needs the extra `moments8bit`.
+    moments: Literal["full", "8bit"] = "full"
+
     learning_rate: PositiveFloat = 1e-6
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -173,6 +177,15 @@ class TrainerConfig(LearnerConfig):
             raise ValueError(
                 "'activation_checkpointing': expected true or false with 'packed' but not 'compile_layers', "
                 "got 'selective' (FlexAttention is compiled, and torch does not look into compiled code)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _moments_of_an_adapter_are_full(self) -> Self:
+        if self.lora is not None and self.optimizer.moments != "full":
+            raise ValueError(
+                f"'optimizer.moments': expected 'full' with 'lora', got {self.optimizer.moments!r} (those of "
+                "an adapter are small)"
             )
         return self
 

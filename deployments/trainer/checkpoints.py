@@ -110,7 +110,7 @@ class Checkpoints:
             return False
         about = About(step=learner.steps_done, fleet_id=fleet_id, wire_dtype=wire_dtype)
         dtype = None if wire_dtype is None else DTYPES[wire_dtype]
-        tensors = named_moments(learner.policy, learner.optimizer) | {
+        tensors = named_moments(learner.policy, learner.optimizer.state) | {
             "weights": named_weights(learner.policy, dtype)
         }
         if _is_on_gpu(tensors):

@@ -7,6 +7,8 @@
 Of several the one whose step is nearest is taken, and if it is damaged the next.
 """
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,15 +23,25 @@ from trainers.learner import Learner
 from trainers.learner_state import (
     NamedMoments,
     empty_moments,
+    named_moments,
     named_weights,
     restore_weights,
     round_to_model,
-    set_moments,
 )
+from trainers.optimizer import STEPS
 from trainers.policy import DTYPES
 
 WEIGHTS = "weights"
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A checkpoint that fits, and what to read it into: `moments` has the memory of `state`."""
+
+    weights: Collection[str]  # names of those it has
+    state: dict[torch.Tensor, dict[str, torch.Tensor]]
+    moments: NamedMoments
 
 
 def resume(learner: Learner, checkpoints: Checkpoints, step: int, fleet_id: str | None) -> str | None:
@@ -44,7 +56,7 @@ def resume(learner: Learner, checkpoints: Checkpoints, step: int, fleet_id: str 
     found = checkpoints.complete(fleet_id)
     problems = []
     for path, about in sorted(found, key=lambda each: (abs(each[1].step - step), each[1].step)):
-        own = _look(learner, path, about)
+        own = _look(learner, path)
         agreed = _all_ranks(own if isinstance(own, str) else None)
         if (problem := next((each for each in agreed if each is not None), None)) is not None:
             problems.append(problem)
@@ -64,48 +76,53 @@ def resume(learner: Learner, checkpoints: Checkpoints, step: int, fleet_id: str 
 _OTHER_WEIGHTS = "other weights"
 
 
-def _look(learner: Learner, path: Path, about: About) -> Metadata | str:
+def _look(learner: Learner, path: Path) -> _Found | str:
     """What a checkpoint has, or why this rank cannot use it."""
     try:
         metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
-        shapes = {name: tensor.shape for name, tensor in learner.policy.model.named_parameters()}
-        for key, stored in metadata.state_dict_metadata.items():
-            kind, _, name = key.partition(".")
-            if kind in (WEIGHTS, "step") or not isinstance(stored, TensorStorageMetadata):
-                continue
-            if shapes.get(name) != stored.size:
-                expected = "no such parameter" if name not in shapes else f"shape {list(shapes[name])}"
-                raise ValueError(f"{kind} of {name!r}: expected {expected}, got {list(stored.size)}")
-        return metadata
+        stored = {
+            key: list(each.size)
+            for key, each in metadata.state_dict_metadata.items()
+            if isinstance(each, TensorStorageMetadata)
+        }
+        weights = {key.removeprefix(f"{WEIGHTS}.") for key in stored if key.startswith(f"{WEIGHTS}.")}
+        stored = {key: shape for key, shape in stored.items() if not key.startswith(f"{WEIGHTS}.")}
+        with_moments = {key.removeprefix(f"{STEPS}.") for key in stored}
+        state = empty_moments(learner.policy, learner.optimizer, with_moments)
+        moments = named_moments(learner.policy, state)
+        _check(stored, moments)
+        return _Found(weights=weights, state=state, moments=moments)
     except Exception as error:  # a damaged file raises anything; training goes on without it
         return f"{path} cannot be used: {one_line(error)}"
 
 
+def _check(stored: Mapping[str, Sequence[int]], moments: NamedMoments) -> None:
+    """Raises ValueError if these are not the moments of this model and this optimizer."""
+    expected = {
+        f"{kind}.{name}": list(tensor.shape)
+        for kind, each in moments.items()
+        for name, tensor in each.items()
+    }
+    for key in sorted(stored.keys() | expected.keys()):
+        if stored.get(key) != expected.get(key):
+            kind, _, name = key.partition(".")
+            wanted, got = (f"shape {each[key]}" if key in each else "nothing" for each in (expected, stored))
+            raise ValueError(f"{kind} of {name!r}: expected {wanted}, got {got}")
+
+
 def _read(
-    learner: Learner,
-    checkpoints: Checkpoints,
-    path: Path,
-    about: About,
-    metadata: Metadata,
-    *,
-    at_step: bool,
+    learner: Learner, checkpoints: Checkpoints, path: Path, about: About, found: _Found, *, at_step: bool
 ) -> str | None:
     """Read a checkpoint into the learner: None if its weights were restored too."""
-    names: dict[str, set[str]] = {}
-    for key in metadata.state_dict_metadata:
-        kind, _, name = key.partition(".")
-        names.setdefault(kind, set()).add(name)
     weights: dict[str, torch.Tensor] = {}
-    stored = names.pop(WEIGHTS, set())
     exact = at_step
     if at_step and about.wire_dtype is not None:
         rounded = named_weights(learner.policy, DTYPES[about.wire_dtype])
-        exact = rounded.keys() == stored
+        exact = rounded.keys() == found.weights
         weights = {name: torch.empty_like(tensor) for name, tensor in rounded.items()} if exact else {}
     try:
-        moments: NamedMoments = empty_moments(learner.policy, names)
         dcp.load(
-            moments | {WEIGHTS: weights},
+            found.moments | {WEIGHTS: weights},
             storage_reader=dcp.FileSystemReader(path),
             process_group=checkpoints.group,
             no_dist=checkpoints.group is None,
@@ -116,7 +133,8 @@ def _read(
     if exact and plain:
         assert about.wire_dtype is not None
         exact = round_to_model(learner.policy, plain, DTYPES[about.wire_dtype])
-    set_moments(learner.policy, learner.optimizer, moments)
+    learner.optimizer.state.clear()
+    learner.optimizer.state.update(found.state)
     if not all(_all_ranks(exact)):
         return _OTHER_WEIGHTS
     restore_weights(learner.policy, plain)

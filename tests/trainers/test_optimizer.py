@@ -1,10 +1,11 @@
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from trainers.optimizer import build_optimizer, learning_rate_factor
-from trainers.settings import OptimizerConfig, Schedule
+from trainers.settings import LoraConfig, OptimizerConfig, Schedule, TrainerConfig
 
 
 def factors(config: OptimizerConfig, steps: int) -> list[float]:
@@ -33,3 +34,16 @@ def test_the_first_step_of_adamw_moves_by_the_learning_rate() -> None:
     weight.grad = torch.tensor([3.0, -0.2])
     optimizer.step()
     assert weight.tolist() == pytest.approx([0.9, -0.9], abs=1e-5)
+
+
+def test_moments_of_8_bit_without_their_package_are_refused() -> None:
+    if find_spec("torchao") is not None:
+        pytest.skip("torchao is installed")
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"needs torchao.*pip install"):
+        build_optimizer([weight], OptimizerConfig(moments="8bit"))
+
+
+def test_an_adapter_has_full_moments() -> None:
+    with pytest.raises(ValueError, match="expected 'full' with 'lora', got '8bit'"):
+        TrainerConfig(lora=LoraConfig(name="a"), optimizer=OptimizerConfig(moments="8bit"))

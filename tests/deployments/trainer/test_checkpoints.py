@@ -15,11 +15,11 @@ import torch.multiprocessing as mp
 from deployments.trainer.checkpoints import Checkpoints
 from deployments.trainer.resume import resume
 from tests.trainers import tiny
-from trainers.fsdp2 import shard_policy
+from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
 from trainers.policy import Policy
 from trainers.settings import Dtype, LearnerConfig, OptimizerConfig
-from trainers.sources import ParameterSource
+from trainers.sources import ParameterSource, load_parameters
 
 CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-4), share_prompts=False)
 BATCH = [
@@ -35,9 +35,7 @@ def weights(policy: Policy) -> Weights:
 
 def load(policy: Policy, values: Weights, *, dtype: torch.dtype) -> None:
     """What a restarted trainer has read from the store."""
-    with torch.no_grad():
-        for name, tensor in policy.model.state_dict().items():
-            tensor.copy_(values[name].to(dtype))
+    load_parameters(policy.model, {name: value.to(dtype) for name, value in values.items()})
 
 
 def equal(left: Weights, right: Weights) -> bool:
@@ -219,6 +217,19 @@ def test_a_checkpoint_of_another_model_is_not_restored(tmp_path: Path) -> None:
     assert "expected" in problem and other.step(BATCH)["step"] == 2
 
 
+def test_a_checkpoint_of_another_optimizer_is_not_restored(tmp_path: Path) -> None:
+    learner = Learner(tiny.policy(tmp_path / "a"), CONFIG)
+    learner.step(BATCH)
+    for parameter in learner.policy.parameters():  # as of SGD
+        learner.optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    kept = checkpoints(tmp_path)
+    save(learner, kept)
+    other = Learner(tiny.policy(tmp_path / "b"), CONFIG)
+    problem = resume(other, kept, 1, "f")
+    assert problem is not None and "momentum_buffer of 'lm_head.weight': expected nothing, got" in problem
+    assert other.step(BATCH)["step"] == 2
+
+
 def test_an_error_of_the_copy_is_an_error_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,10 +305,9 @@ def _train_and_resume(rank: int, directory: Path) -> dict[str, object]:
 
 
 def _sharded(directory: Path, stored: Weights | None = None) -> Learner:
-    policy = Policy.load(directory)
+    policy = Policy.load(directory, mesh=mesh_of_all_ranks("cpu"))
     if stored is not None:
         load(policy, stored, dtype=torch.bfloat16)
-    shard_policy(policy)
     return Learner(policy, CONFIG)
 
 
