@@ -1,11 +1,13 @@
 """What each rank of a sharded trainer has in host memory while it reads a model, and how long that takes.
 
-    python -m benchmarks.loading smollm2-135m
+    python -m benchmarks.models 0.6b /tmp/m06 --seed 0 --device cpu
+    python -m benchmarks.loading /tmp/m06
     python -m benchmarks.loading /tmp/m8 --device cuda --ranks 2
 
 Two ways, each in processes of its own: *whole*, an ordinary load of the model in every process, as without
 FSDP2, and *shards*, the trainer's. The peak is that of the process (VmHWM) less what it had before, pages of
-the checkpoint that are mapped included.
+the checkpoint that are mapped included. The checkpoint must not be in float32: on a CPU an ordinary load maps
+it then, and reads nothing.
 """
 
 import argparse
