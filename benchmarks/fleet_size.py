@@ -4,9 +4,9 @@
     python -m benchmarks.fleet_size --serve 8 256 1024
 
 `--ledger`: CPU time of the state machine alone, every poll of every replica included. `--serve`: the
-controller as Serve runs it, its journal on disk; replicas without engines poll it over Serve's handles, from
-a few processes of this host. Meanwhile a process of its own asks for the status every 50 ms. Prints one
-table each.
+controller as Serve runs it, its journal on disk; replicas without engines follow it with the follower of real
+ones, found over Serve's handles, from a few processes of this host. Meanwhile a process of its own asks for
+what `/fleet`, `/fleet/events` and `/fleet/rounds` answer, every 50 ms. Prints one table each.
 """
 
 import argparse
@@ -18,17 +18,21 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
+from pydantic import TypeAdapter
 from ray import serve
 
-from benchmarks.followers import Follower
+from benchmarks.followers import InstantMember, LedgerFollower
 from deployments.controller.controller import Controller
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import PendingCall
 from deployments.protocol.publishing import RoundOptions
+from deployments.replica.follower import Follower
+from deployments.replica.polls import Polls
 from deployments.unary import UnaryHandle
 
 PAYLOADS = 4  # of one round
@@ -43,7 +47,7 @@ class Timed:
 
     def __init__(self, count: int) -> None:
         self.ledger = Ledger(LedgerConfig(min_replicas=1))
-        self.followers = [Follower(number) for number in range(count)]
+        self.followers = [LedgerFollower(number) for number in range(count)]
         self.now, self.cpu_s, self.polls = 0.0, 0.0, 0
 
     def poll_all(self) -> None:
@@ -90,30 +94,32 @@ class Followers:
 
     first: int
     count: int
-    admitted: int = 0
+    members: list[InstantMember] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def start(self) -> None:
         handle = UnaryHandle(serve.get_deployment_handle("controller", app_name=APP))
-        members = [Follower(number) for number in range(self.first, self.first + self.count)]
-        self.tasks = [asyncio.create_task(self._follow(handle, member)) for member in members]
+        for number in range(self.first, self.first + self.count):
+            member = InstantMember()
+            follower = Follower(
+                replica_id=f"replica-{number}",
+                incarnation=f"replica-{number}",
+                member=member,
+                poll=Polls(handle.poll_address.remote).poll,
+            )
+            self.members.append(member)
+            self.tasks.append(asyncio.create_task(follower.run()))
 
     async def serving(self) -> int:
         for task in self.tasks:
             if task.done():
                 task.result()
-        return self.admitted
-
-    async def _follow(self, handle: UnaryHandle, member: Follower) -> None:
-        while True:
-            before = member.admitted
-            member.take(await handle.poll.remote(member.report()))
-            self.admitted += member.admitted - before
+        return sum(member.admitted for member in self.members)
 
 
 @dataclass(slots=True)
 class Asker:
-    """Somebody who looks at `/fleet` again and again."""
+    """Somebody who looks at the fleet again and again."""
 
     took_s: list[float] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
@@ -149,8 +155,10 @@ class Measured:
     round_s: float
     round_cpu_s: float
     idle_cpu: float  # share of a core between rounds
+    joined_s: float  # until all serve, from the start of the first
     fleet_s: float
     fleet_99_s: float
+    alone: dict[str, tuple[float, int]]  # between rounds, by question: seconds, bytes of JSON
 
 
 async def serve_rounds(count: int, processes: int, directory: str) -> Measured:
@@ -170,11 +178,12 @@ async def serve_rounds(count: int, processes: int, directory: str) -> Measured:
     firsts = range(0, count, share)
     followers = [remote(Followers).remote(first, min(share, count - first)) for first in firsts]
     await asyncio.gather(*[each.start.remote() for each in followers])
-    deadline = time.monotonic() + START_S
+    began = time.monotonic()
     while sum(await asyncio.gather(*[each.serving.remote() for each in followers])) < count:
-        if time.monotonic() > deadline:
+        if time.monotonic() - began > START_S:
             raise TimeoutError(f"not all of {count} replicas serve after {START_S:g} s")
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
+    joined_s = time.monotonic() - began
     asker = remote(Asker).remote()
     await asker.start.remote()
     lease = await handle.acquire.remote("benchmark")
@@ -194,6 +203,8 @@ async def serve_rounds(count: int, processes: int, directory: str) -> Measured:
         took.append(time.perf_counter() - began)
         cpu.append(await handle.cpu_s.remote() - cpu_before)
     taken = sorted(await asker.taken.remote())
+    await asyncio.sleep(1.0)
+    alone = {name: await asked(getattr(handle, name).remote) for name in ("health", "fleet", "rounds", "events")}
     for each in (*followers, asker):
         ray.kill(each)
     await asyncio.to_thread(serve.delete, APP)
@@ -203,7 +214,19 @@ async def serve_rounds(count: int, processes: int, directory: str) -> Measured:
         idle_cpu=idle,
         fleet_s=statistics.median(taken),
         fleet_99_s=taken[int(0.99 * (len(taken) - 1))],
+        joined_s=joined_s,
+        alone=alone,
     )
+
+
+async def asked(ask: Callable[[], Awaitable[object]]) -> tuple[float, int]:
+    """Seconds of a question between rounds (median of ten), and the bytes of its answer as JSON."""
+    took_s = []
+    for _ in range(10):
+        began = time.perf_counter()
+        answer = await ask()
+        took_s.append(time.perf_counter() - began)
+    return statistics.median(took_s), len(TypeAdapter(Any).dump_json(answer))
 
 
 def main() -> None:
@@ -222,16 +245,18 @@ def main() -> None:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
             serve.start(http_options={"location": "NoServer"})
             print(
-                "| replicas | round (s) | CPU of the controller (s) | a core's share when idle "
-                "| /fleet, median (ms) | 99 % (ms) |\n|---|---|---|---|---|---|"
+                "| replicas | all serve after (s) | round (s) | CPU of the controller (s) | its idle share of a core "
+                "| `/fleet` during rounds: median, 99 % (ms) | between rounds, ms and kB of JSON: health, fleet, "
+                "rounds, events |\n|---|---|---|---|---|---|---|"
             )
             for count in options.serve:
                 path = Path(directory) / str(count)
                 path.mkdir()
                 seen = asyncio.run(serve_rounds(count, options.processes, str(path)))
+                alone = "; ".join(f"{1000 * took:.0f}, {size / 1e3:.1f}" for took, size in seen.alone.values())
                 print(
-                    f"| {count} | {seen.round_s:.2f} | {seen.round_cpu_s:.2f} | {seen.idle_cpu:.2f} "
-                    f"| {1000 * seen.fleet_s:.0f} | {1000 * seen.fleet_99_s:.0f} |",
+                    f"| {count} | {seen.joined_s:.1f} | {seen.round_s:.2f} | {seen.round_cpu_s:.2f} "
+                    f"| {seen.idle_cpu:.2f} | {1000 * seen.fleet_s:.0f}, {1000 * seen.fleet_99_s:.0f} | {alone} |",
                     flush=True,
                 )
             serve.shutdown()

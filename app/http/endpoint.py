@@ -7,10 +7,11 @@ as JSON), None (an empty answer), or a whole response.
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass
+from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -22,6 +23,7 @@ from deployments.router.body import read_body
 Handler = Callable[..., Awaitable[object]]
 Model = TypeVar("Model", bound=BaseModel)
 MAX_BODY_BYTES = 1 << 20
+JSON = "application/json"
 MAX_SHOWN = 60  # characters of a wrong value in a message
 
 
@@ -172,11 +174,13 @@ def _response(answer: object) -> Response:
         return answer
     if answer is None:
         return Response()
-    body = asdict(answer) if is_dataclass(answer) and not isinstance(answer, type) else answer
+    if is_dataclass(answer) and not isinstance(answer, type):
+        # Far faster than `asdict` and `json`, and a fleet may have a thousand members. NaN becomes null.
+        return Response(_adapter(type(answer)).dump_json(answer, warnings=False), media_type=JSON)
     try:
-        return JSONResponse(body)
+        return JSONResponse(answer)
     except ValueError:  # JSON has no NaN: the loss of a step that was skipped for it
-        return JSONResponse(_finite(body))
+        return JSONResponse(_finite(answer))
 
 
 def _finite(value: Any) -> Any:
@@ -186,3 +190,8 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

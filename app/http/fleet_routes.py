@@ -17,7 +17,7 @@ from app.http.metrics import exposition
 from app.http.requests import EventsQuery, PublishDirectoryBody, RollbackBody, ScaleBody
 from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.status import Event, FleetStatus, SizeStatus
+from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
 from deployments.router.scrape import Scraped
 from deployments.unary import UnaryHandle
 
@@ -65,15 +65,14 @@ class FleetRoutes:
 
     async def health(self) -> JSONResponse:
         """200 as soon as one replica serves; 503 before."""
-        fleet: FleetStatus = await self._controller.fleet.remote()
-        serving = sum(member.state == "serving" for member in fleet.members)
+        fleet: FleetHealth = await self._controller.health.remote()
         health = Health(
-            status="ok" if serving else "starting",
-            serving=serving,
-            members=len(fleet.members),
+            status="ok" if fleet.serving else "starting",
+            serving=fleet.serving,
+            members=fleet.members,
             weight_version=fleet.committed_version,
         )
-        return JSONResponse(asdict(health), status_code=200 if serving else 503)
+        return JSONResponse(asdict(health), status_code=200 if fleet.serving else 503)
 
     async def fleet(self) -> FleetStatus:
         """Members, their states and versions, the open round."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import ray.util
 from pydantic import JsonValue
 
 from deployments.controller.adapter_calls import AdapterCalls
@@ -20,6 +21,7 @@ from deployments.controller.disk import Disk
 from deployments.controller.durable_ledger import DurableLedger
 from deployments.controller.liveness import End, IsAlive
 from deployments.controller.pace import Pace
+from deployments.controller.poll_server import PollServer
 from deployments.controller.room import Room, no_limit
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.errors import FleetUnavailable, InvalidRequest
@@ -27,13 +29,14 @@ from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.store_assignment import StoreLocation
+from deployments.poll_line import PollAddress
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.json_values import json_only
 from deployments.protocol.operations import Operation
 from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions, RoundReport
 from deployments.protocol.reports import Report, Unloadable
-from deployments.protocol.status import Event, FleetStatus, SizeStatus
+from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
 from deployments.weights.store.versions import Store
 
 MAX_EVENTS_WAIT_S = 30.0
@@ -53,6 +56,7 @@ class Controller(AdapterCalls):
         poll_s, silent_s: see `Pace`.
         clock: seconds, monotonic.
         disk: where the state directory is; None: a file system of this host.
+        host: the address at which replicas reach this process.
 
     Raises:
         JournalError: the state directory cannot be used, or the store has another fleet's versions.
@@ -77,6 +81,7 @@ class Controller(AdapterCalls):
         tick_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         disk: Disk | None = None,
+        host: Callable[[], str] = ray.util.get_node_ip_address,
     ) -> None:
         self._config, self._room = config, room
         ledger = Ledger(
@@ -99,6 +104,7 @@ class Controller(AdapterCalls):
         )
         super().__init__(ledger, durable, adapter_files)
         self._keeper.check_owner(Path(state_dir), otherwise=self._durable.release)
+        self._poll_server = PollServer(self.poll, host)
         self._polls: dict[str, object] = {}  # incarnation -> its newest poll; older ones are superseded
         self._told: dict[str, int] = {}  # incarnation -> what has to be durable before it is told again
 
@@ -110,6 +116,11 @@ class Controller(AdapterCalls):
         """What a starting replica loads; `unloadable`: what it was told to and cannot."""
         async with self._durable.answer():
             return self._ledger.join(replica_id, incarnation, self._durable.now(), unloadable)
+
+    async def poll_address(self) -> PollAddress:
+        """Where replicas poll."""
+        self._durable.enter()
+        return await self._poll_server.address()
 
     async def poll(self, report: Report) -> Directive:
         """Wait for updates for this replica, for as long as its `Pace` says.
@@ -292,17 +303,21 @@ class Controller(AdapterCalls):
     # -- queries ------------------------------------------------------------------------------
 
     async def fleet(self) -> FleetStatus:
-        async with self._durable.answer():
+        async with self._durable.answer(asks=True):
             return self._ledger.status(self._durable.now())
+
+    async def health(self) -> FleetHealth:
+        async with self._durable.answer(asks=True):
+            return self._ledger.health()
 
     async def rounds(self) -> list[RoundReport]:
         """Rounds that ended, oldest first."""
-        async with self._durable.answer():
+        async with self._durable.answer(asks=True):
             return self._ledger.history()
 
     async def events(self, since: int = 0, wait_s: float = 0.0) -> list[Event]:
         """Events with a greater id than `since`; waits for the first one, at most `wait_s` seconds."""
-        async with self._durable.answer():
+        async with self._durable.answer(asks=True):
             limit_s = min(wait_s, MAX_EVENTS_WAIT_S)
             await self._durable.wait(lambda: bool(self._ledger.events_since(since)), limit_s)
             wall = time.time() - self._durable.now()
@@ -317,7 +332,8 @@ class Controller(AdapterCalls):
         self._durable.enter()
 
     async def aclose(self) -> None:
-        """Stop the ticker and close the journal."""
+        """Stop the ticker, end the connections, and close the journal."""
+        self._poll_server.close()
         await self._durable.aclose()
         await self._keeper.aclose()
         await self._adapter_files.aclose()

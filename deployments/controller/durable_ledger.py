@@ -1,6 +1,6 @@
 """The ledger in time: its decisions made durable, its deadlines checked, its pending calls awaited.
 
-    call     changes the ledger ─► wakes everything that waits ─► answers once its decisions are durable
+    call     changes the ledger ─► wakes those whose wait is over ─► answers once its decisions are durable
     disk     decisions to the journal, one write and one sync for all that came meanwhile, in a thread
     ticker   deadlines and leases
     watcher  whether the processes of silent members still exist; ends those that stand still
@@ -28,6 +28,7 @@ from deployments.controller.disk import Disk
 from deployments.controller.journal import Journal
 from deployments.controller.liveness import End, IsAlive, Processes
 from deployments.controller.log_lines import LogLines
+from deployments.controller.waits import Waits
 from deployments.errors import FleetUnavailable
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
@@ -78,7 +79,7 @@ class DurableLedger:
         self._unwritten: list[Decision] = []
         self._made = self._durable = 0  # decisions of this process; those on disk
         self._writing: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
+        self._waits = Waits()
         self._written = asyncio.Event()
         self._running: list[asyncio.Task[None]] = []
         self._failure: str | None = None
@@ -127,7 +128,7 @@ class DurableLedger:
             )
 
     def change(self, *, wake: bool = True) -> int:
-        """The ledger may have changed: hand its decisions to the disk, and wake everything that waits.
+        """The ledger may have changed: hand its decisions to the disk, and look whose wait is over.
 
         Args:
             wake: whether anything changed that anybody may wait for. A thousand replicas wait.
@@ -143,8 +144,7 @@ class DurableLedger:
                 self._writing = asyncio.get_running_loop().create_task(self._write())
         self._log()
         if wake:
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._waits.look_soon()
         return self._made
 
     async def durable(self, made: int) -> None:
@@ -159,11 +159,12 @@ class DurableLedger:
         self.enter()
 
     @asynccontextmanager
-    async def answer(self, *, records: bool = False) -> AsyncIterator[None]:
+    async def answer(self, *, records: bool = False, asks: bool = False) -> AsyncIterator[None]:
         """Around a call: its answer, or its error, waits for every decision made so far.
 
         Args:
             records: it asks for something new, which is refused while there is no space; see `check_space`.
+            asks: it changes nothing.
 
         Raises:
             FleetUnavailable: they could not be written.
@@ -174,7 +175,7 @@ class DurableLedger:
                 await self.check_space()
             yield
         finally:
-            await self.durable(self.change())
+            await self.durable(self.change(wake=not asks))
 
     async def result(self, call: PendingCall) -> Any:
         """Wait for a pending call; raises its error. The ledger's deadlines bound the wait."""
@@ -186,13 +187,8 @@ class DurableLedger:
 
     async def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
         """Until it is true or the time is over; looked at after every change of the ledger."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not ready():
-                    await self._changed.wait()
-                    self.enter()
-        except TimeoutError:
-            return
+        await self._waits.wait(ready, timeout_s)
+        self.enter()
 
     # -- the disk -----------------------------------------------------------------------------
 
@@ -223,7 +219,7 @@ class DurableLedger:
         # The next process may take over at once; not before a write that hangs has come back.
         asyncio.get_running_loop().run_in_executor(self._disk_thread, self._journal.close)
         self._written.set()
-        self._changed.set()
+        self._waits.end_all()
 
     async def _on_disk(self, action: Callable[[], T]) -> T:
         """Run it in the thread that alone uses the journal.

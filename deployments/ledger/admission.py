@@ -133,8 +133,6 @@ class Admission:
                 queued.delivered = True
         return Directive(
             admitted=member is not None and member.state is MemberState.SERVING and not member.leaving,
-            committed_version=self._versions.committed_version,
-            epoch=self._membership.epoch,
             instructions=() if member is None else tuple(queued.instruction for queued in member.queue),
             acknowledged=acknowledged,
             fenced=None if fence is None else fence.reason,
@@ -157,8 +155,6 @@ class Admission:
         delivered = 0 if member.delivered is None else member.delivered.last_seq
         return Delivered(
             state=member.state,
-            committed_version=self._versions.committed_version,
-            epoch=self._membership.epoch,
             last_seq=max(queued, delivered),
             may_leave=self._may_leave(member),
             wish=self._membership.size.wish,

@@ -29,7 +29,7 @@ from deployments.ledger.dispatch import Dispatch, Drains
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.lease import LeaseDesk, Publishers
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
-from deployments.ledger.members import PendingCall
+from deployments.ledger.members import MemberState, PendingCall
 from deployments.ledger.membership import Membership
 from deployments.ledger.promises import Promises
 from deployments.ledger.recovery import recover
@@ -42,7 +42,7 @@ from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.operations import Disconnect, Operation, Sleep
 from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions, RoundReport
 from deployments.protocol.reports import Report, Unloadable
-from deployments.protocol.status import Event, FleetStatus, SizeStatus
+from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
 
 
 class Ledger:
@@ -316,6 +316,14 @@ class Ledger:
 
     def events_since(self, event_id: int) -> list[Event]:
         return self._events.since(event_id)
+
+    def health(self) -> FleetHealth:
+        members = self._membership.all()
+        return FleetHealth(
+            serving=sum(each.state is MemberState.SERVING and not each.leaving for each in members),
+            members=len(members),
+            committed_version=self._versions.committed_version,
+        )
 
     def status(self, now: float) -> FleetStatus:
         stored, current, needed = self._versions.stored, self._versions.current, self._membership.needed

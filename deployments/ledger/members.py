@@ -31,8 +31,6 @@ class Delivered:
     """What the last directive to a member said, for `Admission.has_updates`."""
 
     state: MemberState
-    committed_version: int
-    epoch: int
     last_seq: int  # of the newest instruction
     may_leave: bool
     wish: Wish

@@ -1,7 +1,7 @@
 """Which version the fleet is at, the round in flight, and the rounds that ended."""
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from deployments.errors import Conflict, RoundAborted, SlipstreamError, TransferAborted
 from deployments.ledger.decisions import (
@@ -18,6 +18,7 @@ from deployments.ledger.decisions import (
 )
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
+from deployments.ledger.history import RoundHistory
 from deployments.ledger.members import PendingCall
 from deployments.ledger.round import Round, RoundPhase, require_label
 from deployments.protocol.publishing import RoundReport
@@ -39,7 +40,7 @@ class VersionState:
         self._stored: Stored | None = None
         self._current: Round | None = None
         self._idle_since: float | None = None
-        self._history: deque[RoundReport] = deque(maxlen=KEPT_ROUNDS)
+        self._history = RoundHistory()
         self._last_round_id = 0
         self._errors: OrderedDict[int, SlipstreamError] = OrderedDict()  # of aborted rounds, by id
 
@@ -58,7 +59,7 @@ class VersionState:
 
     def digest_of(self, version: int) -> str | None:
         """The digest with which a version was committed, where known."""
-        reports = (each for each in reversed(self._history) if each.version == version)
+        reports = (each for each in self._history.newest_first() if each.version == version)
         return next((each.digest for each in reports if each.phase == RoundPhase.COMMITTED), None)
 
     @property
@@ -97,7 +98,7 @@ class VersionState:
 
     def history(self) -> list[RoundReport]:
         """Rounds that ended, oldest first; bounded."""
-        return list(self._history)
+        return self._history.all()
 
     def rounds_ended(self) -> dict[str, int]:
         """How many rounds of this fleet were committed and aborted; only ever more, also after a restart.
@@ -142,7 +143,7 @@ class VersionState:
             if current.close is None and current.decided:  # decided by a predecessor
                 current.close = PendingCall(name="close_round", round_id=round_id)
             return current.close
-        report = next((each for each in reversed(self._history) if each.round_id == round_id), None)
+        report = next((each for each in self._history.newest_first() if each.round_id == round_id), None)
         if report is None:
             return None
         call = PendingCall(name="close_round", round_id=round_id)
@@ -259,7 +260,7 @@ class VersionState:
 
     def recover_end(self, phase: RoundPhase, reason: str, epoch: int) -> None:
         """The last round has ended, and its predecessor may not have written its entry in the history."""
-        if any(each.round_id == self._last_round_id for each in self._history):
+        if any(each.round_id == self._last_round_id for each in self._history.newest_first()):
             return
         committed = phase is RoundPhase.COMMITTED
         report = RoundReport(

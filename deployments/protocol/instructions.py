@@ -190,8 +190,6 @@ class Directive:
     """What the controller wants of one replica."""
 
     admitted: bool  # may take requests
-    committed_version: int
-    epoch: int
     instructions: Sequence[Instruction] = ()  # in order; those already seen are to be ignored
     acknowledged: Sequence[int] = ()  # acknowledgements that arrived: not to be sent again
     fenced: str | None = None  # the reason; stop for good

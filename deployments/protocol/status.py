@@ -86,6 +86,15 @@ class FleetStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetHealth:
+    """What `/health` needs of the fleet, however large it is."""
+
+    serving: int  # replicas
+    members: int  # replicas, whatever their state
+    committed_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     event_id: int
     name: str

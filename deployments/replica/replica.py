@@ -6,7 +6,6 @@ to: Serve replaces a process that is gone at once, and an unhealthy one seconds 
 """
 
 import asyncio
-import contextlib
 import os
 import time
 import uuid
@@ -20,8 +19,8 @@ from ray.serve.schema import ApplicationStatus
 
 from deployments.logs import serve_logger
 from deployments.placement import take_slot, use_gpus
-from deployments.protocol.instructions import Directive, JoinAnswer
-from deployments.protocol.reports import Report, Unloadable
+from deployments.protocol.instructions import JoinAnswer
+from deployments.protocol.reports import Unloadable
 from deployments.replica.engine import Engine
 from deployments.replica.farewell import Farewell
 from deployments.replica.first_weights import find_first_weights
@@ -30,6 +29,7 @@ from deployments.replica.gate import Gate
 from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import disown_engine, own_engine
+from deployments.replica.polls import Polls
 from deployments.replica.server.arguments import EngineSpec
 from deployments.replica.server.info import add_server_info
 from deployments.replica.server.load import watch_load
@@ -37,7 +37,6 @@ from deployments.replica_info import ReplicaEndpoint, RoutingStats
 from deployments.scaling import ScalingStats
 from deployments.unary import UnaryHandle
 
-POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
 TELL_S = 1.0  # requests of an engine that has ended are told so
 
 logger = serve_logger()
@@ -80,8 +79,12 @@ class Replica:
         add_server_info(self._engine.app, self._engine.llm.vllm_config)
         self._load = watch_load(self._engine.llm)
         self._member = member_of(self._engine, spec)
+        self._polls = Polls(self._controller.poll_address.remote)
         self._follower = Follower(
-            replica_id=self._replica_id, incarnation=self._incarnation, member=self._member, poll=self._poll
+            replica_id=self._replica_id,
+            incarnation=self._incarnation,
+            member=self._member,
+            poll=self._polls.poll,
         )
         self._following = asyncio.create_task(self._follow())
         self._gate = Gate(
@@ -156,16 +159,6 @@ class Replica:
             self._replica_id, self._incarnation, unloadable
         )
         return answer
-
-    async def _poll(self, report: Report) -> Directive:
-        response = self._controller.poll.remote(report)
-        try:
-            async with asyncio.timeout(POLL_TIMEOUT_S):  # not wait_for, which can swallow a cancellation
-                return await response
-        except (TimeoutError, asyncio.CancelledError):
-            with contextlib.suppress(Exception):  # nobody waits for this poll any more
-                response.cancel()
-            raise
 
     async def _until_admitted(self) -> None:
         while not self._member.admitted:

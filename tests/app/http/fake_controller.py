@@ -22,7 +22,7 @@ from deployments.protocol.operations import (
     WeightChecksums,
 )
 from deployments.protocol.publishing import Lease, PublisherSession, ReplicaTimings, RoundOptions, RoundReport
-from deployments.protocol.status import Event, FleetStatus, MemberStatus, RoundStatus, SizeStatus
+from deployments.protocol.status import Event, FleetHealth, FleetStatus, MemberStatus, RoundStatus, SizeStatus
 from tests.app.http.fake_adapters import FakeAdapters
 
 REPLICAS = ("replica-0", "replica-1")
@@ -197,6 +197,11 @@ class FakeController(FakeAdapters):
     async def fleet(self) -> FleetStatus:
         await self._enter("fleet")
         return status(self.version, self.serving, label=self.label, round_id=self.round_id)
+
+    async def health(self) -> FleetHealth:
+        await self._enter("health")
+        serving = len(self.serving)
+        return FleetHealth(serving=serving, members=serving, committed_version=self.version)
 
     async def rounds(self) -> list[RoundReport]:
         await self._enter("rounds")

@@ -157,6 +157,7 @@ async def test_a_caller_that_leaves_before_it_is_stored_leaves_nothing(
     await asyncio.gather(loading, return_exceptions=True)
     disk.goes.set()
     await adapters.until(lambda: not any(holding(adapters)))
+    await adapters.polled("a", "b")
     assert await load(adapters, tmp_path) == "math@2"
 
 

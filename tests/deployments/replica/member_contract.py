@@ -89,8 +89,6 @@ class Subject(ABC):
         await self.deliver(
             Directive(
                 admitted=admitted,
-                committed_version=FIRST_VERSION,
-                epoch=1,
                 instructions=instructions,
                 acknowledged=before,
                 fenced=fenced,

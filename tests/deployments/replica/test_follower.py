@@ -92,12 +92,12 @@ class Script:
         seen = tuple(each.seq for each in report.acknowledgements)
         if not self._turns:
             return Directive(
-                admitted=False, committed_version=3, epoch=1, acknowledged=seen, fenced="the end"
+                admitted=False, acknowledged=seen, fenced="the end"
             )
         turn = self._turns.pop(0)
         if isinstance(turn, Exception):
             raise turn
-        return Directive(admitted=True, committed_version=3, epoch=1, instructions=turn, acknowledged=seen)
+        return Directive(admitted=True, instructions=turn, acknowledged=seen)
 
     @property
     def outcomes(self) -> dict[int, tuple[Outcome, str]]:
@@ -260,7 +260,7 @@ async def test_contact_counts_from_when_the_report_was_sent() -> None:
     async def poll(report: Report) -> Directive:
         nonlocal now
         now += 15.0  # a slow answer
-        return Directive(admitted=False, committed_version=3, epoch=1, fenced="the end")
+        return Directive(admitted=False, fenced="the end")
 
     contacts: list[float] = []
 
@@ -306,11 +306,11 @@ def controller_of(member: Member, reports: list[Report], *turns: list[Instructio
     async def poll(report: Report) -> Directive:
         reports.append(report)
         if report.failed:
-            return Directive(admitted=True, committed_version=3, epoch=1, fenced=report.failed)
+            return Directive(admitted=True, fenced=report.failed)
         asyncio.get_running_loop().call_later(0.02, member.dead.set)
         if not told:
             await asyncio.Event().wait()
-        return Directive(admitted=True, committed_version=3, epoch=1, instructions=told.pop(0))
+        return Directive(admitted=True, instructions=told.pop(0))
 
     return poll
 
@@ -344,12 +344,12 @@ async def test_a_death_that_cannot_be_reported_yet_takes_no_request_and_is_said_
         nonlocal tries
         if not report.failed:
             member.dead.set()
-            return Directive(admitted=True, committed_version=3, epoch=1)
+            return Directive(admitted=True)
         assert not member.admitted
         tries += 1
         if tries < 4:
             raise ConnectionError("away")
-        return Directive(admitted=False, committed_version=3, epoch=1, fenced=report.failed)
+        return Directive(admitted=False, fenced=report.failed)
 
     follower = Follower(replica_id="r", incarnation="i", member=member, poll=poll, retry_s=0.05)
     begin = asyncio.get_running_loop().time()

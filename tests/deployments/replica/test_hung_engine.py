@@ -82,8 +82,8 @@ async def test_a_hung_engine_does_not_keep_its_replica_from_being_fenced(process
     commit = Instruction(seq=1, body=COMMIT, deadline_s=60.0)
     directives = iter(
         [
-            Directive(admitted=True, committed_version=3, epoch=1, instructions=(commit,)),
-            Directive(admitted=False, committed_version=4, epoch=1, fenced="missed the deadline"),
+            Directive(admitted=True, instructions=(commit,)),
+            Directive(admitted=False, fenced="missed the deadline"),
         ]
     )
 

@@ -1,0 +1,74 @@
+import asyncio
+
+import pytest
+
+from deployments.controller.waits import AT_ONCE, Waits
+
+
+async def test_a_change_wakes_those_whose_wait_is_over_and_nobody_else() -> None:
+    waits, over = Waits(), {1: False, 2: False}
+    waiting = {each: asyncio.create_task(waits.wait(lambda each=each: over[each], None)) for each in over}
+    await asyncio.sleep(0)
+    over[1] = True
+    waits.look_soon()
+    await asyncio.wait_for(waiting[1], 5)
+    assert not waiting[2].done()
+    waiting[2].cancel()
+
+
+async def test_many_changes_of_one_moment_are_looked_at_once() -> None:
+    waits, looks = Waits(), 0
+
+    def ready() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > 2
+
+    waiting = asyncio.create_task(waits.wait(ready, None))
+    await asyncio.sleep(0)
+    for _ in range(10):
+        waits.look_soon()
+    await asyncio.sleep(0.01)
+    assert looks == 2 and not waiting.done()
+    waits.look_soon()
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_others_run_between_those_who_are_woken() -> None:
+    waits, over = Waits(), False
+    woken = 0
+
+    async def wait() -> None:
+        nonlocal woken
+        await waits.wait(lambda: over, None)
+        woken += 1
+
+    tasks = [asyncio.create_task(wait()) for _ in range(5 * AT_ONCE)]
+    await asyncio.sleep(0)
+    over = True
+    waits.look_soon()
+    seen = []
+    while woken < len(tasks):
+        await asyncio.sleep(0)
+        seen.append(woken)
+    assert max(after - before for before, after in zip(seen, seen[1:], strict=False)) <= AT_ONCE
+
+
+async def test_a_wait_ends_with_its_time_with_its_own_error_and_with_all_waits() -> None:
+    waits, broken = Waits(), False
+
+    def ready() -> bool:
+        if broken:
+            raise ValueError("mine")
+        return False
+
+    await waits.wait(ready, 0.01)
+    failing = asyncio.create_task(waits.wait(ready, None))
+    ended = asyncio.create_task(waits.wait(lambda: False, None))
+    await asyncio.sleep(0)
+    broken = True
+    waits.look_soon()
+    with pytest.raises(ValueError, match="mine"):
+        await asyncio.wait_for(failing, 5)
+    waits.end_all()
+    await asyncio.wait_for(ended, 5)
