@@ -9,6 +9,7 @@ import hmac
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 from deployments.errors import SlipstreamError
 from deployments.logs import serve_logger
@@ -76,12 +77,11 @@ class _Line(asyncio.Protocol):
         self._answering: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._loop = asyncio.get_running_loop()
         _notice_dead_hosts(transport.get_extra_info("socket"))
         self._lines.add(self)
-        self._impatience = self._loop.call_later(GREETING_S, transport.abort)
+        self._impatience = self._loop.call_later(GREETING_S, self._transport.abort)
 
     def data_received(self, data: bytes) -> None:
         if self._frames is None:
