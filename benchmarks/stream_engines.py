@@ -1,0 +1,100 @@
+"""Engines that only stream: after a step of the engine each of its requests gets one event, as vLLM sends it.
+
+    python -m benchmarks.stream_engines PORT --rate 50
+
+Answers any POST with `max_tokens` events; `--rate` is steps a second.
+"""
+
+import argparse
+import asyncio
+import json
+from typing import cast
+
+import uvloop
+
+HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-weight-version: 3\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+EVENT = (
+    b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","object":"text_completion","created":1764000000,'
+    b'"model":"model","choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null,'
+    b'"stop_reason":null,"token_ids":null,"prompt_token_ids":null}],"usage":null}\n\n'
+)
+CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+DONE = b"data: [DONE]\n\n"
+END = b"%x\r\n%b\r\n0\r\n\r\n" % (len(DONE), DONE)
+
+
+class Engine:
+    """The requests that run, and the steps that they share."""
+
+    def __init__(self, rate: float) -> None:
+        self._step_s = 1 / rate
+        self._running: dict[Connection, int] = {}  # events that are left
+
+    def begin(self, connection: "Connection", tokens: int) -> None:
+        self._running[connection] = tokens
+
+    def end(self, connection: "Connection") -> None:
+        self._running.pop(connection, None)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = max(due + self._step_s, loop.time() - self._step_s)
+            await asyncio.sleep(due - loop.time())
+            for connection, left in list(self._running.items()):
+                if left > 0:
+                    connection.transport.write(CHUNK)
+                    self._running[connection] = left - 1
+                else:
+                    connection.transport.write(END)
+                    del self._running[connection]
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._bytes = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes += data
+        head, found, body = self._bytes.partition(b"\r\n\r\n")
+        if not found:
+            return
+        if head.startswith(b"GET"):
+            self._bytes = body
+            self.transport.write(HEALTHY)
+            return
+        lines = (line.partition(b":") for line in head.lower().split(b"\r\n"))
+        length = next(int(value) for name, _, value in lines if name == b"content-length")
+        if len(body) >= length:
+            self._bytes = body[length:]
+            self.transport.write(HEAD)
+            self._engine.begin(self, json.loads(body[:length])["max_tokens"])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._engine.end(self)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("port", type=int)
+    parser.add_argument("--rate", type=float, required=True)
+    options = parser.parse_args()
+    engine = Engine(options.rate)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Connection(engine), "127.0.0.1", options.port, backlog=4096
+    )
+    async with server:
+        await engine.run()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())
