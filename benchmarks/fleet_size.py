@@ -204,7 +204,9 @@ async def serve_rounds(count: int, processes: int, directory: str) -> Measured:
         cpu.append(await handle.cpu_s.remote() - cpu_before)
     taken = sorted(await asker.taken.remote())
     await asyncio.sleep(1.0)
-    alone = {name: await asked(getattr(handle, name).remote) for name in ("health", "fleet", "rounds", "events")}
+    alone = {
+        name: await asked(getattr(handle, name).remote) for name in ("health", "fleet", "rounds", "events")
+    }
     for each in (*followers, asker):
         ray.kill(each)
     await asyncio.to_thread(serve.delete, APP)
@@ -253,7 +255,9 @@ def main() -> None:
                 path = Path(directory) / str(count)
                 path.mkdir()
                 seen = asyncio.run(serve_rounds(count, options.processes, str(path)))
-                alone = "; ".join(f"{1000 * took:.0f}, {size / 1e3:.1f}" for took, size in seen.alone.values())
+                alone = "; ".join(
+                    f"{1000 * took:.0f}, {size / 1e3:.1f}" for took, size in seen.alone.values()
+                )
                 print(
                     f"| {count} | {seen.joined_s:.1f} | {seen.round_s:.2f} | {seen.round_cpu_s:.2f} "
                     f"| {seen.idle_cpu:.2f} | {1000 * seen.fleet_s:.0f}, {1000 * seen.fleet_99_s:.0f} | {alone} |",

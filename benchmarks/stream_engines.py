@@ -7,7 +7,7 @@ Answers any POST with `max_tokens` events; `--rate` is steps a second.
 
 import argparse
 import asyncio
-import json
+import re
 from typing import cast
 
 import uvloop
@@ -24,6 +24,8 @@ EVENT = (
 )
 CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 DONE = b"data: [DONE]\n\n"
+LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
+TOKENS = re.compile(rb'"max_tokens": *(\d+)')  # at the end of a body, which is not parsed
 END = b"%x\r\n%b\r\n0\r\n\r\n" % (len(DONE), DONE)
 
 
@@ -58,26 +60,29 @@ class Engine:
 class Connection(asyncio.Protocol):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._bytes = b""
+        self._bytes = bytearray()
+        self._needed = 0  # bytes of the request that is arriving; 0: not known yet
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._bytes += data
-        head, found, body = self._bytes.partition(b"\r\n\r\n")
-        if not found:
+        if not self._needed:
+            head_end = self._bytes.find(b"\r\n\r\n")
+            if head_end < 0:
+                return
+            length = LENGTH.search(self._bytes, 0, head_end + 2)
+            self._needed = head_end + 4 + (int(length[1]) if length else 0)
+        if len(self._bytes) < self._needed:
             return
-        if head.startswith(b"GET"):
-            self._bytes = body
+        tokens = TOKENS.search(self._bytes, max(0, self._needed - 1000))
+        self._bytes, self._needed = self._bytes[self._needed :], 0
+        if tokens is None:  # a question about its health
             self.transport.write(HEALTHY)
-            return
-        lines = (line.partition(b":") for line in head.lower().split(b"\r\n"))
-        length = next(int(value) for name, _, value in lines if name == b"content-length")
-        if len(body) >= length:
-            self._bytes = body[length:]
+        else:
             self.transport.write(HEAD)
-            self._engine.begin(self, json.loads(body[:length])["max_tokens"])
+            self._engine.begin(self, int(tokens[1]))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._engine.end(self)

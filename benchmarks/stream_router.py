@@ -6,7 +6,6 @@ The replicas are chosen in turn. Several processes may listen on one port.
 """
 
 import argparse
-import asyncio
 import itertools
 import logging
 import socket

@@ -94,7 +94,9 @@ def listens(port: int) -> None:
     raise TimeoutError(f"nothing listens on port {port} after {START_S:g} s")
 
 
-def between(kind: str, engines: Sequence[int], vllm_router: str | None, stack: ExitStack) -> tuple[int, list[int]]:
+def between(
+    kind: str, engines: Sequence[int], vllm_router: str | None, stack: ExitStack
+) -> tuple[int, list[int]]:
     """The port that clients use, and the processes between it and the engines."""
     port, (name, _, count) = free_port(), kind.partition(" x")
     if name == "nothing":
@@ -158,7 +160,9 @@ def measure(kind: str, load: Load, vllm_router: str | None) -> str:
             long = ("--streams", 1, "--tokens", 1, "--seconds", 3600, "--prompt-bytes", size)
             stack.enter_context(running(*module("stream_clients", port, *long)))
         for each in clients:
-            assert each.stdout is not None and each.stdout.readline() == b"warm\n", f"{kind}: a client has failed"
+            assert each.stdout is not None and each.stdout.readline() == b"warm\n", (
+                f"{kind}: a client has failed"
+            )
         before = cpu_s(pids)
         results = [json.loads(each.stdout.readline()) for each in clients if each.stdout is not None]
         return row(kind, load, results, cpu_s(pids) - before)

@@ -76,7 +76,9 @@ class RoundReport:
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()  # that every replica has made before the commit
     digest: str | None = None  # of all tensors by checkpoint name; None: not computed (vLLM's own engines)
-    replicas: Mapping[str, ReplicaTimings] = field(default_factory=dict)  # empty in a large fleet's older ones
+    replicas: Mapping[str, ReplicaTimings] = field(
+        default_factory=dict
+    )  # empty in a large fleet's older ones
     # Replica -> requests that still ran there when `drain_timeout_s` was over (-1: it could not say), with
     # `in_flight: wait`. If the round is committed they went on as with `keep`.
     not_drained: Mapping[str, int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from multidict import CIMultiDict
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deployments.errors import FleetUnavailable, ReplicaUnavailable
@@ -29,6 +29,7 @@ from deployments.router.deadly_requests import RequestIdentity
 from deployments.router.forwarding import Begun, Forwarder, Interrupted, Outgoing, Trail
 from deployments.router.limits import RouterLimits
 from deployments.router.parts import PartRequest, answer_in_parts, returned
+from deployments.router.passing import PassedStream
 from deployments.router.prompt_lists import PromptList, prompt_list
 from deployments.router.returns import Returns
 from deployments.router.scrape import Scraped
@@ -41,6 +42,7 @@ NOT_FORWARDED = frozenset(
     | {"authorization", "cookie", "proxy-authorization"}
     | {KEY_HEADER.decode(), PART_HEADER.decode(), ROUTER_HEADER.decode(), "x-weight-timeout"}
 )
+
 logger = serve_logger()
 
 
@@ -140,27 +142,22 @@ class Router:
         return parts
 
     async def _response(self, begun: Begun, identity: RequestIdentity) -> Response:
-        response: Response
-        if begun.is_whole:
-            response = Response(await begun.answer.read(), begun.answer.status)
-        else:
-            response = StreamingResponse(self._stream(begun, identity), begun.answer.status)
+        if not begun.is_whole:
+            return PassedStream(begun, returned(begun), lambda error: self._cut_off(begun, identity, error))
+        response = Response(await begun.answer.read(), begun.answer.status)
         response.raw_headers = returned(begun)
         return response
 
-    async def _stream(self, begun: Begun, identity: RequestIdentity) -> AsyncIterator[bytes]:
-        try:
-            async for piece in begun.pieces():
-                yield piece
-        except Interrupted as error:
-            refused = self._forwarder.deadly.cut_off(identity, begun.replica_id)
-            text = f"replica {begun.replica_id} was lost in the middle of a stream: {error}"
-            if refused:
-                logger.error("%s; %s %s is refused from now on", text, identity.method, identity.path)
-            else:
-                logger.warning(text)
-            lost = ReplicaUnavailable("the replica that streamed this answer was lost")
-            yield b"data: " + json.dumps(lost.body()).encode() + b"\n\n"
+    def _cut_off(self, begun: Begun, identity: RequestIdentity, error: Interrupted) -> bytes:
+        """A replica was lost in the middle of a stream: the client's last event."""
+        refused = self._forwarder.deadly.cut_off(identity, begun.replica_id)
+        text = f"replica {begun.replica_id} was lost in the middle of a stream: {error}"
+        if refused:
+            logger.error("%s; %s %s is refused from now on", text, identity.method, identity.path)
+        else:
+            logger.warning(text)
+        lost = ReplicaUnavailable("the replica that streamed this answer was lost")
+        return b"data: " + json.dumps(lost.body()).encode() + b"\n\n"
 
 
 def _outgoing(request: Request, trail: Trail, body: bytes, asked_for: int) -> Outgoing:

@@ -13,13 +13,19 @@ from deployments.protocol.reports import Report
 from deployments.replica.polls import Polls
 
 TOLD = Directive(
-    admitted=True, instructions=(Instruction(seq=1, body=Connect(init_info={"a": "x" * 100_000}), deadline_s=1),)
+    admitted=True,
+    instructions=(Instruction(seq=1, body=Connect(init_info={"a": "x" * 100_000}), deadline_s=1),),
 )
 
 
 def report(replica_id: str = "a", number: int = 1) -> Report:
     return Report(
-        replica_id=replica_id, incarnation=replica_id, version=0, world_size=1, staged_round=None, number=number
+        replica_id=replica_id,
+        incarnation=replica_id,
+        version=0,
+        world_size=1,
+        staged_round=None,
+        number=number,
     )
 
 

@@ -91,9 +91,7 @@ class Script:
         self.reports.append(report)
         seen = tuple(each.seq for each in report.acknowledgements)
         if not self._turns:
-            return Directive(
-                admitted=False, acknowledged=seen, fenced="the end"
-            )
+            return Directive(admitted=False, acknowledged=seen, fenced="the end")
         turn = self._turns.pop(0)
         if isinstance(turn, Exception):
             raise turn
