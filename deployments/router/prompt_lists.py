@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.request_headers import Demand
-
 COMPLETIONS = "/v1/completions"
 BATCH_CHAT = "/v1/chat/completions/batch"
 # What vLLM relates to a request as a whole.
@@ -24,25 +22,28 @@ class PromptList:
     """A request that can be divided.
 
     Attributes:
+        rest: the body without the list.
         field: the name of the list in the body.
+        prompts: each as JSON, since it is only sent on.
         answers: choices for each prompt.
         streams: whether the answer is a server-sent stream.
     """
 
-    asked: Mapping[str, Any]
+    rest: Mapping[str, Any]
     field: str
-    prompts: Sequence[Any]
+    prompts: Sequence[bytes]
     answers: int
     streams: bool
     request_id: str
 
     def part(self, start: int, stop: int) -> bytes:
         """The body of a request for the prompts from `start` to `stop` (exclusive)."""
-        asked = {"request_id": self.request_id, **self.asked, self.field: self.prompts[start:stop]}
-        return json.dumps(asked, separators=(",", ":")).encode()
+        rest = _json({"request_id": self.request_id, **self.rest})
+        prompts = b",".join(self.prompts[start:stop])
+        return b'%b,"%b":[%b]}' % (rest[:-1], self.field.encode(), prompts)
 
 
-def prompt_list(method: str, path: str, asked: Mapping[str, Any], demand: Demand) -> PromptList | None:
+def prompt_list(method: str, path: str, asked: Mapping[str, Any], *, in_session: bool) -> PromptList | None:
     """The list of prompts of a request; None if it has none, or is to be answered by one replica.
 
     A session is answered by its replica. What vLLM would refuse is left to vLLM as it is, so that its error
@@ -53,7 +54,7 @@ def prompt_list(method: str, path: str, asked: Mapping[str, Any], demand: Demand
         asked: the body.
     """
     field = {COMPLETIONS: "prompt", BATCH_CHAT: "messages"}.get(path)
-    if method != "POST" or field is None or demand.session_id is not None:
+    if method != "POST" or field is None or in_session:
         return None
     prompts = asked.get(field)
     if not (isinstance(prompts, list) and len(prompts) > 1 and _all_alike(prompts, path)):
@@ -65,13 +66,17 @@ def prompt_list(method: str, path: str, asked: Mapping[str, Any], demand: Demand
     if any(asked.get(name) is not None for name in _OF_THE_WHOLE):
         return None
     return PromptList(
-        asked=asked,
+        rest={name: value for name, value in asked.items() if name != field},
         field=field,
-        prompts=prompts,
+        prompts=[_json(prompt) for prompt in prompts],
         answers=answers,
         streams=streams and path == COMPLETIONS,  # vLLM streams no batch of chats
         request_id=uuid.uuid4().hex,
     )
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _all_alike(prompts: Sequence[Any], path: str) -> bool:

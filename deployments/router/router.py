@@ -22,15 +22,16 @@ from deployments.errors import FleetUnavailable, ReplicaUnavailable
 from deployments.logs import serve_logger
 from deployments.passed_routes import keeps_state, route_path
 from deployments.request_headers import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
+from deployments.router.asked import BodyReader, Question
 from deployments.router.body import read_body
-from deployments.router.bounds import check_headers, check_sequences, sequences
+from deployments.router.bounds import check_headers
 from deployments.router.choice.prefixes import block_hashes
 from deployments.router.deadly_requests import RequestIdentity
 from deployments.router.forwarding import Begun, Forwarder, Interrupted, Outgoing, Trail
 from deployments.router.limits import RouterLimits
 from deployments.router.parts import PartRequest, answer_in_parts, returned
 from deployments.router.passing import PassedStream
-from deployments.router.prompt_lists import PromptList, prompt_list
+from deployments.router.prompt_lists import PromptList
 from deployments.router.returns import Returns
 from deployments.router.scrape import Scraped
 from deployments.router.silence import PROBE_TIMEOUT_S, SILENCE_S
@@ -64,6 +65,7 @@ class Router:
         self.limits = limits
         self.in_flight = 0
         self._returns = Returns()
+        self._reader = BodyReader()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request with the response of one replica, or of several to their parts of it.
@@ -86,14 +88,20 @@ class Router:
             check_headers(request)
             trail = Trail(demand=demand_of(request.headers, limits.weight_timeout_s))
             body = await read_body(request, limits.max_body_bytes)
-            asked = check_sequences(body, limits.max_sequences)
-            outgoing = _outgoing(request, trail, body, sequences(asked) if asked else 1)
-            trail.demand = replace(trail.demand, stays=keeps_state(outgoing.identity.path))
+            path = quote(route_path(scope["path"], scope.get("root_path", "")))
+            question = Question(
+                method=request.method,
+                path=path,
+                in_session=trail.demand.session_id is not None,
+                max_sequences=limits.max_sequences,
+            )
+            asked = await self._reader.read(question, body)
+            outgoing = _outgoing(request, trail, path, body, asked.sequences)
+            trail.demand = replace(trail.demand, stays=keeps_state(path))
             if limits.prefix_affinity and trail.demand.session_id is None:
                 outgoing = replace(outgoing, blocks=block_hashes(body))
-            prompts = prompt_list(request.method, outgoing.identity.path, asked, trail.demand)
             # Closing the connections early ends the request in the engines.
-            async with self._answer(outgoing, trail, prompts) as response:
+            async with self._answer(outgoing, trail, asked.prompts) as response:
                 await response(scope, receive, send)
         finally:
             self.in_flight -= 1
@@ -103,8 +111,9 @@ class Router:
         return await self._forwarder.metrics()
 
     async def close(self) -> None:
-        """Close the connections to the replicas."""
+        """Close the connections to the replicas, and end what reads bodies."""
         await self._forwarder.close()
+        await self._reader.close()
 
     @asynccontextmanager
     async def _answer(
@@ -160,9 +169,8 @@ class Router:
         return b"data: " + json.dumps(lost.body()).encode() + b"\n\n"
 
 
-def _outgoing(request: Request, trail: Trail, body: bytes, asked_for: int) -> Outgoing:
+def _outgoing(request: Request, trail: Trail, path: str, body: bytes, asked_for: int) -> Outgoing:
     """What is forwarded of a request: its path without Serve's route prefix."""
-    path = quote(route_path(request.scope["path"], request.scope.get("root_path", "")))
     query = request.scope["query_string"].decode("latin-1")
     forwarded = [(name, value) for name, value in request.headers.items() if name not in NOT_FORWARDED]
     return Outgoing(

@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from deployments.request_headers import Demand
 from deployments.router.prompt_lists import BATCH_CHAT, COMPLETIONS, prompt_list
 
 CHAT = [{"role": "user", "content": "hello"}]
 
 
-def of(asked: dict[str, Any], path: str = COMPLETIONS, **demand: Any) -> Any:
-    return prompt_list("POST", path, asked, Demand(**demand))
+def of(asked: dict[str, Any], path: str = COMPLETIONS, in_session: bool = False) -> Any:
+    return prompt_list("POST", path, asked, in_session=in_session)
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
 def test_a_list_of_texts_or_of_token_ids_is_one(prompts: list[Any]) -> None:
     found = of({"prompt": prompts, "n": 3, "stream": True})
-    assert (found.prompts, found.answers, found.streams) == (prompts, 3, True)
+    assert [json.loads(each) for each in found.prompts] == prompts
+    assert (found.answers, found.streams) == (3, True)
 
 
 def test_so_is_a_batch_of_chats_which_vllm_does_not_stream() -> None:
@@ -62,7 +62,7 @@ def test_what_is_no_list_or_what_vllm_would_refuse_is_left_to_vllm(asked: dict[s
 def test_a_session_and_other_routes_are_not_divided() -> None:
     asked = {"prompt": ["a", "b"]}
     assert of(asked) is not None
-    assert of(asked, session_id="s") is None
+    assert of(asked, in_session=True) is None
     assert of(asked, "/v1/completions/render") is None
-    assert prompt_list("GET", COMPLETIONS, asked, Demand()) is None
+    assert prompt_list("GET", COMPLETIONS, asked, in_session=False) is None
     assert of({"messages": CHAT}, BATCH_CHAT) is None, "one conversation, which vLLM refuses"
