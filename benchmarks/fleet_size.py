@@ -30,9 +30,9 @@ from deployments.controller.controller import Controller
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import PendingCall
+from deployments.poll_line import Polls
 from deployments.protocol.publishing import RoundOptions
 from deployments.replica.follower import Follower
-from deployments.replica.polls import Polls
 from deployments.unary import UnaryHandle
 
 PAYLOADS = 4  # of one round
@@ -247,9 +247,10 @@ def main() -> None:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
             serve.start(http_options={"location": "NoServer"})
             print(
-                "| replicas | all serve after (s) | round (s) | CPU of the controller (s) | its idle share of a core "
-                "| `/fleet` during rounds: median, 99 % (ms) | between rounds, ms and kB of JSON: health, fleet, "
-                "rounds, events |\n|---|---|---|---|---|---|---|"
+                "| replicas | all serve after (s) | round (s) | CPU of the controller (s) "
+                "| its idle share of a core | `/fleet` during rounds: median, 99 % (ms) "
+                "| between rounds, ms and kB of JSON: health, fleet, rounds, events |\n"
+                "|---|---|---|---|---|---|---|"
             )
             for count in options.serve:
                 path = Path(directory) / str(count)
@@ -260,7 +261,8 @@ def main() -> None:
                 )
                 print(
                     f"| {count} | {seen.joined_s:.1f} | {seen.round_s:.2f} | {seen.round_cpu_s:.2f} "
-                    f"| {seen.idle_cpu:.2f} | {1000 * seen.fleet_s:.0f}, {1000 * seen.fleet_99_s:.0f} | {alone} |",
+                    f"| {seen.idle_cpu:.2f} | {1000 * seen.fleet_s:.0f}, {1000 * seen.fleet_99_s:.0f} "
+                    f"| {alone} |",
                     flush=True,
                 )
             serve.shutdown()

@@ -30,6 +30,8 @@ LIMITS = RouterLimits(
     retry_after_s=1.0,
     find_replica_timeout_s=30.0,
     weight_timeout_s=30.0,
+    load_factor=1.25,
+    prefix_affinity=True,
 )
 
 

@@ -1,7 +1,7 @@
 """What a streamed event costs the processes between an engine and its client.
 
     python -m benchmarks.streams --streams 64 --rate 50
-    python -m benchmarks.streams --streams 3000 --rate 50 --engines 8 --clients 8 --routers 2 4 8   (16 cores or more)
+    python -m benchmarks.streams --streams 3000 --engines 4 --clients 4 --routers 2 4 --haproxy 4   (16 cores)
 
 Engines that only stream, and clients that only count, in processes of their own; between them nothing,
 HAProxy (the one that Ray brings), our router in so many processes, or vllm-router (`--vllm-router`, its
@@ -200,7 +200,8 @@ def main() -> None:
     kinds += [f"our router x{each}" for each in options.routers]
     kinds += ["vllm-router"] if options.vllm_router else []
     print(
-        "| between | tokens/s | CPU an event (us) | cores | first token: median, 99 % (ms) | longest pause (ms) |\n"
+        "| between | tokens/s | CPU an event (us) | cores | first token: median, 99 % (ms) "
+        "| longest pause (ms) |\n"
         "|---|---|---|---|---|---|"
     )
     for kind in kinds:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import ray.util
 from pydantic import JsonValue
 
 from deployments.controller.adapter_calls import AdapterCalls
@@ -56,7 +55,6 @@ class Controller(AdapterCalls):
         poll_s, silent_s: see `Pace`.
         clock: seconds, monotonic.
         disk: where the state directory is; None: a file system of this host.
-        host: the address at which replicas reach this process.
 
     Raises:
         JournalError: the state directory cannot be used, or the store has another fleet's versions.
@@ -81,7 +79,6 @@ class Controller(AdapterCalls):
         tick_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         disk: Disk | None = None,
-        host: Callable[[], str] = ray.util.get_node_ip_address,
     ) -> None:
         self._config, self._room = config, room
         ledger = Ledger(
@@ -104,7 +101,7 @@ class Controller(AdapterCalls):
         )
         super().__init__(ledger, durable, adapter_files)
         self._keeper.check_owner(Path(state_dir), otherwise=self._durable.release)
-        self._poll_server = PollServer(self.poll, host)
+        self._poll_server = PollServer(self.poll)
         self._polls: dict[str, object] = {}  # incarnation -> its newest poll; older ones are superseded
         self._told: dict[str, int] = {}  # incarnation -> what has to be durable before it is told again
 

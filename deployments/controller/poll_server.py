@@ -11,6 +11,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+import ray.util
+
 from deployments.errors import SlipstreamError
 from deployments.logs import serve_logger
 from deployments.poll_line import KEY_BYTES, Frames, PollAddress, Unanswered, frame
@@ -32,7 +34,7 @@ class PollServer:
         host: the address of this node in the cluster.
     """
 
-    def __init__(self, poll: Poll, host: Callable[[], str]) -> None:
+    def __init__(self, poll: Poll, host: Callable[[], str] = ray.util.get_node_ip_address) -> None:
         self._poll = poll
         self._host = host
         self._key = secrets.token_bytes(KEY_BYTES)

@@ -17,8 +17,7 @@ from deployments.ledger.decisions import (
     Stored,
 )
 from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.event_log import EventLog
-from deployments.ledger.history import RoundHistory
+from deployments.ledger.event_log import EventLog, RoundHistory
 from deployments.ledger.members import PendingCall
 from deployments.ledger.round import Round, RoundPhase, require_label
 from deployments.protocol.publishing import RoundReport

@@ -19,6 +19,7 @@ from ray.serve.schema import ApplicationStatus
 
 from deployments.logs import serve_logger
 from deployments.placement import take_slot, use_gpus
+from deployments.poll_line import Polls
 from deployments.protocol.instructions import JoinAnswer
 from deployments.protocol.reports import Unloadable
 from deployments.replica.engine import Engine
@@ -29,7 +30,6 @@ from deployments.replica.gate import Gate
 from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import disown_engine, own_engine
-from deployments.replica.polls import Polls
 from deployments.replica.server.arguments import EngineSpec
 from deployments.replica.server.info import add_server_info
 from deployments.replica.server.load import watch_load

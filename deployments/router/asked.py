@@ -3,7 +3,7 @@
 A body of megabytes is read by a process beside the router. Parsing it takes up to a second, during which no
 token of any other stream would pass: Python's parsers hold the interpreter, so a thread would not help.
 
-    router ── question, body ──► python -m deployments.router.asked ── Asked, or what is wrong with it ──► router
+    router ── question, body ──► python -m deployments.router.asked ── Asked, or what is wrong ──► router
 """
 
 import asyncio

@@ -109,12 +109,21 @@ class Begun:
         Raises:
             Interrupted: the replica was lost.
         """
+        while piece := await self.piece():
+            yield piece
+
+    async def piece(self) -> bytes:
+        """What has come of the body since the last one; empty at its end.
+
+        Raises:
+            Interrupted: the replica was lost.
+        """
         try:
-            async for piece in self.answer.content.iter_any():
-                self.patience.heard()
-                yield piece
+            piece = await self.answer.content.readany()
         except aiohttp.ClientError as error:
             raise Interrupted(first_line(error)) from error
+        self.patience.heard()
+        return piece
 
 
 class Interrupted(Exception):

@@ -1,6 +1,6 @@
 """Passes a replica's stream on to a client, piece by piece as it arrives.
 
-This is what the router does for each token of each stream, so there is little between the two connections: one
+The router does this for each token of each stream, so there is little between the two connections: one
 coroutine, without the generators and the task of Starlette's `StreamingResponse`. A client that reads slowly
 holds `send` up, then the connection to the replica, then the engine's front.
 """
@@ -8,12 +8,11 @@ holds `send` up, then the connection to the replica, then the engine's front.
 import asyncio
 from collections.abc import Callable
 
-import aiohttp
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.router.forwarding import Begun, Interrupted, first_line
+from deployments.router.forwarding import Begun, Interrupted
 
 
 class PassedStream(Response):
@@ -61,13 +60,12 @@ class PassedStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pass(self, send: Send) -> None:
-        read, heard = self._begun.answer.content.readany, self._begun.patience.heard
+        read = self._begun.piece
         try:
             while piece := await read():
-                heard()
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except aiohttp.ClientError as error:
-            event = self._cut_off(Interrupted(first_line(error)))
+        except Interrupted as error:
+            event = self._cut_off(error)
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from deployments.controller import pace
 from deployments.controller.pace import Pace
-from deployments.replica.polls import POLL_TIMEOUT_S
+from deployments.poll_line import POLL_TIMEOUT_S
 from tests.deployments.ledger.ledger_scene import Scene
 
 

@@ -7,10 +7,9 @@ import pytest
 
 from deployments.controller.poll_server import PollServer
 from deployments.errors import FleetUnavailable
-from deployments.poll_line import KEY_BYTES, Frames, PollAddress, frame
+from deployments.poll_line import KEY_BYTES, Frames, PollAddress, Polls, frame
 from deployments.protocol.instructions import Connect, Directive, Instruction
 from deployments.protocol.reports import Report
-from deployments.replica.polls import Polls
 
 TOLD = Directive(
     admitted=True,

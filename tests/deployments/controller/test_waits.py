@@ -1,4 +1,5 @@
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -51,7 +52,7 @@ async def test_others_run_between_those_who_are_woken() -> None:
     while woken < len(tasks):
         await asyncio.sleep(0)
         seen.append(woken)
-    assert max(after - before for before, after in zip(seen, seen[1:], strict=False)) <= AT_ONCE
+    assert max(after - before for before, after in pairwise(seen)) <= AT_ONCE
 
 
 async def test_a_wait_ends_with_its_time_with_its_own_error_and_with_all_waits() -> None:

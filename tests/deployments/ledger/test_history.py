@@ -1,4 +1,4 @@
-from deployments.ledger.history import KEPT_TIMINGS, RoundHistory
+from deployments.ledger.event_log import KEPT_TIMINGS, RoundHistory
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 
 TIMINGS = ReplicaTimings(bytes=1)
