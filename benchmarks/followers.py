@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from itertools import count
 
+from deployments.condition import Condition
 from deployments.protocol.adapters import NO_ADAPTERS
 from deployments.protocol.instructions import Body, Commit, Directive, Receive, Verify
 from deployments.protocol.reports import Acknowledgement, Outcome, Report, Staged, Swapped, Value
@@ -18,6 +19,7 @@ class InstantMember:
     partially_updated = updates_in_place = leaving = drained = False
     draining = retained_version = loading_version = store_result = None
     adapters = NO_ADAPTERS
+    condition: Condition = ()
 
     def __init__(self) -> None:
         self.admitted = False

@@ -272,3 +272,37 @@ async def test_the_time_after_a_loss_is_a_search_again() -> None:
         with pytest.raises(FleetUnavailable, match=r"it sleeps$"):
             await fleet.client.post("/x", content=b"long")
         assert 2 < len(fleet.handle.demands) < 10
+
+
+async def test_a_client_that_leaves_a_stream_ends_it_in_the_engine_and_nothing_is_raised() -> None:
+    ended = asyncio.Event()
+
+    async def streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n")
+        await reader.read()
+        ended.set()
+        writer.close()
+
+    async with scene() as fleet, await asyncio.start_server(streams, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        fleet.handle.metadata["r0"] = {"address": f"{host}:{port}", "key": "key"}
+        has_read = asyncio.Event()
+        sent: list[bytes] = []
+        asked = [{"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive() -> Any:
+            if asked:
+                return asked.pop()
+            await has_read.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if sent[-1]:
+                has_read.set()
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/a", "query_string": b"", "headers": []}
+        await asyncio.wait_for(fleet.router(scope, receive, send), 5)
+        await asyncio.wait_for(ended.wait(), 5)
+        assert sent == [b"", b"hello"]
