@@ -93,7 +93,8 @@ class OutputHead:
 
         Found in the first pass and not before: a forward pass settles which parameters FSDP2 gives gradients,
         and an adapter may still come and freeze them. Without autocast, which would keep the weights that it
-        casts here, without gradient, for the passes that follow.
+        casts here, without gradient, for the passes that follow. Random numbers (of an adapter's dropout) are
+        as if it had not been: a resumed run draws the same.
         """
         head = self._model.get_output_embeddings()
         if head is None:
@@ -101,7 +102,12 @@ class OutputHead:
         device = next(self._model.parameters()).device
         given = torch.linspace(-1e3, 1e3, 2 * self._vocabulary_size, device=device).view(1, 2, -1)
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        with _replaced(head, lambda _: given), torch.autocast(device.type, enabled=False):
+        of_gpu = [device] if device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(of_gpu),
+            _replaced(head, lambda _: given),
+            torch.autocast(device.type, enabled=False),
+        ):
             logits = self._model(input_ids=tokens, use_cache=False).logits
         return torch.equal(logits, given)
 
