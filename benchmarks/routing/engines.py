@@ -1,7 +1,7 @@
 """Prefix hits of real engines, by their own counters, under trajectories whose prompts begin alike.
 
     python -m benchmarks.routing.engines                                 (a CPU, the built-in model)
-    python -m benchmarks.routing.engines --gpu 8b --groups 32 --prompt 2000 --tokens 200 --at-once 256
+    python -m benchmarks.routing.engines --gpu 8b --groups 32 --prompt 2000 --tokens 200 --at-once 128
 
 The second one needs two GPUs. The same fleet answers in turns: by load, where the router cannot find the
 prompt because its name in the body is escaped; by prefix; and with a session for each trajectory. Each time
@@ -37,6 +37,7 @@ class Shape:
     tokens: int  # of each answer
     observation: int  # after each
     at_once: int
+    think_s: float
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,14 +45,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gpu", metavar="SIZE", help="random weights of this shape, see benchmarks.models")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--answers", type=int, default=6, help="trajectories of a group")
-    parser.add_argument("--prompt", type=int, default=400, help="tokens that a group has in common")
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=16, help="of an answer")
-    parser.add_argument("--observation", type=int, default=50, help="tokens that follow an answer")
-    parser.add_argument("--at-once", type=int, default=16, help="trajectories")
+    parser.add_argument("--answers", type=int, default=4, help="trajectories of a group")
+    parser.add_argument("--prompt", type=int, default=300, help="tokens that a group has in common")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8, help="of an answer")
+    parser.add_argument("--observation", type=int, default=250, help="tokens that follow an answer")
+    parser.add_argument("--at-once", type=int, default=8, help="trajectories")
+    parser.add_argument("--think-s", type=float, default=1.0, help="mean pause after a turn")
     args = parser.parse_args(arguments)
-    names = ("groups", "answers", "prompt", "turns", "tokens", "observation", "at_once")
+    names = ("groups", "answers", "prompt", "turns", "tokens", "observation", "at_once", "think_s")
     shape = Shape(**{name: getattr(args, name) for name in names})
     with (
         fleet(8461, setup=_setup(args.gpu), replicas=args.replicas) as url,
@@ -97,6 +99,8 @@ def _step(client: httpx.Client, shape: Shape, chosen_by: str, seed: int) -> list
         own = random.Random(name)
         began = time.perf_counter()
         for _ in range(shape.turns):
+            # Without a pause, of two replicas the one that has just answered is the less loaded one.
+            time.sleep(own.expovariate(1 / shape.think_s))
             context += _answer(client, context, shape.tokens, chosen_by, name)
             context += [own.randrange(100, 40_000) for _ in range(shape.observation)]
         return time.perf_counter() - began
