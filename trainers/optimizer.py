@@ -89,7 +89,7 @@ def _adamw_8bit(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -
             f"installed (pip install 'torchao>=0.18,<0.19'), got {error}"
         ) from error
 
-    class Optimizer(AdamW8bit):  # type: ignore[misc]
+    class Optimizer(AdamW8bit):
         """Its moments are full where a block would reach over two rows."""
 
         def _new_buffer(self, parameter: torch.Tensor, signed: bool) -> torch.Tensor:
