@@ -17,6 +17,7 @@ from app.http.auth import Guard
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.ingress import build_app
 from app.http.weight_routes import WeightRoutes
+from deployments.condition import Condition
 from deployments.controller.controller import Controller
 from deployments.ledger.limits import LedgerConfig
 from deployments.protocol.adapters import AdapterState
@@ -50,6 +51,7 @@ class WorkerEngine:
     asleep: frozenset[str] = frozenset()
     draining = None
     adapters = SimpleNamespace(state=AdapterState())
+    condition: Condition = ()
 
     def __init__(self, worker: WireWorker) -> None:
         self.worker = worker
