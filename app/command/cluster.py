@@ -38,7 +38,7 @@ _NODE_ADDRESS = "127.0.0.2"
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 15.0
 # In Ray's log: it gives a node, and parts of it, 30 s; a busy machine needs more.
-_START_SLOW = ("timed out during startup", "Timed out waiting for node info")
+_START_SLOW = ("timed out during startup", "Timed out waiting for node info", "Failed to connect to GCS")
 
 
 class ClusterError(RuntimeError):

@@ -86,9 +86,11 @@ def test_lists_of_prompts_are_divided_and_merged_by_both(launched: Launched) -> 
     assert [choice["index"] for choice in expected["choices"]] == list(range(len(PROMPTS)))
     until_both_have_answered(launched)
     # How many of the lists are divided while others are answered depends on how far these are. What one
-    # router has in flight, the other one learns from the replicas' reports.
-    time.sleep(4 * STATS_PERIOD_S)
-    one_by_one = [at_once(launched, "/v1/completions", asked, count=1)[0] for _ in range(4)]
+    # router has in flight, the other one learns from the replicas' reports, also that it is done.
+    one_by_one = []
+    for _ in range(4):
+        time.sleep(4 * STATS_PERIOD_S)
+        one_by_one += at_once(launched, "/v1/completions", asked, count=1)
     assert [_rounded(answer.json()) for answer in one_by_one] == [expected] * 4
     divided = [", " in answer.headers["x-slipstream-replica"] for answer in one_by_one]
     assert all(divided), "nothing else was to do"
@@ -121,7 +123,8 @@ def test_a_session_has_one_replica_whichever_router_it_comes_to(launched: Launch
                 found.add(complete(client, max_tokens=2, headers={"x-session-id": session}).replica)
         return found
 
-    with ThreadPoolExecutor(8) as threads:
+    # Two at a time: a session leaves a replica that has much more to do than the others.
+    with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(replicas_of, [f"session-{number}" for number in range(8)]))
     assert [len(each) for each in found] == [1] * 8
     assert len(set.union(*found)) == 2, "all sessions are on one replica, which shows nothing"

@@ -11,6 +11,7 @@ from app.command.ports import free_ports
 GIVES_UP = [
     "print('The current node timed out during startup.'); raise SystemExit(1)",
     "print('RuntimeError: Timed out waiting for node info for node_id=24.'); raise SystemExit(1)",
+    "print('RaySystemError: System error: Failed to connect to GCS. Please check'); raise SystemExit(1)",
 ]
 FAILS = "print('no such option'); raise SystemExit(2)"
 SERVES = """
