@@ -162,7 +162,7 @@ class Checkpoints:
         try:
             with torch.cuda.stream(torch.cuda.Stream(device)):
                 return self._pinned[1].stage(tensors)
-        except BaseException:
+        except BaseException:  # whatever it was, it is raised again
             self._pinned = None
             raise
 

@@ -76,7 +76,7 @@ class Program:
             await program.close(grace_s=0.0)
             slow = f"it took longer than {timeout_s:g} s to start: {program.last_words()}"
             raise Ended(str(error) or slow, program.log()) from None
-        except BaseException:
+        except BaseException:  # also a cancellation: the process must not outlive its caller
             await program.close(grace_s=0.0)
             raise
         program._reader = asyncio.create_task(program._read())
