@@ -63,24 +63,26 @@ async def evaluate(
 
     Raises:
         Moved: the fleet serves another version.
-        ValueError: no problem was answered, or the policy has no version.
+        ValueError: no problem was answered (the message says why), or the policy has no version.
         FleetError: the fleet refuses.
     """
     if policy.version is None:
         raise ValueError("an evaluation needs a policy of one version")
     free = asyncio.Semaphore(in_flight)
+    reasons: list[str] = []
 
     async def one(number: int) -> Sequence[Attempt]:
         async with free:
             try:
                 return await environment.attempts(HELD_OUT + number, attempts, policy)
-            except Unanswered:
+            except Unanswered as error:
+                reasons.append(str(error))
                 return ()
 
     found = await all_of(one(number) for number in range(problems))
     answered = [made for made in found if made]
     if not answered:
-        raise ValueError(f"none of {problems} held-out problems was answered")
+        raise ValueError(f"none of {problems} held-out problems was answered; the last one: {reasons[-1]}")
     return summarized(answered, policy.version, solved_from)
 
 

@@ -67,8 +67,10 @@ async def learn_once(run: Run) -> StepRecord:
     run.filtered = []
     if batch:  # else there is nothing to learn, and nothing to publish
         record = await trained(run, batch, record)
+    if record.step == run.options.steps:
+        run.sampling.clear()
+    record = replace(record, evaluation=await evaluated(run, record.step))
     run.step = record.step
-    record = replace(record, evaluation=await evaluated(run))
     wall_s = time.monotonic() - began
     return replace(
         record,
@@ -122,14 +124,14 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
     return replace(record, version=run.version, trainer=made, publish_s=time.monotonic() - began)
 
 
-async def evaluated(run: Run) -> Evaluation | None:
+async def evaluated(run: Run, step: int) -> Evaluation | None:
     """The evaluation of the served version, if it is due after this step; the best one is kept.
 
     Raises:
         FleetError: as `learn`.
     """
     every = run.options.eval_every
-    if every == 0 or (run.step % every and run.step != run.options.steps):
+    if every == 0 or (step % every and step != run.options.steps):
         return None
     run.doing = f"evaluating version {run.version} on {run.options.eval_problems} held-out problems"
     try:
@@ -142,20 +144,20 @@ async def evaluated(run: Run) -> Evaluation | None:
             solved_from=run.options.solved_from,
         )
     except Moved as error:
-        run.say(f"no evaluation after step {run.step}: another program publishes too: {error}")
+        run.say(f"no evaluation after step {step}: another program publishes too: {error}")
         return None
     run.say(made.line())
     if run.best is not None and made.reward <= run.best.reward:
         return made
-    run.best = replace(made, kept_in=await keep(run, made))
+    run.best = replace(made, kept_in=await keep(run, made, step))
     return run.best
 
 
-async def keep(run: Run, best: Evaluation) -> str | None:
+async def keep(run: Run, best: Evaluation, step: int) -> str | None:
     """Save the version where `--keep-best` says, in a directory of its own; the directory."""
     if run.options.keep_best is None:
         return None
-    place = run.options.keep_best.absolute() / f"{run.path.stem}-step-{run.step}"
+    place = run.options.keep_best.absolute() / f"{run.path.stem}-step-{step}"
     run.doing = "saving the best version"
     try:
         saved = await run.policy.client.send(calls.save(str(place)))

@@ -1,5 +1,6 @@
 """The state of a run, and the producers that fill its queue."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +38,11 @@ class Run:
     in_flight: int = 0  # problems that the fleet answers
     doing: str = "waiting for answers"
     best: Evaluation | None = None
+    sampling: asyncio.Event = field(default_factory=asyncio.Event)  # cleared once no step is left
     started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.sampling.set()
 
     def state(self) -> str:
         """What the run is doing, for a person."""
@@ -63,6 +68,7 @@ async def produce(run: Run) -> None:
         ValueError: a reward is no number; or dynamic sampling finds no group with signal.
     """
     while True:
+        await run.sampling.wait()
         number = run.positions.hand_out()
         run.in_flight += 1
         try:

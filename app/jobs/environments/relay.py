@@ -30,6 +30,7 @@ SESSION = "x-session-id"
 MAX_BODY_BYTES = 32 << 20
 # Settings of another distribution, or of the same answer in each attempt. More of them: DISTRIBUTION.
 NOT_PASSED_ON = ("seed", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "max_tokens")
+STREAMED = ("stream", "stream_options")  # the fleet is asked for a whole answer, which may be asked for again
 
 T = TypeVar("T")
 
@@ -141,10 +142,14 @@ class Relay:
             return _error(404, f"expected {expected}, got {path[:80]}")
         try:
             asked = json.loads(await request.read())
-            if not isinstance(asked, dict) or asked.get("stream"):
-                raise ValueError("expected a JSON object without 'stream'")
+            if not isinstance(asked, dict):
+                raise ValueError("expected a JSON object")
+            streamed = bool(asked.get("stream"))
+            if streamed and path != CHAT:
+                raise ValueError(f"{path} is not streamed here: expected no 'stream'")
+            with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
             body = _chat(asked, rollout.policy) if path == CHAT else _generate(asked, rollout.policy)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             return _error(400, str(error))
         session = request.headers.get(SESSION, "")
         content = bytearray()
@@ -167,6 +172,9 @@ class Relay:
             return _error(409, str(error))
         prompt = completion.prompt_token_ids if path == CHAT else body["token_ids"]
         rollout.exchanges.append(Exchange(session=session, prompt_token_ids=prompt, answer=completion.answer))
+        if streamed:
+            events = _events(json.loads(content), with_usage=with_usage)
+            return web.Response(body=events, content_type="text/event-stream")
         return web.Response(body=bytes(content), content_type="application/json")
 
 
@@ -204,6 +212,23 @@ def _chat(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
     }
 
 
+def _events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:
+    """The stream of a whole chat answer, in one event: agents' clients mostly stream."""
+    common = {name: value for name, value in answer.items() if name not in ("choices", "usage", "object")}
+    common["object"] = "chat.completion.chunk"
+    choices = []
+    for choice in answer["choices"]:
+        message = dict(choice.get("message") or {})
+        if message.get("tool_calls"):
+            message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+        choices.append({name: value for name, value in choice.items() if name != "message"})
+        choices[-1]["delta"] = message
+    chunks = [{**common, "choices": choices}]
+    if with_usage:
+        chunks.append({**common, "choices": [], "usage": answer.get("usage")})
+    return b"".join(b"data: %s\n\n" % text.encode() for text in (*map(json.dumps, chunks), "[DONE]"))
+
+
 def _generate(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
     given = dict(asked.get("sampling_params") or {})
     limit = {"max_tokens": _at_most(given.get("max_tokens"), policy)}
@@ -214,7 +239,7 @@ def _generate(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
 
 
 def _passed_on(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in NOT_PASSED_ON}
+    return {name: value for name, value in settings.items() if name not in (*NOT_PASSED_ON, *STREAMED)}
 
 
 def _at_most(limit: int | None, policy: Policy) -> int:

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from app.client.connection import AsyncFleetClient, FleetError
 from app.client.options import parse
 from app.jobs import metrics
+from app.jobs.attempts import Attempt
 from app.jobs.environments.environment import Single
 from app.jobs.groups import GroupQueue
 from app.jobs.grpo import require_fleet, run_together
@@ -120,13 +121,27 @@ class FakeFleet:
         return {"prompt_token_ids": [1, 2], "choices": choices}
 
 
+@dataclass
+class Watched:
+    """An environment that says when it is asked."""
+
+    environment: Single
+    asked: Callable[[], None]
+
+    async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
+        self.asked()
+        return await self.environment.attempts(number, count, policy)
+
+
 async def run_job(
     fleet: FakeFleet,
     path: Path,
     *arguments: str,
     resuming: bool = False,
     trackers: Sequence[Tracker] = (),
+    seen: list[str] | None = None,
 ) -> list[StepRecord]:
+    """`seen`: what the run says of itself whenever it asks for a held-out problem, and whether it samples."""
     given = ["--groups-per-step", "2", "--answers-per-group", "3", "--metrics", str(path), *arguments]
     options = parse(Options, given)
     async with fleet.client() as client:
@@ -136,6 +151,8 @@ async def run_job(
         policy = Policy(client=client, model=model, sampling=sampling, is_adapter=is_adapter)
         environment = Single(CountingTask())
         run = Run(options, environment, environment, policy, path, queue, version)
+        if seen is not None:
+            run.held_out = Watched(environment, lambda: seen.append(f"{run.state()} {run.sampling.is_set()}"))
         if resuming:
             await resume(run, metrics.records(path))
         with Progress(steps=options.steps, done=run.step, state=run.state) as progress:
@@ -387,11 +404,16 @@ async def test_a_task_without_any_signal_ends_dynamic_sampling_with_a_sentence(t
 
 async def test_an_evaluation_is_of_the_served_version_and_in_the_record(tmp_path: Path) -> None:
     given = ["--steps", "3", "--eval-every", "2", "--eval-problems", "2", "--eval-attempts", "2"]
-    records = await run_job(FakeFleet(), tmp_path / "m.jsonl", *given)
+    seen: list[str] = []
+    records = await run_job(FakeFleet(), tmp_path / "m.jsonl", *given, seen=seen)
     made = [record.evaluation for record in records]
     assert made[0] is None
     assert [each.version for each in made[1:] if each is not None] == [6, 7]
     assert all(each.reward == 1.5 and each.problems == 2 for each in made[1:] if each is not None)
+    assert [each.split(":")[0] for each in seen] == ["step 2 of 3"] * 2 + ["step 3 of 3"] * 2
+    assert [each.split()[-1] for each in seen] == ["True"] * 2 + ["False"] * 2, (
+        "no step is left to sample for"
+    )
 
 
 async def test_what_is_too_long_loses_reward_for_its_advantage_alone(tmp_path: Path) -> None:

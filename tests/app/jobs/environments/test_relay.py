@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from app.client.completions import Answer
@@ -84,6 +85,34 @@ async def test_requests_are_sampled_as_the_policy_wants_and_their_tokens_are_kep
     assert seen[0].headers["x-session-id"] == "s" and seen[0].headers["x-min-weight-version"] == "3"
     (kept,) = rollout.exchanges
     assert (kept.session, list(kept.prompt_token_ids), kept.answer.token_ids) == ("s", [1, 2], [5, 6])
+
+
+@pytest.mark.parametrize("with_usage", [False, True])
+async def test_an_agent_that_streams_gets_the_whole_answer_in_one_event(with_usage: bool) -> None:
+    sent: list[dict[str, Any]] = []
+    calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"amount": 5}'}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    whole = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "prompt_token_ids": [1]}
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        choices = [choice(5, 6, finish_reason="tool_calls") | {"index": 0, "message": message}]
+        return httpx.Response(200, json={**whole, "choices": choices, "usage": usage})
+
+    async with relayed(respond) as (rollout, agent):
+        client = openai.AsyncOpenAI(base_url=f"{rollout.url}/v1", api_key="none", http_client=agent)
+        options: Any = {"stream_options": {"include_usage": True}} if with_usage else {}
+        stream = await client.chat.completions.create(model="other", messages=[], stream=True, **options)
+        events = [event async for event in stream]
+    assert not {"stream", "stream_options"} & set(sent[0])
+    (chosen,) = [each for event in events for each in event.choices]
+    assert chosen.finish_reason == "tool_calls" and chosen.delta.tool_calls is not None
+    (called,) = chosen.delta.tool_calls
+    assert called.index == 0 and called.function is not None and called.function.arguments == '{"amount": 5}'
+    assert [event.usage.total_tokens for event in events if event.usage] == ([3] if with_usage else [])
+    (kept,) = rollout.exchanges
+    assert kept.answer.token_ids == [5, 6]
 
 
 async def test_token_ids_go_in_and_out() -> None:
@@ -181,7 +210,9 @@ async def test_an_address_is_used_again_once_its_rollout_is_over() -> None:
     [
         ("/v1/completions", b"{}", 404),
         (CHAT, b"no JSON", 400),
-        (CHAT, b'{"stream": true}', 400),
+        (CHAT, b"[]", 400),
+        (CHAT, b'{"messages": [], "stream": true, "stream_options": 5}', 400),
+        (GENERATE, b'{"token_ids": [1], "stream": true}', 400),
         (CHAT, b'{"max_tokens": "many"}', 400),
         (GENERATE, b'{"token_ids": "abc"}', 400),
         (GENERATE, b'{"token_ids": [1], "sampling_params": 5}', 400),
