@@ -49,6 +49,7 @@ class TokenBatch:
     answers: torch.Tensor  # int64 [M]: the answer of each token, 0 to A - 1
     lengths: torch.Tensor  # int64 [A]: learned tokens of each answer
     rollout_logprobs: torch.Tensor  # float32 [M]
+    constrained: torch.Tensor  # bool [M]: the rollout's log-probability is not the policy's
     advantages: torch.Tensor  # float32 [M]
     # int64 [M]: of the weights that sampled the token; UNKNOWN_VERSION where nobody said
     versions: torch.Tensor
@@ -179,7 +180,7 @@ def lay_out(
     Args:
         predictors: of each answer int64 [tokens of the answer], learned or not.
     """
-    learned = torch.cat([_mask(answer) for answer in answers])
+    learned = torch.cat([_booleans(answer, answer.loss_mask, True) for answer in answers])
     lengths = torch.tensor([answer.learned_tokens for answer in answers])
 
     def of_learned(values: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -194,15 +195,15 @@ def lay_out(
         answers=torch.arange(len(answers)).repeat_interleave(lengths).to(device),
         lengths=lengths.to(device),
         rollout_logprobs=of_learned(torch.tensor(answer.logprobs) for answer in answers),
+        constrained=of_learned(_booleans(answer, answer.constrained, False) for answer in answers),
         advantages=of_learned(_advantages(answer) for answer in answers),
         versions=of_learned(_versions(answer) for answer in answers),
     )
 
 
-def _mask(answer: Trajectory) -> torch.Tensor:
+def _booleans(answer: Trajectory, values: Sequence[bool] | None, default: bool) -> torch.Tensor:
     """bool [tokens of the answer]."""
-    mask = answer.loss_mask
-    return torch.ones(len(answer.token_ids), dtype=torch.bool) if mask is None else torch.tensor(mask)
+    return torch.full((len(answer.token_ids),), default) if values is None else torch.tensor(values)
 
 
 def _advantages(answer: Trajectory) -> torch.Tensor:

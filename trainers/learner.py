@@ -249,7 +249,13 @@ class Learner:
             self._fitted_tokens = max(self._fitted_tokens, self._tokens_at_once)
             if counts:
                 assert scores.entropies is not None
-                totals.add(tokens, loss=loss, entropies=scores.entropies, clipped=made.clipped)
+                totals.add(
+                    tokens,
+                    loss=loss,
+                    entropies=scores.entropies,
+                    clipped=made.clipped,
+                    constrained=batch.constrained,
+                )
         return self._apply(totals.metrics())
 
     @torch.no_grad()
@@ -284,11 +290,12 @@ class Learner:
 def _learned_tokens(
     batch: TokenBatch, logprobs: torch.Tensor, old: torch.Tensor | None, reference: torch.Tensor | None
 ) -> LearnedTokens:
+    # With one update per step the policy is still the old one: the ratio is 1.
+    old = logprobs.detach() if old is None else old
     return LearnedTokens(
         logprobs=logprobs,
-        # With one update per step the policy is still the old one: the ratio is 1.
-        old_logprobs=logprobs.detach() if old is None else old,
-        rollout_logprobs=batch.rollout_logprobs,
+        old_logprobs=old,
+        rollout_logprobs=torch.where(batch.constrained, old, batch.rollout_logprobs),
         advantages=batch.advantages,
         answers=batch.answers,
         lengths=batch.lengths,

@@ -1,7 +1,8 @@
 """The metrics of a step: sums over learned tokens, of all micro-batches and ranks, and what is made of them.
 
 A token's *staleness* is the newest version that the trainer has published minus the version of the weights
-that sampled it. Tokens whose version nobody said count nowhere in what depends on it.
+that sampled it. Tokens whose version nobody said count nowhere in what depends on it. Those that a grammar
+constrained have no log-probability of the policy: they count in no difference between the engines.
 """
 
 import torch
@@ -16,7 +17,7 @@ Metrics = dict[str, float | int | bool]
 BUCKETS = ("0", "1", "2_plus")  # of staleness
 _SUMS = (
     *("loss", "tokens", "entropy", "importance", "importance_squared", "truncated", "ratio", "clipped"),
-    *("rollout_kl", "staleness", "dated", "same_version", "difference"),
+    *("rollout_kl", "staleness", "dated", "same_version", "difference", "constrained"),
     *(f"{name}_{bucket}" for bucket in BUCKETS for name in ("tokens", "importance", "rollout_kl")),
 )
 _MAXIMA = ("staleness", "difference")
@@ -48,6 +49,7 @@ class StepTotals:
         loss: torch.Tensor,
         entropies: torch.Tensor,
         clipped: torch.Tensor | None,
+        constrained: torch.Tensor,
     ) -> None:
         """Count a micro-batch; its loss is 0-d, the others are [M]."""
         none = torch.zeros_like(tokens.logprobs)
@@ -58,7 +60,9 @@ class StepTotals:
         if self._published is None:
             dated = torch.zeros_like(dated)
         age = ((self._published or 0) - tokens.versions).clamp(min=0)
-        same = dated & (tokens.versions == self._published) if self._is_published else torch.zeros_like(dated)
+        same = dated & (tokens.versions == self._published) & ~constrained
+        if not self._is_published:
+            same = torch.zeros_like(dated)
         difference = torch.where(same, (tokens.old_logprobs - tokens.rollout_logprobs).abs(), 0.0)
         staleness = torch.where(dated, age, 0)
         columns = {
@@ -74,6 +78,7 @@ class StepTotals:
             "dated": dated,
             "same_version": same,
             "difference": difference,
+            "constrained": constrained,
         }
         for bucket, inside in zip(BUCKETS, (age == 0, age == 1, age >= 2), strict=True):
             columns[f"tokens_{bucket}"] = dated & inside
@@ -108,6 +113,8 @@ class StepTotals:
                 / max(sums["importance_squared"] * tokens, 1e-300),
                 "rollout_kl": sums["rollout_kl"] / tokens,
             }
+            if sums["constrained"]:
+                found["constrained_fraction"] = sums["constrained"] / tokens
             found |= _by_version(sums, maxima)
         return found
 

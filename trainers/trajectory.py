@@ -33,6 +33,9 @@ class Trajectory:
     advantage: float | tuple[float, ...]  # of the answer, or of each of token_ids
     weight_versions: tuple[VersionSpan, ...] = ()
     loss_mask: tuple[bool, ...] | None = None  # of token_ids: whether it is learned from; None: all are
+    # Of token_ids: whether a grammar (a tool_choice, a regular expression) left fewer tokens to choose from.
+    # vLLM reports the log-probability among those, which is not the policy's. None: none was.
+    constrained: tuple[bool, ...] | None = None
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], *, sampled: bool = True) -> Self:
@@ -53,7 +56,8 @@ class Trajectory:
                 logprobs=_numbers(entry["logprobs"], "logprobs"),
                 advantage=_advantage(entry["advantage"]),
                 weight_versions=tuple(_span(span) for span in entry.get("weight_versions", ())),
-                loss_mask=_mask(entry.get("loss_mask")),
+                loss_mask=_booleans(entry.get("loss_mask"), "loss_mask"),
+                constrained=_booleans(entry.get("constrained"), "constrained"),
             )
         except KeyError as error:
             raise ValueError(
@@ -92,14 +96,14 @@ def _advantage(value: Any) -> float | tuple[float, ...]:
     return number
 
 
-def _mask(values: Any) -> tuple[bool, ...] | None:
+def _booleans(values: Any, field: str) -> tuple[bool, ...] | None:
     if values is None:
         return None
-    mask = tuple(values)
-    for value in mask:
+    booleans = tuple(values)
+    for value in booleans:
         if not isinstance(value, bool) and value not in (0, 1):
-            raise TypeError(f"loss_mask must hold booleans, got {value!r}")
-    return tuple(bool(value) for value in mask)
+            raise TypeError(f"{field} must hold booleans, got {value!r}")
+    return tuple(bool(value) for value in booleans)
 
 
 def _integers(values: Iterable[Any], field: str) -> tuple[int, ...]:
@@ -169,6 +173,10 @@ def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int) -
     if mask is not None and len(mask) != count:
         found.append(f"loss_mask must have {count} entries, one for each token id, got {len(mask)}")
         mask = None
+    if trajectory.constrained is not None and len(trajectory.constrained) != count:
+        found.append(
+            f"constrained must have {count} entries, one for each token id, got {len(trajectory.constrained)}"
+        )
     learned = trajectory.logprobs if mask is None else tuple(compress(trajectory.logprobs, mask))
     if not all(math.isfinite(value) for value in learned):
         found.append("logprobs must be finite numbers, got NaN or infinity")

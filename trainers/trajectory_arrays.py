@@ -7,6 +7,7 @@
     logprobs           floats [T]
     advantages         floats [N] or [T]  of each answer, or of each token
     loss_mask          booleans or integers [T]; optional
+    constrained        booleans or integers [T]; optional
     weight_versions    integers [S, 4]; optional: trajectory, version, start and end of each span
 
 A token takes 8 bytes, with a mask and its own advantage 13, and in JSON about 25; nothing is parsed number by
@@ -35,7 +36,8 @@ _REQUIRED = {
     "token_ids": "integers",
 }
 _OF_ROLLOUTS = {"logprobs": "floats", "advantages": "floats"}
-_OPTIONAL = {"loss_mask": "booleans or integers", "weight_versions": "integers"}
+_MASKS = {"loss_mask": True, "constrained": False}  # and what tokens of a trajectory without one have
+_OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | {"weight_versions": "integers"}
 
 
 def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
@@ -56,12 +58,14 @@ def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
         for each, length in zip(trajectories, lengths, strict=True)
     ]
     arrays["advantages"] = _joined(advantages, np.float32)
-    if any(each.loss_mask is not None for each in trajectories):
-        masks = [
-            (True,) * len(each.token_ids) if each.loss_mask is None else each.loss_mask
-            for each in trajectories
-        ]
-        arrays["loss_mask"] = _joined(masks, np.bool_)
+    for name, default in _MASKS.items():
+        masks = [getattr(each, name) for each in trajectories]
+        if any(mask is not None for mask in masks):
+            filled = [
+                (default,) * length if mask is None else mask
+                for mask, length in zip(masks, lengths, strict=True)
+            ]
+            arrays[name] = _joined(filled, np.bool_)
     spans = [
         (index, span.version, span.start, span.end)
         for index, each in enumerate(trajectories)
@@ -91,7 +95,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
     prompt_lengths, lengths = arrays["prompt_lengths"], arrays["lengths"]
     count, tokens = len(lengths), sum(lengths.tolist())  # numpy's own sum could wrap
     _check_size("prompt_token_ids", arrays, sum(prompt_lengths.tolist()))
-    for name in ("token_ids", "logprobs", "loss_mask"):
+    for name in ("token_ids", "logprobs", *_MASKS):
         _check_size(name, arrays, tokens)
     zeros = np.zeros(tokens, np.float32)
     advantages = arrays.get("advantages", np.zeros(count, np.float32))
@@ -100,7 +104,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
     prompts = _parts(arrays["prompt_token_ids"], prompt_lengths)
     answers = _parts(arrays["token_ids"], lengths)
     logprobs = _parts(arrays.get("logprobs", zeros), lengths)
-    masks = _parts(arrays["loss_mask"], lengths) if "loss_mask" in arrays else None
+    masks, constrained = (_masks(arrays.get(name), lengths) for name in _MASKS)
     values = advantages.tolist() if len(advantages) == count else _parts(advantages, lengths)
     spans = _spans(arrays.get("weight_versions"), count)
     return [
@@ -110,7 +114,8 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
             logprobs=logprobs[index],
             advantage=values[index],
             weight_versions=tuple(spans[index]),
-            loss_mask=None if masks is None else tuple(map(bool, masks[index])),
+            loss_mask=masks[index],
+            constrained=constrained[index],
         )
         for index in range(count)
     ]
@@ -123,6 +128,12 @@ def _joined(parts: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> Array:
 def _parts(values: Array, lengths: Array) -> list[tuple[int, ...]]:
     ends = np.cumsum(lengths).tolist()
     return [tuple(values[start:end].tolist()) for start, end in pairwise([0, *ends])]
+
+
+def _masks(values: Array | None, lengths: Array) -> list[tuple[bool, ...] | None]:
+    if values is None:
+        return [None] * len(lengths)
+    return [tuple(map(bool, part)) for part in _parts(values, lengths)]
 
 
 def _check(arrays: Mapping[str, Array], *, sampled: bool) -> None:

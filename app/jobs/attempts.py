@@ -25,6 +25,7 @@ class Sample:
     oldest_version: int  # of these
     newest_version: int
     loss_mask: Sequence[bool] | None = None  # of `token_ids`: whether the model said it; None: all
+    constrained: Sequence[bool] | None = None  # of `token_ids`; see `Trajectory`
 
     @property
     def sampled_tokens(self) -> int:
@@ -40,6 +41,7 @@ class Sample:
             advantage=advantage,
             weight_versions=tuple(self.weight_versions),
             loss_mask=None if self.loss_mask is None else tuple(self.loss_mask),
+            constrained=None if self.constrained is None else tuple(self.constrained),
         )
 
 

@@ -100,7 +100,12 @@ def test_each_token_has_the_version_of_its_span() -> None:
 def test_masked_tokens_are_read_and_not_learned() -> None:
     spans = (VersionSpan(version=4, start=0, end=3),)
     answers = [
-        replace(trajectory((5, 6), (7, 8, 9)), loss_mask=(True, False, True), weight_versions=spans),
+        replace(
+            trajectory((5, 6), (7, 8, 9)),
+            loss_mask=(True, False, True),
+            constrained=(False, True, True),
+            weight_versions=spans,
+        ),
         replace(trajectory((5, 6), (10,)), loss_mask=(False,)),
         replace(trajectory((5, 6), (11, 12)), advantage=(0.5, -0.5), logprobs=(-0.25, -0.75)),
     ]
@@ -113,6 +118,7 @@ def test_masked_tokens_are_read_and_not_learned() -> None:
         assert batch.advantages.tolist() == [1.0, 1.0, 0.5, -0.5]
         assert batch.rollout_logprobs.tolist() == [-1.0, -1.0, -0.25, -0.75]
         assert batch.versions.tolist() == [4, 4, -1, -1]
+        assert batch.constrained.tolist() == [False, True, False, False]
 
 
 @settings(deadline=None)  # other processes share the cores

@@ -137,6 +137,26 @@ def test_a_missing_reference_and_an_empty_batch_are_refused(tmp_path: Path) -> N
         Learner(policy, CONFIG).step([])
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_constrained_tokens_are_learned_from_as_if_the_policy_had_chosen_among_all(
+    tmp_path: Path, updates: int
+) -> None:
+    """With a grammar the engine reports 0.0 for a token that was the only choice."""
+    plain, constrained = tiny.policy(tmp_path), Policy.load(tmp_path)
+    batch = on_policy(plain, ANSWERS)
+    forced = [
+        replace(each, logprobs=(0.0,) * len(each.logprobs), constrained=(True,) * len(each.logprobs))
+        for each in batch
+    ]
+    config = with_changes(updates_per_step=updates)
+    expected, got = Learner(plain, config).step(batch), Learner(constrained, config).step(forced)
+    assert got.pop("constrained_fraction") == 1.0 and got["importance_mean"] == 1.0
+    assert expected["importance_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert got.keys() == expected.keys()
+    for left, right in zip(state(plain), state(constrained), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+
+
 def test_masked_tokens_and_answers_have_no_gradient_and_count_nowhere(tmp_path: Path) -> None:
     """Whatever is behind them: a tool's tokens have no log-probability, and no advantage."""
     plain, masked = tiny.policy(tmp_path), Policy.load(tmp_path)

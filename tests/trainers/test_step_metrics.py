@@ -18,6 +18,7 @@ def metrics(
     is_published: bool = True,
     config: LossConfig | None = None,
     clipped: Sequence[torch.Tensor | None] = (None,),
+    constrained: Sequence[bool] | None = None,
 ) -> Metrics:
     totals = StepTotals(
         LossConfig() if config is None else config,
@@ -26,7 +27,16 @@ def metrics(
         device=CPU,
     )
     for batch, held in zip(batches, list(clipped) * len(batches), strict=False):
-        totals.add(batch, loss=torch.tensor(0.5), entropies=torch.ones(len(batch.logprobs)), clipped=held)
+        count = len(batch.logprobs)
+        totals.add(
+            batch,
+            loss=torch.tensor(0.5),
+            entropies=torch.ones(count),
+            clipped=held,
+            constrained=torch.tensor(
+                [False] * count if constrained is None else constrained, dtype=torch.bool
+            ),
+        )
     return totals.metrics()
 
 
@@ -78,6 +88,9 @@ def test_the_engines_are_compared_under_the_same_weights_alone() -> None:
     found = metrics(batch, published=7)
     assert found["logprob_difference_mean"] == pytest.approx(0.2)
     assert found["logprob_difference_max"] == pytest.approx(0.3)
+    found = metrics(batch, published=7, constrained=[False, True, False])
+    assert found["logprob_difference_max"] == pytest.approx(0.1), "what a grammar constrained is not compared"
+    assert found["constrained_fraction"] == pytest.approx(1 / 3)
     for other in (metrics(batch, published=7, is_published=False), metrics(batch, published=8)):
         assert "logprob_difference_mean" not in other
     assert not any("staleness" in name or "difference" in name for name in metrics(batch))

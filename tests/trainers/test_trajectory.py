@@ -47,6 +47,8 @@ def test_a_trajectory_is_read_from_json() -> None:
         ({"loss_mask": [True]}, "loss_mask must have 2 entries, one for each token id, got 1"),
         ({"loss_mask": [True, "no"]}, "loss_mask must hold booleans, got 'no'"),
         ({"loss_mask": 1}, "wrong type"),
+        ({"constrained": [True]}, "constrained must have 2 entries, one for each token id, got 1"),
+        ({"constrained": [True, "no"]}, "constrained must hold booleans, got 'no'"),
         ({"logprobs": [-0.5, None]}, "logprobs must hold numbers, got None"),
         ({"logprobs": [0.5, 0.0], "loss_mask": [True, False]}, "must not be above 0, got 0.5"),
         ({"advantage": [1.0]}, "advantage must be a number, or 2 of them, one for each token id, got 1"),
@@ -88,7 +90,8 @@ def test_an_answer_that_is_imitated_needs_tokens_alone() -> None:
 
 
 def test_a_written_trajectory_is_read_again() -> None:
-    (read,) = parse(GOOD | {"loss_mask": [False, True], "advantage": [0, 0.5]})
+    (read,) = parse(GOOD | {"loss_mask": [False, True], "advantage": [0, 0.5], "constrained": [True, False]})
+    assert read.constrained == (True, False)
     assert parse(json.loads(json.dumps(asdict(read)))) == [read]
     assert parse(json.loads(json.dumps(asdict(parse(GOOD)[0])))) == parse(GOOD)
 

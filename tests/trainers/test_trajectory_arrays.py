@@ -30,6 +30,7 @@ def trajectories(draw: some.DrawFn) -> Trajectory:
         logprobs=tuple(draw(some.lists(FLOATS, **exactly))),
         advantage=draw(FLOATS | some.lists(FLOATS, **exactly).map(tuple)),
         loss_mask=draw(some.none() | some.lists(some.booleans(), **exactly).map(tuple)),
+        constrained=draw(some.none() | some.lists(some.booleans(), **exactly).map(tuple)),
         weight_versions=tuple(draw(some.lists(spans, max_size=2))),
     )
 
@@ -42,6 +43,7 @@ def spelled_out(trajectory: Trajectory) -> dict[str, Any]:
         "logprobs": trajectory.logprobs,
         "advantages": advantage if isinstance(advantage, tuple) else (advantage,) * count,
         "mask": (True,) * count if mask is None else mask,
+        "constrained": (False,) * count if trajectory.constrained is None else trajectory.constrained,
         "spans": trajectory.weight_versions,
     }
 

@@ -25,7 +25,7 @@ class LearnedTokens:
 
     logprobs: torch.Tensor  # of the current policy, with gradient, float32 [M]
     old_logprobs: torch.Tensor  # float32 [M]
-    rollout_logprobs: torch.Tensor  # float32 [M]
+    rollout_logprobs: torch.Tensor  # float32 [M]; the old policy's where a grammar constrained the choice
     advantages: torch.Tensor  # float32 [M]
     answers: torch.Tensor  # int64 [M]: the answer of each token, 0 to A - 1
     lengths: torch.Tensor  # int64 [A]: tokens of each answer

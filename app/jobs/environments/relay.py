@@ -6,7 +6,8 @@
 
 Each rollout has an address of its own while it lasts. What is asked below it is sampled from the policy's own
 distribution and version, whatever the program wants: rewards and log-probabilities must be about the policy.
-Constraints such as a `tool_choice` pass, and then log-probabilities are those without them.
+Constraints such as a `tool_choice` pass. vLLM applies their grammar before it computes log-probabilities
+(`GPUModelRunner.sample_tokens`), so those of such an answer are not the policy's: its tokens are marked.
 """
 
 import asyncio
@@ -42,6 +43,7 @@ class Exchange:
     session: str  # the program's name of its conversation; empty if it has none
     prompt_token_ids: Sequence[int]
     answer: Answer
+    constrained: bool = False  # by a grammar
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,7 +173,14 @@ class Relay:
             rollout.fail(error)
             return _error(409, str(error))
         prompt = completion.prompt_token_ids if path == CHAT else body["token_ids"]
-        rollout.exchanges.append(Exchange(session=session, prompt_token_ids=prompt, answer=completion.answer))
+        rollout.exchanges.append(
+            Exchange(
+                session=session,
+                prompt_token_ids=prompt,
+                answer=completion.answer,
+                constrained=_is_constrained(body),
+            )
+        )
         if streamed:
             events = _events(json.loads(content), with_usage=with_usage)
             return web.Response(body=events, content_type="text/event-stream")
@@ -194,7 +203,7 @@ def samples(exchanges: Sequence[Exchange]) -> list[Sample]:
         else:
             transcript = Transcript(prompt)
             transcripts.append(transcript)
-        transcript.said(exchange.answer)
+        transcript.said(exchange.answer, constrained=exchange.constrained)
     return [transcript.sample() for transcript in transcripts]
 
 
@@ -240,6 +249,21 @@ def _generate(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
 
 def _passed_on(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in (*NOT_PASSED_ON, *STREAMED)}
+
+
+def _is_constrained(body: Mapping[str, Any]) -> bool:
+    """Whether vLLM applies a grammar to what it samples for this request (`Parser.adjust_request`)."""
+    sampling = body.get("sampling_params") or body
+    if (
+        sampling.get("structured_outputs")
+        or (body.get("response_format") or {}).get("type", "text") != "text"
+    ):
+        return True
+    tools, choice = body.get("tools") or (), body.get("tool_choice") or "auto"
+    if not tools or choice == "none":
+        return False
+    strict = any(isinstance(tool, dict) and (tool.get("function") or {}).get("strict") for tool in tools)
+    return choice != "auto" or strict or body.get("parallel_tool_calls") is False
 
 
 def _at_most(limit: int | None, policy: Policy) -> int:

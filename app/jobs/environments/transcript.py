@@ -60,6 +60,7 @@ class Transcript:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
+    constrained: list[bool] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     _spans: list[VersionSpan] = field(default_factory=list)
 
@@ -68,8 +69,8 @@ class Transcript:
         """The next turn's prompt."""
         return [*self.prompt_token_ids, *self.token_ids]
 
-    def said(self, answer: Answer) -> None:
-        """Append what the model said."""
+    def said(self, answer: Answer, *, constrained: bool = False) -> None:
+        """Append what the model said; `constrained`: a grammar left it fewer tokens to choose from."""
         start = len(self.token_ids)
         self._spans += [
             VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
@@ -78,6 +79,7 @@ class Transcript:
         self.token_ids += answer.token_ids
         self.logprobs += answer.logprobs
         self.mask += [True] * len(answer.token_ids)
+        self.constrained += [constrained] * len(answer.token_ids)
         self.answers.append(answer)
 
     def told(self, token_ids: Sequence[int]) -> None:
@@ -91,6 +93,7 @@ class Transcript:
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.mask += [False] * len(token_ids)
+        self.constrained += [False] * len(token_ids)
 
     def sample(self) -> Sample:
         """The whole conversation; it ends with what the model said last."""
@@ -103,4 +106,5 @@ class Transcript:
             oldest_version=min(answer.oldest_version for answer in self.answers),
             newest_version=max(answer.newest_version for answer in self.answers),
             loss_mask=tuple(self.mask[:end]),
+            constrained=tuple(self.constrained[:end]) if any(self.constrained) else None,
         )

@@ -115,6 +115,42 @@ async def test_an_agent_that_streams_gets_the_whole_answer_in_one_event(with_usa
     assert kept.answer.token_ids == [5, 6]
 
 
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "constrained"),
+    [
+        ({}, False),
+        ({"response_format": {"type": "text"}}, False),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"structured_outputs": {"regex": "a"}}, True),
+        ({"tools": [TOOL]}, False),
+        ({"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": False}, False),
+        ({"tools": [TOOL], "tool_choice": "required"}, True),
+        ({"tools": [TOOL], "tool_choice": TOOL}, True),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, True),
+        ({"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]}, True),
+    ],
+)
+async def test_answers_that_a_grammar_constrained_are_marked(
+    settings: dict[str, Any], constrained: bool
+) -> None:
+    answers = {"choices": [choice(5)], "prompt_token_ids": [1]}
+    async with relayed(lambda _: httpx.Response(200, json=answers)) as (rollout, agent):
+        await agent.post(f"{rollout.url}{CHAT}", json={"messages": [], **settings})
+    assert [each.constrained for each in rollout.exchanges] == [constrained]
+
+
+async def test_token_ids_that_a_grammar_constrained_are_marked() -> None:
+    async with relayed(lambda _: httpx.Response(200, json={"choices": [choice(5)]})) as (rollout, agent):
+        for sampling in ({}, {"structured_outputs": {"regex": "a"}}):
+            await agent.post(
+                f"{rollout.url}{GENERATE}", json={"token_ids": [1, 2], "sampling_params": sampling}
+            )
+    assert [each.constrained for each in rollout.exchanges] == [False, True]
+
+
 async def test_token_ids_go_in_and_out() -> None:
     sent: list[dict[str, Any]] = []
 
@@ -244,6 +280,15 @@ def test_a_conversation_that_grows_is_one_sample() -> None:
     assert sample.loss_mask == (True, True, False, True)
     assert sample.logprobs == (-0.5, -0.5, 0.0, -0.5)
     assert [(span.start, span.end) for span in sample.weight_versions] == [(0, 2), (3, 4)]
+
+
+def test_of_a_conversation_the_turns_that_were_constrained_are_marked() -> None:
+    free, forced = exchange([1], 5, 6), replace(exchange([1, 5, 6, 9], 7), constrained=True)
+    (sample,) = samples([free, forced])
+    assert sample.constrained == (False, False, False, True)
+    assert sample.trajectory(1.0).constrained == sample.constrained
+    (sample,) = samples([free])
+    assert sample.constrained is None
 
 
 def test_a_conversation_with_an_adapter_has_the_adapters_versions() -> None:
