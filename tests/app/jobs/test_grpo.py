@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,154 +13,15 @@ import pytest
 from app.client.connection import AsyncFleetClient, FleetError
 from app.client.options import parse
 from app.jobs import metrics
-from app.jobs.attempts import Attempt
 from app.jobs.environments.environment import Single
 from app.jobs.groups import GroupQueue
 from app.jobs.grpo import require_fleet, run_together
-from app.jobs.learning import learn, publish_best, resume
-from app.jobs.metrics import StepRecord
 from app.jobs.options import Options
-from app.jobs.progress import Progress
 from app.jobs.rollouts import Policy, Sampling
-from app.jobs.run import Run, produce
-from app.jobs.tasks import Problem
-from app.jobs.trackers import Tracker
-from tests.app.http.fake_controller import report
+from app.jobs.run import Run
 from tests.app.http.fake_trainer import STATUS, adapter_report
-from trainers.trajectory import Trajectory, VersionSpan
-from trainers.trajectory_arrays import from_bytes
-
-
-class CountingTask:
-    """The longer the answer, the better."""
-
-    def problem(self, number: int) -> Problem:
-        return Problem(messages=[{"role": "user", "content": str(number)}], entry={})
-
-    def score(self, problem: Problem, answer: str) -> float:
-        return float(len(answer))
-
-
-class FakeFleet:
-    """Answers the routes that the job uses; every publish is a version."""
-
-    def __init__(self) -> None:
-        self.version = 4
-        self.batches: list[list[Trajectory]] = []
-        self.labels: list[str] = []
-        self.abort_next = False
-        self.same = False
-        self.steps = 3
-        self.restarts = 0  # steps in which the trainer dies
-        self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
-        self.deadly: set[str] = set()  # prompts that it refuses to answer
-        self.cut_off_next: dict[str, Any] | None = None  # what is left of the next answer to be cut off
-
-    def client(self) -> AsyncFleetClient:
-        http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://fleet")
-        return AsyncFleetClient(http, patience_s=10.0, retry_pause_s=0.1, say=print)
-
-    async def answer(self, request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(0)
-        match request.url.path:
-            case "/health":
-                body = {"status": "ok", "serving": 1, "members": 1, "weight_version": self.version}
-                return httpx.Response(200, json=body)
-            case "/v1/models":
-                return httpx.Response(200, json={"data": [{"id": "tiny"}]})
-            case "/train/status":
-                done = [asdict(report(self.version, self.version, self.labels[-1]))] if self.labels else []
-                current = {"step": self.steps, "doing": None, "last_round": done[0] if done else None}
-                return httpx.Response(200, json=asdict(STATUS) | current)
-            case "/v1/chat/completions":
-                asked = json.loads(request.content)
-                if asked["messages"][0]["content"] in self.deadly:
-                    error = {"type": "deadly_request", "message": "2 replicas were lost under this request"}
-                    return httpx.Response(422, json={"error": error})
-                return httpx.Response(200, json=self.completion(asked))
-            case "/train/step":
-                if self.restarts:
-                    self.restarts -= 1
-                    self.steps = max(0, self.steps - 1)  # the trainer resumes from an older version
-                    error = {"type": "fleet_unavailable", "message": "another one is being started"}
-                    return httpx.Response(503, json={"error": error})
-                self.batches.append(from_bytes(request.content))
-                self.steps += 1
-                self.lose("step", request)
-                return httpx.Response(200, json={"loss": 0.5})
-            case "/train/publish":
-                if self.abort_next:
-                    self.abort_next = False
-                    return httpx.Response(409, json={"error": {"type": "round_aborted", "message": "x"}})
-                self.version += 1
-                self.labels.append(json.loads(request.content)["label"])
-                self.lose("publish", request)
-                return httpx.Response(200, json=asdict(report(self.version, self.version)))
-        return httpx.Response(404)
-
-    def lose(self, call: str, request: httpx.Request) -> None:
-        if self.loses.get(call):
-            self.loses[call] -= 1
-            raise httpx.RemoteProtocolError("the server disconnected", request=request)
-
-    def completion(self, request: dict[str, Any]) -> dict[str, Any]:
-        lengths = [2 if self.same else 1 + n for n in range(request["n"])]
-        choices = [
-            {
-                "message": {"content": "x" * length},
-                "token_ids": [7] * length,
-                "logprobs": {"content": [{"logprob": -1.0}] * length},
-                "weight_versions": [{"version": self.version, "start": 0, "end": length}],
-                "finish_reason": "stop",
-            }
-            for length in lengths
-        ]
-        if self.cut_off_next is not None:
-            choices[-1] |= {"finish_reason": "abort"} | self.cut_off_next
-            self.cut_off_next = None
-        return {"prompt_token_ids": [1, 2], "choices": choices}
-
-
-@dataclass
-class Watched:
-    """An environment that says when it is asked."""
-
-    environment: Single
-    asked: Callable[[], None]
-
-    async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
-        self.asked()
-        return await self.environment.attempts(number, count, policy)
-
-
-async def run_job(
-    fleet: FakeFleet,
-    path: Path,
-    *arguments: str,
-    resuming: bool = False,
-    trackers: Sequence[Tracker] = (),
-    seen: list[str] | None = None,
-) -> list[StepRecord]:
-    """`seen`: what the run says of itself whenever it asks for a held-out problem, and whether it samples."""
-    given = ["--groups-per-step", "2", "--answers-per-group", "3", "--metrics", str(path), *arguments]
-    options = parse(Options, given)
-    async with fleet.client() as client:
-        model, version, is_adapter = await require_fleet(client)
-        queue = GroupQueue(capacity=2, max_staleness=options.max_staleness)
-        sampling = Sampling(answers=3, max_tokens=options.max_tokens)
-        policy = Policy(client=client, model=model, sampling=sampling, is_adapter=is_adapter)
-        environment = Single(CountingTask())
-        run = Run(options, environment, environment, policy, path, queue, version)
-        if seen is not None:
-            run.held_out = Watched(environment, lambda: seen.append(f"{run.state()} {run.sampling.is_set()}"))
-        if resuming:
-            await resume(run, metrics.records(path))
-        with Progress(steps=options.steps, done=run.step, state=run.state) as progress:
-            run.say = progress.say
-            others = [produce(run) for _ in range(2)]
-            await asyncio.wait_for(run_together(learn(run, progress, trackers), others), 20)
-            await publish_best(run)
-    return metrics.records(path)
+from tests.app.jobs.fake_fleet import CountingTask, FakeFleet, run_job
+from trainers.trajectory import VersionSpan
 
 
 async def test_every_step_is_trained_published_and_recorded(tmp_path: Path) -> None:
@@ -402,20 +263,6 @@ async def test_a_task_without_any_signal_ends_dynamic_sampling_with_a_sentence(t
         await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1", "--dynamic-sampling")
 
 
-async def test_an_evaluation_is_of_the_served_version_and_in_the_record(tmp_path: Path) -> None:
-    given = ["--steps", "3", "--eval-every", "2", "--eval-problems", "2", "--eval-attempts", "2"]
-    seen: list[str] = []
-    records = await run_job(FakeFleet(), tmp_path / "m.jsonl", *given, seen=seen)
-    made = [record.evaluation for record in records]
-    assert made[0] is None
-    assert [each.version for each in made[1:] if each is not None] == [6, 7]
-    assert all(each.reward == 1.5 and each.problems == 2 for each in made[1:] if each is not None)
-    assert [each.split(":")[0] for each in seen] == ["step 2 of 3"] * 2 + ["step 3 of 3"] * 2
-    assert [each.split()[-1] for each in seen] == ["True"] * 2 + ["False"] * 2, (
-        "no step is left to sample for"
-    )
-
-
 async def test_what_is_too_long_loses_reward_for_its_advantage_alone(tmp_path: Path) -> None:
     fleet = FakeFleet()
     given = ["--steps", "1", "--max-tokens", "3", "--overlong-buffer", "2", "--advantage", "dr_grpo"]
@@ -434,65 +281,3 @@ def test_the_state_says_what_is_in_flight_and_ready(tmp_path: Path) -> None:
     shown = run.state()
     assert "step 1 of 20: waiting for answers; 6 prompts in flight (48 answers), 0 of 12 groups" in shown
     assert "version 4" in shown
-
-
-class KeepingFleet(FakeFleet):
-    """Its trainer saves, and it takes a directory as its next version. Answers get worse after version 6."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.saved: list[str] = []
-        self.published: list[dict[str, Any]] = []
-        self.full = False
-
-    def completion(self, request: dict[str, Any]) -> dict[str, Any]:
-        made = super().completion(request)
-        if self.version > 6:
-            for choice in made["choices"]:
-                choice["message"]["content"] = choice["message"]["content"][1:]
-        return made
-
-    async def answer(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path not in ("/train/save", "/fleet/publish"):
-            return await super().answer(request)
-        body = json.loads(request.content)
-        match request.url.path:
-            case "/train/save" if self.full:
-                error = {"type": "invalid_request", "message": "the disk is full"}
-                return httpx.Response(400, json={"error": error})
-            case "/train/save":
-                self.saved.append(body["path"])
-                return httpx.Response(200, json={"path": body["path"], "step": 1, "save_s": 0.1})
-        self.published.append(body)
-        return httpx.Response(200, json=asdict(report(9, 9, body["label"])))
-
-
-BEST = ["--steps", "4", "--eval-every", "1", "--eval-problems", "2", "--eval-attempts", "2", "--publish-best"]
-
-
-async def test_the_best_version_is_kept_and_published_at_the_end_with_its_reward(tmp_path: Path) -> None:
-    fleet = KeepingFleet()
-    await run_job(fleet, tmp_path / "m.jsonl", *BEST, "--keep-best", str(tmp_path / "best"))
-    kept = str(tmp_path / "best" / "m-step-1")
-    assert fleet.saved == [kept], "later versions are no better"
-    assert fleet.published == [{"path": kept, "label": "best of m: reward 1.500"}]
-
-
-async def test_a_version_that_cannot_be_kept_does_not_end_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fleet = KeepingFleet()
-    fleet.full = True
-    records = await run_job(fleet, tmp_path / "m.jsonl", *BEST, "--keep-best", str(tmp_path / "best"))
-    assert len(records) == 4 and fleet.published == []
-    assert "the best version could not be kept" in capsys.readouterr().out
-
-
-async def test_a_resumed_run_knows_which_version_was_best(tmp_path: Path) -> None:
-    fleet = KeepingFleet()
-    given = [*BEST, "--keep-best", str(tmp_path / "best")]
-    await run_job(fleet, tmp_path / "m.jsonl", *given, "--steps", "2")
-    fleet.published.clear()
-    await run_job(fleet, tmp_path / "m.jsonl", *given, resuming=True)
-    assert len(fleet.saved) == 1
-    assert [body["path"] for body in fleet.published] == fleet.saved

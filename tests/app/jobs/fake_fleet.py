@@ -1,0 +1,162 @@
+"""A fleet that is a function, and a job that runs against it."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from app.client.connection import AsyncFleetClient
+from app.client.options import parse
+from app.jobs import metrics
+from app.jobs.attempts import Attempt
+from app.jobs.environments.environment import Single
+from app.jobs.groups import GroupQueue
+from app.jobs.grpo import require_fleet, run_together
+from app.jobs.learning import learn, publish_best, resume
+from app.jobs.metrics import StepRecord
+from app.jobs.options import Options
+from app.jobs.progress import Progress
+from app.jobs.rollouts import Policy, Sampling
+from app.jobs.run import Run, produce
+from app.jobs.tasks import Problem
+from app.jobs.trackers import Tracker
+from tests.app.http.fake_controller import report
+from tests.app.http.fake_trainer import STATUS
+from trainers.trajectory import Trajectory
+from trainers.trajectory_arrays import from_bytes
+
+
+class CountingTask:
+    """The longer the answer, the better."""
+
+    def problem(self, number: int) -> Problem:
+        return Problem(messages=[{"role": "user", "content": str(number)}], entry={})
+
+    def score(self, problem: Problem, answer: str) -> float:
+        return float(len(answer))
+
+
+class FakeFleet:
+    """Answers the routes that the job uses; every publish is a version."""
+
+    def __init__(self) -> None:
+        self.version = 4
+        self.batches: list[list[Trajectory]] = []
+        self.labels: list[str] = []
+        self.abort_next = False
+        self.same = False
+        self.steps = 3
+        self.restarts = 0  # steps in which the trainer dies
+        self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
+        self.deadly: set[str] = set()  # prompts that it refuses to answer
+        self.cut_off_next: dict[str, Any] | None = None  # what is left of the next answer to be cut off
+
+    def client(self) -> AsyncFleetClient:
+        http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://fleet")
+        return AsyncFleetClient(http, patience_s=10.0, retry_pause_s=0.1, say=print)
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0)
+        match request.url.path:
+            case "/health":
+                body = {"status": "ok", "serving": 1, "members": 1, "weight_version": self.version}
+                return httpx.Response(200, json=body)
+            case "/v1/models":
+                return httpx.Response(200, json={"data": [{"id": "tiny"}]})
+            case "/train/status":
+                done = [asdict(report(self.version, self.version, self.labels[-1]))] if self.labels else []
+                current = {"step": self.steps, "doing": None, "last_round": done[0] if done else None}
+                return httpx.Response(200, json=asdict(STATUS) | current)
+            case "/v1/chat/completions":
+                asked = json.loads(request.content)
+                if asked["messages"][0]["content"] in self.deadly:
+                    error = {"type": "deadly_request", "message": "2 replicas were lost under this request"}
+                    return httpx.Response(422, json={"error": error})
+                return httpx.Response(200, json=self.completion(asked))
+            case "/train/step":
+                if self.restarts:
+                    self.restarts -= 1
+                    self.steps = max(0, self.steps - 1)  # the trainer resumes from an older version
+                    error = {"type": "fleet_unavailable", "message": "another one is being started"}
+                    return httpx.Response(503, json={"error": error})
+                self.batches.append(from_bytes(request.content))
+                self.steps += 1
+                self.lose("step", request)
+                return httpx.Response(200, json={"loss": 0.5})
+            case "/train/publish":
+                if self.abort_next:
+                    self.abort_next = False
+                    return httpx.Response(409, json={"error": {"type": "round_aborted", "message": "x"}})
+                self.version += 1
+                self.labels.append(json.loads(request.content)["label"])
+                self.lose("publish", request)
+                return httpx.Response(200, json=asdict(report(self.version, self.version)))
+        return httpx.Response(404)
+
+    def lose(self, call: str, request: httpx.Request) -> None:
+        if self.loses.get(call):
+            self.loses[call] -= 1
+            raise httpx.RemoteProtocolError("the server disconnected", request=request)
+
+    def completion(self, request: dict[str, Any]) -> dict[str, Any]:
+        lengths = [2 if self.same else 1 + n for n in range(request["n"])]
+        choices = [
+            {
+                "message": {"content": "x" * length},
+                "token_ids": [7] * length,
+                "logprobs": {"content": [{"logprob": -1.0}] * length},
+                "weight_versions": [{"version": self.version, "start": 0, "end": length}],
+                "finish_reason": "stop",
+            }
+            for length in lengths
+        ]
+        if self.cut_off_next is not None:
+            choices[-1] |= {"finish_reason": "abort"} | self.cut_off_next
+            self.cut_off_next = None
+        return {"prompt_token_ids": [1, 2], "choices": choices}
+
+
+@dataclass
+class Watched:
+    """An environment that says when it is asked."""
+
+    environment: Single
+    asked: Callable[[], None]
+
+    async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
+        self.asked()
+        return await self.environment.attempts(number, count, policy)
+
+
+async def run_job(
+    fleet: FakeFleet,
+    path: Path,
+    *arguments: str,
+    resuming: bool = False,
+    trackers: Sequence[Tracker] = (),
+    seen: list[str] | None = None,
+) -> list[StepRecord]:
+    """`seen`: what the run says of itself whenever it asks for a held-out problem, and whether it samples."""
+    given = ["--groups-per-step", "2", "--answers-per-group", "3", "--metrics", str(path), *arguments]
+    options = parse(Options, given)
+    async with fleet.client() as client:
+        model, version, is_adapter = await require_fleet(client)
+        queue = GroupQueue(capacity=2, max_staleness=options.max_staleness)
+        sampling = Sampling(answers=3, max_tokens=options.max_tokens)
+        policy = Policy(client=client, model=model, sampling=sampling, is_adapter=is_adapter)
+        environment = Single(CountingTask())
+        run = Run(options, environment, environment, policy, path, queue, version)
+        if seen is not None:
+            run.held_out = Watched(environment, lambda: seen.append(f"{run.state()} {run.sampling.is_set()}"))
+        if resuming:
+            await resume(run, metrics.records(path))
+        with Progress(steps=options.steps, done=run.step, state=run.state) as progress:
+            run.say = progress.say
+            others = [produce(run) for _ in range(2)]
+            await asyncio.wait_for(run_together(learn(run, progress, trackers), others), 20)
+            await publish_best(run)
+    return metrics.records(path)

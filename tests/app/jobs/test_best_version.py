@@ -1,0 +1,88 @@
+"""Evaluations of a run, and the version that did best."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.app.http.fake_controller import report
+from tests.app.jobs.fake_fleet import FakeFleet, run_job
+
+
+async def test_an_evaluation_is_of_the_served_version_and_in_the_record(tmp_path: Path) -> None:
+    given = ["--steps", "3", "--eval-every", "2", "--eval-problems", "2", "--eval-attempts", "2"]
+    seen: list[str] = []
+    records = await run_job(FakeFleet(), tmp_path / "m.jsonl", *given, seen=seen)
+    made = [record.evaluation for record in records]
+    assert made[0] is None
+    assert [each.version for each in made[1:] if each is not None] == [6, 7]
+    assert all(each.reward == 1.5 and each.problems == 2 for each in made[1:] if each is not None)
+    assert [each.split(":")[0] for each in seen] == ["step 2 of 3"] * 2 + ["step 3 of 3"] * 2
+    assert [each.split()[-1] for each in seen] == ["True"] * 2 + ["False"] * 2, (
+        "no step is left to sample for"
+    )
+
+
+class KeepingFleet(FakeFleet):
+    """Its trainer saves, and it takes a directory as its next version. Answers get worse after version 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[str] = []
+        self.published: list[dict[str, Any]] = []
+        self.full = False
+
+    def completion(self, request: dict[str, Any]) -> dict[str, Any]:
+        made = super().completion(request)
+        if self.version > 6:
+            for choice in made["choices"]:
+                choice["message"]["content"] = choice["message"]["content"][1:]
+        return made
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path not in ("/train/save", "/fleet/publish"):
+            return await super().answer(request)
+        body = json.loads(request.content)
+        match request.url.path:
+            case "/train/save" if self.full:
+                error = {"type": "invalid_request", "message": "the disk is full"}
+                return httpx.Response(400, json={"error": error})
+            case "/train/save":
+                self.saved.append(body["path"])
+                return httpx.Response(200, json={"path": body["path"], "step": 1, "save_s": 0.1})
+        self.published.append(body)
+        return httpx.Response(200, json=asdict(report(9, 9, body["label"])))
+
+
+BEST = ["--steps", "4", "--eval-every", "1", "--eval-problems", "2", "--eval-attempts", "2", "--publish-best"]
+
+
+async def test_the_best_version_is_kept_and_published_at_the_end_with_its_reward(tmp_path: Path) -> None:
+    fleet = KeepingFleet()
+    await run_job(fleet, tmp_path / "m.jsonl", *BEST, "--keep-best", str(tmp_path / "best"))
+    kept = str(tmp_path / "best" / "m-step-1")
+    assert fleet.saved == [kept], "later versions are no better"
+    assert fleet.published == [{"path": kept, "label": "best of m: reward 1.500"}]
+
+
+async def test_a_version_that_cannot_be_kept_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = KeepingFleet()
+    fleet.full = True
+    records = await run_job(fleet, tmp_path / "m.jsonl", *BEST, "--keep-best", str(tmp_path / "best"))
+    assert len(records) == 4 and fleet.published == []
+    assert "the best version could not be kept" in capsys.readouterr().out
+
+
+async def test_a_resumed_run_knows_which_version_was_best(tmp_path: Path) -> None:
+    fleet = KeepingFleet()
+    given = [*BEST, "--keep-best", str(tmp_path / "best")]
+    await run_job(fleet, tmp_path / "m.jsonl", *given, "--steps", "2")
+    fleet.published.clear()
+    await run_job(fleet, tmp_path / "m.jsonl", *given, resuming=True)
+    assert len(fleet.saved) == 1
+    assert [body["path"] for body in fleet.published] == fleet.saved
