@@ -38,6 +38,8 @@ async def learn(run: Run, progress: Progress, trackers: Sequence[Tracker]) -> No
         track(run, trackers, record)
         progress.advance()
         run.say(record.line())
+        if (caution := record.caution()) is not None:
+            run.say(caution)
 
 
 def track(run: Run, trackers: Sequence[Tracker], record: StepRecord) -> None:

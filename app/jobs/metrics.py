@@ -12,8 +12,7 @@ from pydantic import JsonValue, TypeAdapter
 from app.jobs.evaluation import Evaluation
 
 RUNS = Path("~/.cache/slipstream/runs")
-
-
+LEAST_SAMPLE = 0.5  # of the tokens; a batch that is worth less is spoken of
 SHOWN = 120  # characters of an answer in the log; the record has all of it
 
 
@@ -51,6 +50,17 @@ class StepRecord:
             f"step {self.step:>3}  reward {self.reward:.3f}  version {self.version}  "
             f"staleness {self.staleness_mean:.1f}  {self.tokens_per_s:.0f} tokens/s  "
             f"loss {shown}  {self.step_s:.1f} s  {_short(self.example)!r}"
+        )
+
+    def caution(self) -> str | None:
+        """A sentence if the importance weights leave little of the batch to learn from."""
+        share = self.trainer.get("effective_sample_fraction")
+        if not isinstance(share, int | float) or share >= LEAST_SAMPLE:
+            return None
+        return (
+            f"step {self.step}: its importance weights leave {share:.1%} of its tokens to learn from "
+            "(effective_sample_fraction). Either its answers are stale (staleness), or the rollout engine and "
+            "the trainer differ (logprob_difference_mean), or answers were sampled from another distribution"
         )
 
     def values(self) -> dict[str, float]:

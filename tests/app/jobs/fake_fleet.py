@@ -50,6 +50,7 @@ class FakeFleet:
         self.abort_next = False
         self.same = False
         self.steps = 3
+        self.metrics: dict[str, float] = {"loss": 0.5}  # of each step
         self.restarts = 0  # steps in which the trainer dies
         self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
         self.deadly: set[str] = set()  # prompts that it refuses to answer
@@ -86,7 +87,7 @@ class FakeFleet:
                 self.batches.append(from_bytes(request.content))
                 self.steps += 1
                 self.lose("step", request)
-                return httpx.Response(200, json={"loss": 0.5})
+                return httpx.Response(200, json=self.metrics)
             case "/train/publish":
                 if self.abort_next:
                     self.abort_next = False

@@ -79,6 +79,15 @@ async def test_a_trainer_of_an_adapter_learns_from_the_adapters_own_answers(tmp_
     assert versions == [{1}, {2}, {3}], "of the adapter that sampled, not of the base"
 
 
+async def test_a_batch_of_which_little_is_left_is_spoken_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    fleet.metrics |= {"effective_sample_fraction": 0.017}
+    await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
+    assert "step 1: its importance weights leave 1.7% of its tokens" in capsys.readouterr().out
+
+
 async def test_a_resumed_run_goes_on_after_its_last_step(tmp_path: Path) -> None:
     fleet = FakeFleet()
     first = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")

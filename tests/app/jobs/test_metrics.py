@@ -54,6 +54,17 @@ def test_a_record_is_a_line_for_a_person() -> None:
     assert line.startswith("step   3  reward 0.500  version 7  staleness 1.0  100 tokens/s  loss +0.1250")
 
 
+@pytest.mark.parametrize(("share", "spoken_of"), [(None, False), (0.5, False), (0.017, True), (0, True)])
+def test_a_batch_of_which_little_is_left_is_spoken_of(share: float | None, spoken_of: bool) -> None:
+    trainer = {} if share is None else {"effective_sample_fraction": share}
+    caution = replace(record(3), trainer=trainer).caution()
+    assert (caution is not None) is spoken_of
+    if share == 0.017:
+        assert str(caution).startswith(
+            "step 3: its importance weights leave 1.7% of its tokens to learn from"
+        )
+
+
 def test_the_newest_run_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name the file with --metrics"):
         newest_metrics_file(tmp_path)
