@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainers.losses.interface import LearnedTokens
 from trainers.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -53,6 +54,27 @@ class TokenBatch:
     advantages: torch.Tensor  # float32 [M]
     # int64 [M]: of the weights that sampled the token; UNKNOWN_VERSION where nobody said
     versions: torch.Tensor
+
+    def learned(
+        self, logprobs: torch.Tensor, old: torch.Tensor | None, reference: torch.Tensor | None
+    ) -> LearnedTokens:
+        """What a loss is given.
+
+        Args:
+            logprobs, old, reference: of the three policies, float32 [M]; without old ones the policy has not
+                been updated in this step, so that it is still the old one.
+        """
+        old = logprobs.detach() if old is None else old
+        return LearnedTokens(
+            logprobs=logprobs,
+            old_logprobs=old,
+            rollout_logprobs=torch.where(self.constrained, old, self.rollout_logprobs),
+            advantages=self.advantages,
+            answers=self.answers,
+            lengths=self.lengths,
+            versions=self.versions,
+            reference_logprobs=reference,
+        )
 
 
 def same_prompts(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> list[list[int]]:

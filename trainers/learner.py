@@ -18,7 +18,6 @@ from trainers.learner_state import (
     restore_weights,
     round_to_model,
 )
-from trainers.losses.interface import LearnedTokens
 from trainers.losses.policy_loss import policy_loss, token_weights
 from trainers.losses.registry import load_loss
 from trainers.optimizer import build_optimizer, learning_rate_factor, set_learning_rate
@@ -240,7 +239,7 @@ class Learner:
             reference = self._reference_logprobs(batch)
             scores = self.policy.scores(batch, with_entropies=True)
             before = old[number] if old is not None else None
-            tokens = _learned_tokens(batch, scores.logprobs, before, reference)
+            tokens = batch.learned(scores.logprobs, before, reference)
             made = policy_loss(tokens, self.config.loss, self._loss)
             weights = token_weights(batch.lengths, total_tokens, len(trajectories), self.config.loss)
             loss = (made.values * weights[batch.answers]).sum()
@@ -285,20 +284,3 @@ class Learner:
         if not skipped:
             self.optimizer.step()
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": skipped}
-
-
-def _learned_tokens(
-    batch: TokenBatch, logprobs: torch.Tensor, old: torch.Tensor | None, reference: torch.Tensor | None
-) -> LearnedTokens:
-    # With one update per step the policy is still the old one: the ratio is 1.
-    old = logprobs.detach() if old is None else old
-    return LearnedTokens(
-        logprobs=logprobs,
-        old_logprobs=old,
-        rollout_logprobs=torch.where(batch.constrained, old, batch.rollout_logprobs),
-        advantages=batch.advantages,
-        answers=batch.answers,
-        lengths=batch.lengths,
-        versions=batch.versions,
-        reference_logprobs=reference,
-    )

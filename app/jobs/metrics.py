@@ -59,8 +59,8 @@ class StepRecord:
             return None
         return (
             f"step {self.step}: its importance weights leave {share:.1%} of its tokens to learn from "
-            "(effective_sample_fraction). Either its answers are stale (staleness), or the rollout engine and "
-            "the trainer differ (logprob_difference_mean), or answers were sampled from another distribution"
+            "(effective_sample_fraction). Either its answers are stale (staleness), or rollout engine and "
+            "trainer differ (logprob_difference_mean), or answers were sampled from another distribution"
         )
 
     def values(self) -> dict[str, float]:
