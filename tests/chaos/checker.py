@@ -200,9 +200,18 @@ RULES: Sequence[Rule] = (
 
 
 def _decided_at(recording: Recording) -> dict[int, float]:
-    """When each version was decided; 0 where only its report was seen."""
+    """When each version was decided, at the earliest; 0 where only its report was seen.
+
+    A controller may die after it has decided and before anybody has read its event; then its successor's is
+    seen. What that one starts with was durable before, and decided after the dead one's last event.
+    """
     reported = {each.version: 0.0 for each in recording.rounds if each.phase == "committed"}
-    return {0: 0.0, **reported, **recording.decided}
+    decided = {0: 0.0, **reported, **recording.decided}
+    for start in (event for event in recording.events if event.name == "start"):
+        version = int(start.fields["version"])
+        if decided.get(version, 0.0) >= start.at:
+            decided[version] = max((each.at for each in recording.events if each.at < start.at), default=0.0)
+    return decided
 
 
 def _marks(recording: Recording) -> dict[int, int]:

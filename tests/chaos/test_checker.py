@@ -92,6 +92,25 @@ def test_an_honest_recording_breaks_no_rule() -> None:
     assert check(honest(), Expected(whole_at=40.0)) == []
 
 
+def of_a_controller_that_died_after_its_decision(version: int) -> Recording:
+    """Nobody has read that version 2 was decided at 19.2 s: the successor says it at 25 s."""
+    recording = with_answer(seen(9, 19.0, 19.5, (1, 2), (2, 2)))
+    recording.decided[2] = 25.0
+    heard = Happened(at=19.1, name="round", fields={"round_id": 2, "phase": "verifying"})
+    start = Happened(at=24.9, name="start", fields={"generation": 2, "version": version})
+    recording.events[2:2] = [heard, start]
+    recording.answers = [each for each in recording.answers if each.start < 20.0]
+    return recording
+
+
+def test_what_a_controller_starts_with_was_decided_by_its_predecessor() -> None:
+    assert broken(of_a_controller_that_died_after_its_decision(2)) == set()
+    assert broken(of_a_controller_that_died_after_its_decision(1)) == {"only_committed_versions"}
+    early = of_a_controller_that_died_after_its_decision(2)
+    early.answers.append(seen(10, 18.0, 18.5, (1, 2), (2, 2)))
+    assert "only_committed_versions" in broken(early)
+
+
 def test_each_rule_has_a_forgery() -> None:
     assert {rule.__name__ for rule in RULES} == {rule for _, rule in FORGED}
 
