@@ -50,7 +50,8 @@ def run_job(url: str, fleet: Fleet, directory: Path) -> tuple[str, list[StepReco
         "eval-attempts": 2,
         "metrics": directory / "job.jsonl",
     }
-    job += "".join(f" --{name} {value}" for name, value in options.items())
+    # Three rewards may be equal by chance, and then there is nothing to learn, and no new version.
+    job += "".join(f" --{name} {value}" for name, value in options.items()) + " --dynamic-sampling"
     (directory / ".venv-verifiers").symlink_to(python_of("verifiers").parents[1])
     variables = {
         "COMMAND": f"tally @ {TALLY}/train.toml --client.renderer-model-name {fleet.checkpoint}",
