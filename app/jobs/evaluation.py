@@ -63,7 +63,8 @@ async def evaluate(
 
     Raises:
         Moved: the fleet serves another version.
-        ValueError: no problem was answered (the message says why), or the policy has no version.
+        Unanswered: no problem was.
+        ValueError: the policy has no version.
         FleetError: the fleet refuses.
     """
     if policy.version is None:
@@ -82,7 +83,7 @@ async def evaluate(
     found = await all_of(one(number) for number in range(problems))
     answered = [made for made in found if made]
     if not answered:
-        raise ValueError(f"none of {problems} held-out problems was answered; the last one: {reasons[-1]}")
+        raise Unanswered(f"none of {problems} held-out problems was answered; the last one: {reasons[-1]}")
     return summarized(answered, policy.version, solved_from)
 
 

@@ -20,7 +20,7 @@ from app.jobs.evaluation import Evaluation, evaluate
 from app.jobs.groups import Group, trajectories
 from app.jobs.metrics import Pending, StepRecord
 from app.jobs.progress import Progress
-from app.jobs.rollouts import Moved
+from app.jobs.rollouts import Moved, Unanswered
 from app.jobs.run import Run
 from app.jobs.trackers import Tracker
 from trainers.trajectory import Trajectory
@@ -147,6 +147,9 @@ async def evaluated(run: Run, step: int) -> Evaluation | None:
         )
     except Moved as error:
         run.say(f"no evaluation after step {step}: another program publishes too: {error}")
+        return None
+    except Unanswered as error:  # the run learns from other problems, which are answered
+        run.say(f"no evaluation after step {step}: {error}")
         return None
     run.say(made.line())
     if run.best is not None and made.reward <= run.best.reward:

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.jobs.environments.environment import HELD_OUT
 from tests.app.http.fake_controller import report
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
 
@@ -24,6 +25,17 @@ async def test_an_evaluation_is_of_the_served_version_and_in_the_record(tmp_path
     assert [each.split()[-1] for each in seen] == ["True"] * 2 + ["False"] * 2, (
         "no step is left to sample for"
     )
+
+
+async def test_an_evaluation_that_nobody_answers_says_so_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    fleet.deadly = {str(HELD_OUT)}
+    given = ["--steps", "2", "--eval-every", "1", "--eval-problems", "1"]
+    records = await run_job(fleet, tmp_path / "m.jsonl", *given)
+    assert [record.evaluation for record in records] == [None, None]
+    assert "no evaluation after step 1: none of 1 held-out problems was answered" in capsys.readouterr().out
 
 
 class KeepingFleet(FakeFleet):

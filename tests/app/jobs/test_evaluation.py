@@ -72,7 +72,7 @@ async def test_held_out_problems_are_attempted_so_many_at_a_time() -> None:
     made = await evaluate(exam, policy(3), **options, solved_from=1.0)
     assert sorted(exam.asked) == [HELD_OUT + number for number in range(5)] and exam.most == 2
     assert made.problems == 4 and made.version == 3 and made.pass_at == {1: 1.0, 2: 1.0}
-    with pytest.raises(ValueError, match="none of 1 held-out problems was answered; the last one: deadly"):
+    with pytest.raises(Unanswered, match="none of 1 held-out problems was answered; the last one: deadly"):
         await evaluate(exam, policy(3), **options | {"problems": 1}, solved_from=1.0)
     exam.moved = True
     with pytest.raises(Moved):
