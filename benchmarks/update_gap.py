@@ -6,6 +6,10 @@ python -m benchmarks.update_gap [--rounds 3] [--streams 4] [--kv-cache keep]
 Slipstream: a round from the trainer, staged while generating. The peer: what a project without Slipstream
 does with one `vllm serve`, which is to save a checkpoint, pause, load it from disk, resume. It keeps the KV
 caches of running requests, as Slipstream does with `kv_cache: keep`; its default is to compute them again.
+
+On few cores processes of other sessions, such as these clients, may wait seconds for a core while an engine
+decodes:
+`echo 0 > /proc/sys/kernel/sched_autogroup_enabled` before, or gaps are those of the clients.
 """
 
 import argparse
