@@ -29,9 +29,11 @@ from app.jobs.rollouts import DISTRIBUTION, Moved, Policy, Unanswered
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 SESSION = "x-session-id"
 MAX_BODY_BYTES = 32 << 20
-# Settings of another distribution, or of the same answer in each attempt. More of them: DISTRIBUTION.
-NOT_PASSED_ON = ("seed", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "max_tokens")
-STREAMED = ("stream", "stream_options")  # the fleet is asked for a whole answer, which may be asked for again
+NOT_PASSED_ON = (
+    # of another distribution, or of the same answer in each attempt; more of them: DISTRIBUTION
+    *("seed", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "max_tokens"),
+    *("stream", "stream_options"),  # the fleet is asked for a whole answer, which may be asked for again
+)
 
 T = TypeVar("T")
 
@@ -151,6 +153,7 @@ class Relay:
                 raise ValueError(f"{path} is not streamed here: expected no 'stream'")
             with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
             body = _chat(asked, rollout.policy) if path == CHAT else _generate(asked, rollout.policy)
+            constrained = _is_constrained(body)
         except (ValueError, TypeError, AttributeError) as error:
             return _error(400, str(error))
         session = request.headers.get(SESSION, "")
@@ -178,7 +181,7 @@ class Relay:
                 session=session,
                 prompt_token_ids=prompt,
                 answer=completion.answer,
-                constrained=_is_constrained(body),
+                constrained=constrained,
             )
         )
         if streamed:
@@ -248,7 +251,7 @@ def _generate(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
 
 
 def _passed_on(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in (*NOT_PASSED_ON, *STREAMED)}
+    return {name: value for name, value in settings.items() if name not in NOT_PASSED_ON}
 
 
 def _is_constrained(body: Mapping[str, Any]) -> bool:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.errors import PayloadRejected, TransferFailed
-from deployments.protocol.adapters import NO_ADAPTERS, ReceiveAdapter
+from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.instructions import (
     Body,
     CatchUp,
@@ -22,85 +21,9 @@ from deployments.protocol.instructions import (
     Verify,
 )
 from deployments.protocol.operations import InFlight
-from deployments.protocol.reports import Outcome, Report, Value
+from deployments.protocol.reports import Outcome, Report
 from deployments.replica.follower import Follower
-
-
-class Member:
-    """Implements the port; what an instruction does is scripted by its payload."""
-
-    version, world_size, staged_round = 3, 1, None
-    retained_version, store_result, loading_version = None, None, None
-    partially_updated = updates_in_place = False
-    draining = None
-    adapters = NO_ADAPTERS
-    condition = ()
-    leaving = drained = False
-
-    def __init__(self, act: str = "") -> None:
-        self.act = act
-        self.ran: list[str] = []
-        self.admitted = False
-        self.fenced = ""
-        self.interrupted, self.dead, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def died(self) -> str:
-        await self.dead.wait()
-        return "its engine has died"
-
-    async def execute(self, body: Body) -> Value:
-        self.ran.append(body.name)
-        match self.act if not isinstance(body, Drop) else "":
-            case "reject":
-                raise PayloadRejected("no such tensor")
-            case "lose a peer":
-                raise TransferFailed("a peer is gone")
-            case "fail":
-                raise RuntimeError("broken")
-            case "wait for ever":
-                await asyncio.Event().wait()
-            case "hang":
-                await self.interrupted.wait()
-                raise PayloadRejected("interrupted")
-            case "engine hangs":
-                await asyncio.Event().wait()
-            case "takes long":
-                await self.may_end.wait()
-        return None
-
-    async def interrupt(self) -> None:
-        if self.act == "engine hangs":  # then a call to it has no answer
-            await asyncio.Event().wait()
-        self.interrupted.set()
-
-    def on_directive(self, directive: Directive) -> None:
-        self.admitted = directive.admitted
-
-    async def fence(self, reason: str) -> None:
-        self.fenced = reason
-
-
-class Script:
-    """A controller that gives one list of instructions a poll, then fences to end the run."""
-
-    def __init__(self, *turns: list[Instruction] | Exception) -> None:
-        self._turns = list(turns)
-        self.reports: list[Report] = []
-
-    async def __call__(self, report: Report) -> Directive:
-        self.reports.append(report)
-        seen = tuple(each.seq for each in report.acknowledgements)
-        if not self._turns:
-            return Directive(admitted=False, acknowledged=seen, fenced="the end")
-        turn = self._turns.pop(0)
-        if isinstance(turn, Exception):
-            raise turn
-        return Directive(admitted=True, instructions=turn, acknowledged=seen)
-
-    @property
-    def outcomes(self) -> dict[int, tuple[Outcome, str]]:
-        return {a.seq: (a.outcome, a.message) for r in self.reports for a in r.acknowledgements}
-
+from tests.deployments.replica.scripted_member import Member, Script
 
 RECEIVE = Receive(round_id=1, payload=None, options=StagingOptions())
 VERIFY = Verify(round_id=1)
