@@ -11,8 +11,8 @@ failed or something grows.
 
 With `--trainer` the fleet has a trainer of an adapter of the same size as well, and after each load it
 publishes: as tensors over the fleet's transport, and not through a directory. With `--steps` it has made a
-step before, and saves its state with it. It needs a GPU of its own, or shares that of the one replica with
-`--transport ipc`.
+step before, and saves its state with it. It needs a GPU of its own, or with `--transport ipc` has a rank on
+the GPU of each replica.
 """
 
 import argparse
@@ -223,7 +223,7 @@ def main() -> None:
             dtype = setup.engine["dtype"]
             section = {"dtype": dtype, "wire_dtype": "bfloat16", "lora": lora}
             if setup.settings.get("placement") == "colocated":
-                section["gpus_per_rank"] = 0.5
+                section |= {"gpus_per_rank": 0.5, "world_size": options.replicas}
             setup = replace(setup, settings=setup.settings | {"trainer": section})
         with (
             fleet(

@@ -37,6 +37,8 @@ def train(
     from trl import GRPOConfig, GRPOTrainer
 
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if options.device == "cuda":  # TRL selects it later, but the rows are put on it here
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rows = min(options.rows, len(batch) // ranks)
     micro_batches = [
         _inputs(batch[first : first + rows], len(batch), options.device)
