@@ -224,6 +224,7 @@ def main() -> None:
             section = {"dtype": dtype, "wire_dtype": "bfloat16", "lora": lora}
             if setup.settings.get("placement") == "colocated":
                 section |= {"gpus_per_rank": 0.5, "world_size": options.replicas}
+                section["strategy"] = "single" if options.replicas == 1 else "fsdp2"
             setup = replace(setup, settings=setup.settings | {"trainer": section})
         with (
             fleet(

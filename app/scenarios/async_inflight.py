@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,7 +23,7 @@ from app.client import calls, options
 from app.client.completions import complete
 from app.client.connection import LOCAL_URL, AsyncFleetClient, FleetClient, FleetError, token_from
 from app.client.options import Url, json_object
-from app.scenarios.fresh_engine import fresh_answers
+from app.scenarios.fresh_engine import FreshAnswer, fresh_answers
 from trainers.trajectory import Trajectory, VersionSpan
 
 SAMPLES = 4
@@ -69,6 +69,7 @@ class Running:
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     enough: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -93,9 +94,12 @@ class Running:
             FleetError: the request failed.
         """
         try:
-            async for piece in fleet.stream(complete(model, self.prompt, max_tokens, stream=True)):
+            async for piece in fleet.stream(
+                complete(model, self.prompt, max_tokens, stream=True, logprobs=1)
+            ):
                 for answer in piece.answers:
                     self.tokens += answer.token_ids
+                    self.logprobs += answer.logprobs
                     self.spans = answer.weight_versions or self.spans
                 if len(self.tokens) >= pause_after:
                     self.enough.set()
@@ -113,6 +117,12 @@ class Comparison:
     # If it differs, the first token that a fresh engine samples otherwise where it has this request alone.
     # None: none, so it is not the engine whose answers depend on the batch.
     alone_differs_at: int | None = None
+    # Of the tokens after the switch that are the same: the first whose log-probability is not, by how much
+    # that one differs, and by how much any of them does. A rounding is small; a token that attends to what
+    # old weights computed is off at once.
+    drifts_at: int | None = None
+    first_drift: float = 0.0
+    largest_drift: float = 0.0
 
 
 async def in_flight(
@@ -159,18 +169,18 @@ def sample(fleet: FleetClient, model: str, prompt: list[int]) -> list[Trajectory
     return trajectories
 
 
-Rest = Callable[[Sequence[Running], int], Sequence[list[int]]]
+Rest = Callable[[Sequence[Running], int], Sequence[FreshAnswer]]
 
 
 def compare(running: Sequence[Running], rest: Rest) -> list[Comparison]:
     """Each answer's tokens after the switch with those of a fresh engine.
 
     Args:
-        rest: asks a fresh engine for the tokens after the switch; so many requests share a batch.
+        rest: asks a fresh engine for the answers after the switch; so many requests share a batch.
     """
     together = rest(running, len(running))
     first = [
-        _difference(request.switch, request.tokens[request.switch :], expected)
+        _difference(request.switch, request.tokens[request.switch :], expected.token_ids)
         for request, expected in zip(running, together, strict=True)
     ]
     differing = [index for index, position in enumerate(first) if position is not None]
@@ -178,13 +188,15 @@ def compare(running: Sequence[Running], rest: Rest) -> list[Comparison]:
     if differing:
         answers = rest([running[index] for index in differing], 1)
         for index, answer in zip(differing, answers, strict=True):
-            alone[index] = _difference(running[index].switch, together[index], answer)
+            expected = together[index].token_ids
+            alone[index] = _difference(running[index].switch, expected, answer.token_ids)
     return [
         Comparison(
             before=request.switch,
             total=len(request.tokens),
             differs_at=first[index],
             alone_differs_at=alone.get(index),
+            **_drift(request, together[index], first[index]),
         )
         for index, request in enumerate(running)
     ]
@@ -193,6 +205,16 @@ def compare(running: Sequence[Running], rest: Rest) -> list[Comparison]:
 def _difference(start: int, actual: Sequence[int], expected: Sequence[int]) -> int | None:
     pairs = enumerate(zip(actual, expected, strict=True), start)
     return next((position for position, (one, other) in pairs if one != other), None)
+
+
+def _drift(request: Running, expected: FreshAnswer, differs_at: int | None) -> dict[str, Any]:
+    """How the log-probabilities of the tokens that are the same differ: fields of `Comparison`."""
+    same = request.logprobs[request.switch : differs_at]
+    off = [abs(one - other) for one, other in zip(same, expected.logprobs, strict=False)]
+    first = next((index for index, value in enumerate(off) if value), None)
+    if first is None:
+        return {}
+    return {"drifts_at": request.switch + first, "first_drift": off[first], "largest_drift": max(off)}
 
 
 def scenario(settings: Options) -> list[Comparison]:
@@ -216,7 +238,7 @@ def scenario(settings: Options) -> list[Comparison]:
         with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
             saved = fleet.send(calls.save(directory)).path
 
-            def rest(requests: Sequence[Running], at_once: int) -> Sequence[list[int]]:
+            def rest(requests: Sequence[Running], at_once: int) -> Sequence[FreshAnswer]:
                 return fresh_answers(
                     saved,
                     [request.prompt + request.tokens[: request.switch] for request in requests],
@@ -237,6 +259,9 @@ def main() -> None:
         same = "yes" if comparison.differs_at is None else f"not from token {comparison.differs_at} on"
         if comparison.alone_differs_at is not None:
             same += f" (a fresh engine by itself neither, from token {comparison.alone_differs_at} on)"
+        if comparison.drifts_at is not None:
+            same += f"; log-probabilities differ from token {comparison.drifts_at} on"
+            same += f", first by {comparison.first_drift:.2g}, at most by {comparison.largest_drift:.2g}"
         after = comparison.total - comparison.before
         print(f"{number:7d}  {comparison.before:24d}  {after:5d}  {same}")
     equal = sum(comparison.differs_at is None for comparison in comparisons)

@@ -1,7 +1,7 @@
 """Greedy answers of a vLLM engine that is started from a checkpoint, in a process of its own.
 
 A fleet's answers are compared with them. The process reads an `EngineTask` as JSON from its standard input,
-and writes a line `ANSWER [[token, ...], ...]`.
+and writes a line `ANSWER [{"token_ids": [...], "logprobs": [...]}, ...]`.
 """
 
 import asyncio
@@ -36,6 +36,17 @@ class EngineTask:
     at_once: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreshAnswer:
+    """The tokens for one prompt, and the log-probability of each."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+_ANSWERS = TypeAdapter(list[FreshAnswer])
+
+
 def fresh_answers(
     checkpoint: str,
     prompts: Sequence[Sequence[int]],
@@ -45,8 +56,8 @@ def fresh_answers(
     environment: Mapping[str, str],
     at_once: int = 1,
     timeout_s: float = 300.0,
-) -> list[list[int]]:
-    """The tokens of a fresh engine, for each prompt.
+) -> list[FreshAnswer]:
+    """The answers of a fresh engine, one for each prompt.
 
     Args:
         prompts: token ids.
@@ -72,28 +83,31 @@ def fresh_answers(
     )
     for line in run.stdout.splitlines():
         if line.startswith(MARK):
-            answers: list[list[int]] = json.loads(line.removeprefix(MARK))
-            return answers
+            return _ANSWERS.validate_json(line.removeprefix(MARK))
     raise RuntimeError(f"an engine started from {checkpoint} gave no answer: {run.stderr[-3000:]}")
 
 
-async def answers_to(task: EngineTask) -> list[list[int]]:
-    """Run the engine; the tokens of each prompt."""
+async def answers_to(task: EngineTask) -> list[FreshAnswer]:
+    """Run the engine; the answer to each prompt."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # Not vLLM's `LLM`, which has no data parallelism in one process.
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=task.checkpoint, **task.arguments))
+    # Not vLLM's `LLM`, which has no data parallelism in one process. The usage decides how many tokens a step
+    # has at most, unless the arguments do.
+    arguments = AsyncEngineArgs(model=task.checkpoint, **task.arguments)
+    llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
     turns = asyncio.Semaphore(task.at_once)
 
-    async def answer(index: int, prompt: Sequence[int], count: int) -> list[int]:
-        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        tokens: list[int] = []
+    async def answer(index: int, prompt: Sequence[int], count: int) -> FreshAnswer:
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
         async with turns:
             async for output in llm.generate({"prompt_token_ids": list(prompt)}, sampling, str(index)):
-                tokens = list(output.outputs[0].token_ids)  # all of them so far
-        return tokens
+                (made,) = output.outputs  # all tokens so far
+        pairs = zip(made.token_ids, made.logprobs or (), strict=True)
+        logprobs = [of_all[token].logprob for token, of_all in pairs]
+        return FreshAnswer(token_ids=list(made.token_ids), logprobs=logprobs)
 
     asked = zip(task.prompts, task.counts, strict=True)
     try:
@@ -104,7 +118,7 @@ async def answers_to(task: EngineTask) -> list[list[int]]:
 
 def main() -> None:
     answers = asyncio.run(answers_to(TypeAdapter(EngineTask).validate_json(sys.stdin.read())))
-    print(f"\n{MARK}{json.dumps(answers)}", flush=True)
+    print(f"\n{MARK}{_ANSWERS.dump_json(answers).decode()}", flush=True)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def fresh_answers(config: AppConfig, saved: Path, prompts: list[list[int]], coun
     from app.main import engine_spec
 
     own = {"load_format": "auto", "enable_sleep_mode": False}
-    return fresh_engine.fresh_answers(
+    answers = fresh_engine.fresh_answers(
         str(saved),
         prompts,
         [count] * len(prompts),
@@ -97,3 +97,4 @@ def fresh_answers(config: AppConfig, saved: Path, prompts: list[list[int]], coun
         environment=config.engine.env,
         timeout_s=170,
     )
+    return [list(answer.token_ids) for answer in answers]

@@ -130,7 +130,8 @@ class Reference:
 def fresh_engine(checkpoint: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
     """Greedy answers of an engine that is started from a checkpoint directory."""
     counts = [count] * len(prompts)
-    return fresh_answers(str(checkpoint), prompts, counts, arguments=ENGINE, environment=ENVIRONMENT)
+    answers = fresh_answers(str(checkpoint), prompts, counts, arguments=ENGINE, environment=ENVIRONMENT)
+    return [list(answer.token_ids) for answer in answers]
 
 
 def stored(fleet: Fleet, version: int) -> Path:

@@ -32,5 +32,7 @@ def test_every_continuation_is_that_of_a_fresh_engine(layout: str, port: int, tm
         outcomes = scenario(parse(options))
     print("tokens before the switch:", [outcome.before for outcome in outcomes])
     print("different:", [outcome for outcome in outcomes if outcome.differs_at is not None])
+    print("drifts (token, first, largest):")
+    print([(each.drifts_at, each.first_drift, each.largest_drift) for each in outcomes])
     assert [outcome.differs_at for outcome in outcomes] == [None] * REQUESTS
     assert all(64 <= outcome.before < outcome.total == 400 for outcome in outcomes)
