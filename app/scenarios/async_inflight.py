@@ -13,9 +13,9 @@ every request, token by token, with an engine in a process of its own.
 import asyncio
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,7 +23,8 @@ from app.client import calls, options
 from app.client.completions import complete
 from app.client.connection import LOCAL_URL, AsyncFleetClient, FleetClient, FleetError, token_from
 from app.client.options import Url, json_object
-from app.scenarios.fresh_engine import FreshAnswer, fresh_answers
+from app.scenarios.comparison import Comparison, compare
+from app.scenarios.fresh_engine import ScoredTokens, fresh_answers
 from trainers.trajectory import Trajectory, VersionSpan
 
 SAMPLES = 4
@@ -43,6 +44,10 @@ class Options:
     engine: Annotated[
         str, typer.Option(help="arguments (JSON) of the engine to compare with: those of the fleet's engines")
     ] = ENGINE
+    alone: Annotated[
+        bool,
+        typer.Option(help="ask that engine again alone where log-probabilities differ: its own rounding"),
+    ] = False
     environment: Annotated[
         str, typer.Option(help="of that engine (JSON); CUDA_VISIBLE_DEVICES says where it runs")
     ] = ENVIRONMENT
@@ -87,6 +92,11 @@ class Running:
             )
         return self.spans[0].end
 
+    @property
+    def after(self) -> ScoredTokens:
+        """The tokens after the switch."""
+        return ScoredTokens(token_ids=self.tokens[self.switch :], logprobs=self.logprobs[self.switch :])
+
     async def run(self, fleet: AsyncFleetClient, model: str, max_tokens: int, pause_after: int) -> None:
         """Receive the answer.
 
@@ -105,24 +115,6 @@ class Running:
                     self.enough.set()
         finally:
             self.enough.set()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One request against a fresh engine, in tokens."""
-
-    before: int  # from the old weights
-    total: int
-    differs_at: int | None  # the first token that a fresh engine would not have sampled
-    # If it differs, the first token that a fresh engine samples otherwise where it has this request alone.
-    # None: none, so it is not the engine whose answers depend on the batch.
-    alone_differs_at: int | None = None
-    # Of the tokens after the switch that are the same: the first whose log-probability is not, by how much
-    # that one differs, and by how much any of them does. A rounding is small; a token that attends to what
-    # old weights computed is off at once.
-    drifts_at: int | None = None
-    first_drift: float = 0.0
-    largest_drift: float = 0.0
 
 
 async def in_flight(
@@ -169,54 +161,6 @@ def sample(fleet: FleetClient, model: str, prompt: list[int]) -> list[Trajectory
     return trajectories
 
 
-Rest = Callable[[Sequence[Running], int], Sequence[FreshAnswer]]
-
-
-def compare(running: Sequence[Running], rest: Rest) -> list[Comparison]:
-    """Each answer's tokens after the switch with those of a fresh engine.
-
-    Args:
-        rest: asks a fresh engine for the answers after the switch; so many requests share a batch.
-    """
-    together = rest(running, len(running))
-    first = [
-        _difference(request.switch, request.tokens[request.switch :], expected.token_ids)
-        for request, expected in zip(running, together, strict=True)
-    ]
-    differing = [index for index, position in enumerate(first) if position is not None]
-    alone: dict[int, int | None] = {}
-    if differing:
-        answers = rest([running[index] for index in differing], 1)
-        for index, answer in zip(differing, answers, strict=True):
-            expected = together[index].token_ids
-            alone[index] = _difference(running[index].switch, expected, answer.token_ids)
-    return [
-        Comparison(
-            before=request.switch,
-            total=len(request.tokens),
-            differs_at=first[index],
-            alone_differs_at=alone.get(index),
-            **_drift(request, together[index], first[index]),
-        )
-        for index, request in enumerate(running)
-    ]
-
-
-def _difference(start: int, actual: Sequence[int], expected: Sequence[int]) -> int | None:
-    pairs = enumerate(zip(actual, expected, strict=True), start)
-    return next((position for position, (one, other) in pairs if one != other), None)
-
-
-def _drift(request: Running, expected: FreshAnswer, differs_at: int | None) -> dict[str, Any]:
-    """How the log-probabilities of the tokens that are the same differ: fields of `Comparison`."""
-    same = request.logprobs[request.switch : differs_at]
-    off = [abs(one - other) for one, other in zip(same, expected.logprobs, strict=False)]
-    first = next((index for index, value in enumerate(off) if value), None)
-    if first is None:
-        return {}
-    return {"drifts_at": request.switch + first, "first_drift": off[first], "largest_drift": max(off)}
-
-
 def scenario(settings: Options) -> list[Comparison]:
     """Run it against a fleet.
 
@@ -238,7 +182,8 @@ def scenario(settings: Options) -> list[Comparison]:
         with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
             saved = fleet.send(calls.save(directory)).path
 
-            def rest(requests: Sequence[Running], at_once: int) -> Sequence[FreshAnswer]:
+            def fresh(indices: Sequence[int], at_once: int) -> Sequence[ScoredTokens]:
+                requests = [running[index] for index in indices]
                 return fresh_answers(
                     saved,
                     [request.prompt + request.tokens[: request.switch] for request in requests],
@@ -248,7 +193,8 @@ def scenario(settings: Options) -> list[Comparison]:
                     at_once=at_once,
                 )
 
-            return compare(running, rest)
+            switches, continued = [each.switch for each in running], [each.after for each in running]
+            return compare(switches, continued, fresh, drifting_alone=settings.alone)
 
 
 def main() -> None:
@@ -256,14 +202,7 @@ def main() -> None:
     comparisons = scenario(parse())
     print("request  tokens before the switch  after  as a fresh engine's")
     for number, comparison in enumerate(comparisons):
-        same = "yes" if comparison.differs_at is None else f"not from token {comparison.differs_at} on"
-        if comparison.alone_differs_at is not None:
-            same += f" (a fresh engine by itself neither, from token {comparison.alone_differs_at} on)"
-        if comparison.drifts_at is not None:
-            same += f"; log-probabilities differ from token {comparison.drifts_at} on"
-            same += f", first by {comparison.first_drift:.2g}, at most by {comparison.largest_drift:.2g}"
-        after = comparison.total - comparison.before
-        print(f"{number:7d}  {comparison.before:24d}  {after:5d}  {same}")
+        print(f"{number:7d}  {comparison.before:24d}  {comparison.after:5d}  {comparison.sentence()}")
     equal = sum(comparison.differs_at is None for comparison in comparisons)
     print(f"{equal} of {len(comparisons)} continuations are those of a fresh engine, token by token")
     if equal < len(comparisons):

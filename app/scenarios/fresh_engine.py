@@ -37,14 +37,14 @@ class EngineTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreshAnswer:
-    """The tokens for one prompt, and the log-probability of each."""
+class ScoredTokens:
+    """Sampled tokens, and the log-probability of each."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
 
 
-_ANSWERS = TypeAdapter(list[FreshAnswer])
+_ANSWERS = TypeAdapter(list[ScoredTokens])
 
 
 def fresh_answers(
@@ -56,7 +56,7 @@ def fresh_answers(
     environment: Mapping[str, str],
     at_once: int = 1,
     timeout_s: float = 300.0,
-) -> list[FreshAnswer]:
+) -> list[ScoredTokens]:
     """The answers of a fresh engine, one for each prompt.
 
     Args:
@@ -87,7 +87,7 @@ def fresh_answers(
     raise RuntimeError(f"an engine started from {checkpoint} gave no answer: {run.stderr[-3000:]}")
 
 
-async def answers_to(task: EngineTask) -> list[FreshAnswer]:
+async def answers_to(task: EngineTask) -> list[ScoredTokens]:
     """Run the engine; the answer to each prompt."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -100,14 +100,14 @@ async def answers_to(task: EngineTask) -> list[FreshAnswer]:
     llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
     turns = asyncio.Semaphore(task.at_once)
 
-    async def answer(index: int, prompt: Sequence[int], count: int) -> FreshAnswer:
+    async def answer(index: int, prompt: Sequence[int], count: int) -> ScoredTokens:
         sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
         async with turns:
             async for output in llm.generate({"prompt_token_ids": list(prompt)}, sampling, str(index)):
                 (made,) = output.outputs  # all tokens so far
         pairs = zip(made.token_ids, made.logprobs or (), strict=True)
         logprobs = [of_all[token].logprob for token, of_all in pairs]
-        return FreshAnswer(token_ids=list(made.token_ids), logprobs=logprobs)
+        return ScoredTokens(token_ids=list(made.token_ids), logprobs=logprobs)
 
     asked = zip(task.prompts, task.counts, strict=True)
     try:

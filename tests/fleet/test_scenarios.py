@@ -49,4 +49,4 @@ def test_answers_in_flight_go_on_as_a_fresh_engine_would(fleet: Fleet) -> None:
     options += ["--engine", json.dumps(ENGINE), "--environment", json.dumps(ENVIRONMENT)]
     outcomes = scenario(parse(options))
     assert [outcome.differs_at for outcome in outcomes] == [None] * 12
-    assert all(20 <= outcome.before < outcome.total == 200 for outcome in outcomes)
+    assert all(20 <= outcome.before < 200 == outcome.before + outcome.after for outcome in outcomes)
