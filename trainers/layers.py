@@ -72,6 +72,17 @@ def prepare_layers(model: PreTrainedModel, kept: Checkpointing, *, compiled: boo
     return True
 
 
+def with_input_gradients(model: PreTrainedModel) -> None:
+    """The first layer's input needs a gradient where that of the others does. Else torch would compile the
+    first layer of a model with frozen embeddings by itself."""
+
+    def hook(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            output.requires_grad_(True)
+
+    model.get_input_embeddings().register_forward_hook(hook)
+
+
 def _within_budget(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
     with functorch.patch(activation_memory_budget=MEMORY_BUDGET):
         return lookup_backend("inductor")(graph, inputs, **options)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainers.batching import TokenBatch
 from trainers.fsdp2 import empty_model, read_shards, shard_model
-from trainers.layers import prepare_layers
+from trainers.layers import prepare_layers, with_input_gradients
 from trainers.lora import Adapter
 from trainers.output_head import OutputHead, TokenScores
 from trainers.settings import Checkpointing, Dtype, LoraConfig
@@ -56,7 +56,7 @@ class Policy:
         directory: Path,
         *,
         compute_dtype: torch.dtype | None = None,
-        compiled_head: bool = False,
+        compiled: bool = False,
         trust_remote_code: bool = False,
         mesh: DeviceMesh | None = None,
     ) -> None:
@@ -67,7 +67,8 @@ class Policy:
         self.device = next(model.parameters()).device
         self.adapter: Adapter | None = None
         self.compute_dtype = compute_dtype
-        self._head = OutputHead(model, compiled=compiled_head)
+        self._compiled = compiled
+        self._head = OutputHead(model, compiled=compiled)
 
     @classmethod
     def load(
@@ -132,7 +133,7 @@ class Policy:
             model,
             directory,
             compute_dtype=computed,
-            compiled_head=compile_layers,
+            compiled=compile_layers,
             trust_remote_code=trust_remote_code,
             mesh=mesh,
         )
@@ -176,6 +177,8 @@ class Policy:
             ValueError: see `Adapter`.
         """
         self.adapter = Adapter(self.model, config, seed=seed)
+        if self._compiled:
+            with_input_gradients(self.model)
         return self.adapter
 
     def trained(self) -> dict[str, torch.Tensor]:

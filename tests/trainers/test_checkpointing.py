@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainers import tiny
 from tests.trainers.test_policy import ANSWERS
+from trainers import output_head
 from trainers.learner import Learner
 from trainers.policy import Policy
-from trainers.settings import Checkpointing, LearnerConfig
+from trainers.settings import Checkpointing, LearnerConfig, LoraConfig
 
 CONFIG = LearnerConfig(max_tokens_per_microbatch=64)
 
@@ -63,3 +64,25 @@ def test_compiled_layers_keep_less_within_a_budget(tmp_path: Path, kind: str) ->
     for left, right in zip(*after, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
     assert kept[1] < 0.8 * kept[0]
+
+
+def test_the_layers_of_an_adapter_are_compiled_once_with_gradients_and_once_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer's input needs no gradient, by which torch would compile it apart from the others."""
+    tiny.model("qwen3").save_pretrained(tmp_path)
+    compiled = []
+
+    def eager(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(torch.is_grad_enabled())
+        return graph.forward
+
+    monkeypatch.setattr("trainers.layers._within_budget", eager)
+    monkeypatch.setattr("trainers.output_head._compiled", lambda: output_head._EAGER)
+    torch._dynamo.reset()
+    policy = Policy.load(tmp_path, activation_checkpointing="selective", compile_layers=True)
+    policy.adapt(LoraConfig(name="policy", rank=2), seed=0)
+    learner = Learner(policy, LearnerConfig())  # one micro-batch: other shapes are compiled as well
+    learner.step(ANSWERS)
+    learner.step(ANSWERS)
+    assert sorted(compiled) == [False, True]
