@@ -15,7 +15,7 @@ from deployments.errors import PayloadRejected
 from deployments.protocol.adapters import Adapter, DropAdapter, LoadAdapter, SetAdapters
 from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.weights.store.adapter_store import TENSORS, adapter_digest
-from tests.deployments.replica.test_adapters import FakeLlm
+from tests.deployments.replica.adapters.fake_llm import FakeLlm
 from tests.simulation.adapters import engine
 from tests.simulation.adapters.engine import SimAdapters
 from tests.simulation.work import Work

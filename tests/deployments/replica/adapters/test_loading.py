@@ -1,0 +1,150 @@
+"""Where an adapter is read from, on one replica, and what is left of one that cannot be loaded."""
+
+import asyncio
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deployments.errors import PayloadRejected
+from deployments.replica.adapters.engine_adapters import EngineAdapters
+from deployments.weights.wire.ownership import disown
+from tests.deployments.replica.adapters.fake_llm import FIRST, FakeLlm, adapter, changed
+from tests.tiny_adapters import save_tiny_adapter
+
+LOAD = "1" * 32
+
+
+async def test_a_shared_file_system_may_lag(tmp_path: Path, llm: FakeLlm) -> None:
+    adapters = EngineAdapters(llm, llm.workers)
+    directory = save_tiny_adapter(tmp_path / "a", 1)
+    expected = adapter(directory)
+    directory.rename(tmp_path / "b")
+    loading = asyncio.create_task(adapters.load(expected))
+    await asyncio.sleep(0.2)
+    assert not loading.done()
+    (tmp_path / "b").rename(directory)
+    await loading
+    assert adapters.state.held == (1,)
+
+
+async def test_files_that_do_not_come_are_rejected(tmp_path: Path, adapters: EngineAdapters) -> None:
+    expected = replace(adapter(save_tiny_adapter(tmp_path / "a", 1)), path=str(tmp_path / "b"))
+    with pytest.raises(PayloadRejected, match="cannot be read"):
+        await adapters.load(expected)
+
+
+async def test_what_was_read_before_the_files_were_right_is_read_again(tmp_path: Path, llm: FakeLlm) -> None:
+    adapters = EngineAdapters(llm, llm.workers, lag_s=5.0)
+    expected = adapter(save_tiny_adapter(tmp_path / "a", 1))
+    save_tiny_adapter(tmp_path / "a", 2)  # a shared file system shows what was there before
+    loading = asyncio.create_task(adapters.load(expected))
+    await asyncio.sleep(0.15)
+    save_tiny_adapter(tmp_path / "a", 1)
+    await loading
+    assert llm.reads == 2 and adapters.state.held == (1,)
+
+
+# -- what a transport has brought ---------------------------------------------------------------
+
+
+async def arrived(adapters: EngineAdapters, source: Path, load_id: str = LOAD) -> Path:
+    directory = Path(shutil.copytree(source, await adapters.reader.place(load_id)))
+    adapters.reader.arrived(load_id)
+    return directory
+
+
+async def test_what_has_arrived_is_loaded_and_what_vllm_reads_again_is_the_fleets_copy(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    expected = replace(adapter(source := save_tiny_adapter(tmp_path / "a", 1)), load_id=LOAD)
+    directory = await arrived(adapters, source)
+    source.rename(tmp_path / "not there yet")
+    await adapters.load(expected)
+    assert llm.read_from == {LOAD: str(directory)} and llm.loaded == {1: str(source)}
+    assert adapters.state.received == (1,) and not directory.exists(), "host memory is free again"
+    await adapters.drop(1)
+    assert adapters.state.received == ()
+
+
+async def test_what_has_arrived_is_read_before_its_load_comes(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    await arrived(adapters, save_tiny_adapter(tmp_path / "a", 1))
+    while not llm.reads:  # the test's own deadline ends it
+        await asyncio.sleep(0.01)
+    assert LOAD in llm.reading and llm.loaded == {}
+
+
+@pytest.mark.parametrize("fault", ["damaged", "nan", "another", "unreadable", "gone"])
+async def test_what_has_not_arrived_whole_is_read_from_the_fleets_copy(
+    tmp_path: Path,
+    adapters: EngineAdapters,
+    llm: FakeLlm,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = replace(adapter(source := save_tiny_adapter(tmp_path / "a", 1)), load_id=LOAD)
+    came = source
+    if fault == "damaged":
+        came = save_tiny_adapter(tmp_path / "b", 2)
+    elif fault == "nan":
+        nan = torch.full((128, 4), torch.nan)
+        came = save_tiny_adapter(tmp_path / "b", 1, tensors=changed(**{f"{FIRST}.lora_B.weight": nan}))
+    directory = await adapters.reader.place("2" * 32 if fault == "another" else LOAD)
+    if fault != "gone":
+        shutil.copytree(came, directory)
+    llm.unreadable = str(directory) if fault == "unreadable" else ""  # to a worker on another host
+    adapters.reader.arrived("2" * 32 if fault == "another" else LOAD)
+    with caplog.at_level("WARNING", "ray.serve"):
+        await adapters.load(expected)
+    assert llm.read_from["math@1"] == str(source) and adapters.state.received == ()
+    assert ["math@1 is loaded from the store" in each.message for each in caplog.records] == [True] * (
+        fault != "another"
+    )
+    assert LOAD not in llm.reading
+
+
+async def test_one_adapter_is_kept_at_most(adapters: EngineAdapters, llm: FakeLlm, tmp_path: Path) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    first = await arrived(adapters, source, "3" * 32)
+    second = await arrived(adapters, source, "4" * 32)
+    assert not first.exists() and second.exists() and "3" * 32 not in llm.reading
+    disown()  # as at the end of the process
+    assert not second.exists()
+
+
+# -- what cannot be loaded ----------------------------------------------------------------------
+
+
+async def test_what_vllm_cannot_load_stays_in_no_worker(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    llm.fails = True
+    with pytest.raises(PayloadRejected, match="size mismatch"):
+        await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
+    assert llm.loaded == {} and adapters.state.held == ()
+
+
+async def test_what_a_worker_cannot_read_stays_in_no_worker(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
+    llm.torn = True
+    with pytest.raises(PayloadRejected, match="unexpected module"):
+        await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
+    assert llm.loaded == {} and llm.reading == {}
+
+
+async def test_an_engine_without_lora_says_so(tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm) -> None:
+    llm.vllm_config.lora_config = None
+    with pytest.raises(PayloadRejected, match="enable_lora"):
+        await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
+
+
+async def test_a_load_that_comes_again_changes_nothing(tmp_path: Path, adapters: EngineAdapters) -> None:
+    one = adapter(save_tiny_adapter(tmp_path / "a", 1))
+    await adapters.load(one)
+    await adapters.load(one)
+    assert adapters.state.held == (1,)
