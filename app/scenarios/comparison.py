@@ -1,7 +1,7 @@
 """Continuations of a fleet's answers beside those of a fresh engine: tokens, and their log-probabilities.
 
-Engines round, and where two tokens are as likely as each other a rounding decides. Log-probabilities tell it
-from a fault: a rounding is small, and a token that attends to what old weights computed is off at once.
+Engines round, and where two tokens are as likely as each other a rounding decides. Log-probabilities help to
+tell it from a fault: how far, and how soon after the switch they differ, beside a fresh engine's own.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,10 +50,6 @@ class Comparison:
     drift: Drift | None = None
     alone_differs_at: int | None = None
     alone_drift: Drift | None = None
-
-    def equal_within(self, nats: float) -> bool:
-        """Whether the tokens are the same, or part where the fresh engine has two that are as likely."""
-        return self.differs_at is None or (self.drift is not None and self.drift.largest <= nats)
 
     def sentence(self) -> str:
         """For people: whether the answer is a fresh engine's, and if not, what is known."""

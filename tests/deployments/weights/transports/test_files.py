@@ -137,9 +137,11 @@ def test_memory_without_room_is_a_refusal_and_no_fault(
 
 @every_group_transport
 def test_a_transfer_ends_when_a_replica_is_gone(transport: str, receiving: FilesFleet) -> None:
+    if len(receiving.receivers) < 2:
+        pytest.skip("needs two receivers")
     engine = connected(transport, receiving, source := ListSource(files(1)))
-    kill(receiving.receivers[-1])
-    receiving.receivers, receiving.directories = receiving.receivers[:-1], receiving.directories[:-1]
+    kill(receiving.receivers.pop())  # the fixture stops those that are left
+    receiving.directories.pop()
     with suppress(TransferFailed, Rejected):  # its peers may have everything before they miss it
         engine.send_weights()
     engine.shutdown()
