@@ -10,9 +10,9 @@ one (one table, the same run), and the figures of the fleet's processes that gro
 failed or something grows.
 
 With `--trainer` the fleet has a trainer of an adapter of the same size as well, and after each load it
-publishes: as tensors over the fleet's transport, and not through a directory (several ranks over ipc: by the
-fleet's copy, and no `transfer_s` is reported). With `--steps` it has made a step before, and saves its state
-with it. It needs a GPU of its own, or with `--transport ipc` has a rank on the GPU of each replica.
+publishes: as tensors over the fleet's transport, and not through a directory. With `--steps` it has made a
+step before, and saves its state with it. It needs a GPU of its own, or with `--transport ipc` has a rank on
+the GPU of each replica.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def publish(client: httpx.Client) -> tuple[Window, dict[str, Any]]:
 def parts(reports: list[dict[str, Any]]) -> str:
     """What a publish is made of: medians, in ms."""
     figures: tuple[str, ...] = ("write_s", "transfer_s", "duration_s")
-    if any(report["transfer_s"] is None for report in reports):  # several ranks over ipc: not as tensors
+    if any(report["transfer_s"] is None for report in reports):  # a transfer failed; the trainer says why
         figures = ("write_s", "duration_s")
     return ", ".join(
         f"{each} {1e3 * statistics.median(report[each] for report in reports):.0f} ms" for each in figures

@@ -18,6 +18,8 @@ TOKENS = 24
     ("layout", "port", "replicas"),
     [
         pytest.param("ipc", 8371, 1, marks=needs_gpus(1)),
+        # Every rank sends, each to the replica on its GPU.
+        pytest.param("ipc_fsdp_dense", 8373, 2, marks=needs_gpus(2)),
         pytest.param("nccl_two_replicas", 8372, 2, marks=needs_gpus(3)),
     ],
 )
@@ -27,11 +29,12 @@ def test_what_a_trainer_publishes_reaches_every_replica_over_the_transport(
     checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
     extra = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
     overrides = {
-        "engine": {"env": INVARIANT, "enforce_eager": True, "extra": extra},
+        "engine": {"env": INVARIANT, "enforce_eager": True, "extra": extra, "num_replicas": replicas},
         "weights": {"staging": "host"},
         "trainer": {
             "lora": {"name": "trained", "rank": 4, "alpha": 16.0},
             "optimizer": {"learning_rate": 0.05},
+            "world_size": replicas if layout == "ipc_fsdp_dense" else 1,
         },
     }
     config = configuration(layout, checkpoint, tmp_path / "state", overrides)

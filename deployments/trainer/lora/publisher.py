@@ -121,7 +121,7 @@ class AdapterPublisher:
             FleetUnavailable: too few replicas serve, or the controller does not answer.
         """
         began = self._clock()
-        files = adapter.files(dtype=self._dtype, metadata={FLEET: self._fleet_id, STEP: str(step)})
+        files = adapter_files(adapter, dtype=self._dtype, fleet_id=self._fleet_id, step=step)
         directory = self._directory / f"step-{step:06d}-{uuid.uuid4().hex[:8]}"
         sending, load_id = threading.Event(), uuid.uuid4().hex
 
@@ -220,6 +220,13 @@ class AdapterPublisher:
                 f"the controller has not answered 'adapters' within {CALL_TIMEOUT_S:g} s"
             ) from error
         return found
+
+
+def adapter_files(
+    adapter: Adapter, *, dtype: torch.dtype | None, fleet_id: str, step: int
+) -> dict[str, bytes]:
+    """What is published of an adapter, by the names of files: the same bytes on every rank."""
+    return adapter.files(dtype=dtype, metadata={FLEET: fleet_id, STEP: str(step)})
 
 
 def _trainer_step(file: Path, fleet_id: str) -> int | None:

@@ -2,17 +2,21 @@
 
 The files are the tensors: their bytes, under their names, so what a replica loads has the digest of the
 fleet's copy. A transfer that fails costs time and nothing else: the replicas load the fleet's copy.
+
+Over a transport whose ranks reach only the replicas on their own GPU, every rank sends: each has the whole
+adapter. They agree first, as for a round, because a rank that connected on its own would wait for the others.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
 
-from deployments.errors import Conflict
+from deployments.errors import Conflict, FleetUnavailable, SlipstreamError, TransferFailed
 from deployments.logs import serve_logger
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.addresses import free_port, own_address
@@ -27,6 +31,7 @@ from deployments.weights.transports.registry import (
     backend,
     trainer_init_info,
 )
+from deployments.weights.transports.sender import gather_from_ranks
 
 ONE_CHUNK = 1 << 62  # so a transfer is one payload on every transport
 logger = serve_logger()
@@ -79,22 +84,60 @@ class AdapterSyncClient(FleetWeightSyncClient):
         self.release()
 
 
-class AdapterSender:
-    """Sends adapters to the replicas that serve. The connection lasts as long as membership and sizes do."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Membership:
+    """The replicas that rank 0 found."""
 
-    def __init__(self, spec: TrainerSpec, controller: UnaryHandle, **clocks: Any) -> None:
+    epoch: int
+    workers: int  # of all replicas together
+    changed: bool  # since the connection was made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankState:
+    """What a rank contributes before a transfer; all ranks that send see all of them."""
+
+    connected: bool  # it has a connection, for files of these sizes
+    membership: _Membership | None = None  # rank 0's
+    problem: str | None = None  # why rank 0 has none
+
+
+class AdapterSender:
+    """Sends adapters to the replicas that serve. The connection lasts as long as membership and sizes do.
+
+    Args:
+        every_rank: every rank has a sender, and all of them send; else rank 0 alone.
+    """
+
+    def __init__(
+        self, spec: TrainerSpec, rank: int, controller: UnaryHandle, *, every_rank: bool, **clocks: Any
+    ) -> None:
         self._spec = spec
+        self._rank = rank
+        self._every_rank = every_rank
         self._client = AdapterSyncClient(controller, PUBLISHER, RoundOptions(), **clocks)
         self._source = FileSource()
         self._engine: TrainerWeightTransferEngine[Any] | None = None
         self._epoch: int | None = None
+        self._agreed = False  # in this publish
 
-    def send(self, files: Mapping[str, bytes], load_id: str, on_sending: Callable[[], None]) -> float | None:
+    def send(
+        self,
+        files: Mapping[str, bytes],
+        load_id: str = "",
+        on_sending: Callable[[], None] = lambda: None,
+    ) -> float | None:
         """Send an adapter's files; the seconds that took. None: it failed, and the log says why.
+
+        Where every rank sends, every rank calls this with the same files, or rank 0 calls `end`.
 
         Args:
             files: their contents by name, in one order always.
-            on_sending: called once the replicas are about to receive; not if they never are.
+            load_id: of the load that they are for; rank 0's counts.
+            on_sending: on rank 0, called once the replicas are about to receive; not if they never are.
+
+        Raises:
+            Exception: where every rank sends, a fault of this process that the others do not know of.
         """
         began = time.perf_counter()
         self._client.load_id, self._client.on_sending = load_id, on_sending
@@ -103,17 +146,26 @@ class AdapterSender:
             assert self._engine is not None
             self._engine.send_weights()
         except Exception as error:  # whatever it is, there is the store
-            logger.warning(
-                "replicas read the adapter from the store: its transfer over %r failed: %s",
-                self._spec.transport,
-                (str(error).strip().splitlines() or [type(error).__name__])[-1],  # Ray's begin with a trace
-            )
             self.close()
             self._client.release()
+            if self._every_rank and not isinstance(error, SlipstreamError | TransferFailed | ValueError):
+                raise  # other ranks may wait for this one, and have not been told
+            if self._rank == 0:
+                logger.warning(
+                    "replicas read the adapter from the store: its transfer over %r failed: %s",
+                    self._spec.transport,
+                    _last_line(error),
+                )
             return None
         finally:
             self._source.forget()
         return time.perf_counter() - began
+
+    def end(self) -> None:
+        """On rank 0, after each publish: free the other ranks if it never came to a transfer."""
+        if self._every_rank and not self._agreed:
+            gather_from_ranks(_RankState(connected=False, problem="rank 0 sends nothing"))
+        self._agreed = False
 
     def close(self) -> None:
         """Close the connection."""
@@ -122,17 +174,14 @@ class AdapterSender:
             engine.shutdown()
 
     def _connect_if_needed(self, *, resized: bool) -> None:
-        fleet = self._client.fleet()
-        connected = fleet.connection is not None
-        if fleet.connection is not None and fleet.connection.publisher != PUBLISHER:
-            raise Conflict(f"{fleet.connection.publisher!r} is connected, and its connection is left to it")
-        if self._engine is not None and connected and fleet.epoch == self._epoch and not resized:
+        membership = self._agree(connected=self._engine is not None and not resized)
+        if membership is None:
             return
         self.close()
         register()
         facts = TrainerFacts(
-            rank=0,
-            workers=fleet.workers,
+            rank=self._rank,
+            workers=membership.workers,
             address=own_address(),
             port=free_port(),
             chunk_bytes=ONE_CHUNK,
@@ -141,14 +190,59 @@ class AdapterSender:
         self._engine = WeightTransferTrainerFactory.trainer_init(
             init_info=info, client=self._client, source=self._source
         )
-        self._epoch = fleet.epoch
+        self._epoch = membership.epoch
+
+    def _agree(self, *, connected: bool) -> _Membership | None:
+        """The membership that all ranks that send must connect to; None if all connections are still good.
+
+        Raises:
+            FleetUnavailable: rank 0 does not send (on rank 0: whatever it found).
+        """
+        membership, failure = None, None
+        if self._rank == 0:
+            try:
+                membership = self._current_membership()
+            except Exception as error:  # the other ranks must learn of it before it is raised
+                failure = error
+        own = _RankState(
+            connected=connected,
+            membership=membership,
+            problem=None if failure is None else str(failure),
+        )
+        self._agreed = True
+        ranks = gather_from_ranks(own) if self._every_rank else [own]
+        if failure is not None:
+            raise failure
+        if ranks[0].problem is not None:
+            raise FleetUnavailable(f"rank 0 of the trainer does not send: {ranks[0].problem}")
+        agreed = ranks[0].membership
+        assert agreed is not None
+        return agreed if agreed.changed or not all(rank.connected for rank in ranks) else None
+
+    def _current_membership(self) -> _Membership:
+        fleet = self._client.fleet()
+        if fleet.connection is not None and fleet.connection.publisher != PUBLISHER:
+            raise Conflict(f"{fleet.connection.publisher!r} is connected, and its connection is left to it")
+        return _Membership(
+            epoch=fleet.epoch,
+            workers=fleet.workers,
+            changed=fleet.connection is None or fleet.epoch != self._epoch,
+        )
 
 
-def adapter_sender(spec: TrainerSpec, controller: UnaryHandle, **clocks: Any) -> AdapterSender | None:
-    """None: the replicas read every adapter from the store.
+def adapter_sender(
+    spec: TrainerSpec, rank: int, controller: UnaryHandle, **clocks: Any
+) -> AdapterSender | None:
+    """None: this rank does not send, or the replicas read every adapter from the store.
 
-    vLLM's own engines send weights alone. Over `ipc` each rank reaches the replicas on its own GPU, and one
-    rank sends an adapter.
+    vLLM's own engines send weights alone.
     """
-    one_gpu = TRANSPORTS[spec.transport].same_gpu is not SameGpu.REQUIRED or spec.config.world_size == 1
-    return AdapterSender(spec, controller, **clocks) if one_gpu and not spec.native else None
+    every_rank = TRANSPORTS[spec.transport].same_gpu is SameGpu.REQUIRED and spec.config.world_size > 1
+    if spec.native or (rank != 0 and not every_rank):
+        return None
+    return AdapterSender(spec, rank, controller, every_rank=every_rank, **clocks)
+
+
+def _last_line(error: Exception) -> str:
+    """Of its message: Ray's begin with a trace."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

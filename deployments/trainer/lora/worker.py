@@ -1,6 +1,7 @@
 """One rank of a trainer that trains an adapter.
 
-Every rank holds the whole adapter; rank 0 alone writes and publishes it. The base is the version that the
+Every rank holds the whole adapter; rank 0 alone writes and publishes it, and the others send it where rank 0
+does not reach every replica. The base is the version that the
 fleet had committed when the trainer started. An adapter of another base is not published: it would answer
 with weights that it was not trained on.
 """
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from deployments.errors import Conflict, InvalidRequest
 from deployments.logs import serve_logger
 from deployments.trainer.checkpoint import BaseCheckpoint
-from deployments.trainer.lora.publisher import AdapterPublisher
+from deployments.trainer.lora.publisher import AdapterPublisher, adapter_files
 from deployments.trainer.lora.resume import go_on, look, settings
 from deployments.trainer.lora.sender import adapter_sender
 from deployments.trainer.lora.state_file import State, StateFile
@@ -53,6 +54,11 @@ class LoraWorker(TrainerRank):
         return self._spec.config.lora
 
     @property
+    def _wire_dtype(self) -> torch.dtype | None:
+        name = self._spec.config.wire_dtype
+        return None if name is None else DTYPES[name]
+
+    @property
     def _adapter(self) -> Adapter:
         assert self._policy.adapter is not None, "this worker trains an adapter"
         return self._policy.adapter
@@ -73,7 +79,8 @@ class LoraWorker(TrainerRank):
         self._check_names()
         reference = BaseOf(self._policy) if self._spec.config.loss.kl_coefficient != 0.0 else None
         self._learner = Learner(self._policy, self._spec.config, reference=reference)
-        wire_dtype = self._spec.config.wire_dtype
+        self._fleet_id = fleet.fleet_id
+        self._sender = adapter_sender(self._spec, self._rank, self._controller)
         version, found = 0, None
         if self._rank == 0:
             self._publisher = AdapterPublisher(
@@ -81,8 +88,8 @@ class LoraWorker(TrainerRank):
                 self._controller,
                 adapter_directory(self._spec.store_dir),
                 fleet_id=fleet.fleet_id,
-                dtype=None if wire_dtype is None else DTYPES[wire_dtype],
-                sender=adapter_sender(self._spec, self._controller),
+                dtype=self._wire_dtype,
+                sender=self._sender,
             )
             live = self._publisher.newest()
             if live is not None and live.step is None:
@@ -115,7 +122,24 @@ class LoraWorker(TrainerRank):
             SlipstreamError: as `AdapterPublisher.publish`; Conflict: the fleet serves another base.
         """
         if self._rank != 0:
+            self._send_as_rank_0_does()
             return None
+        try:
+            return self._publish(label)
+        finally:
+            if self._sender is not None:
+                self._sender.end()
+
+    def _send_as_rank_0_does(self) -> None:
+        """To the replicas that this rank reaches, where rank 0 does not reach all."""
+        if self._sender is None:
+            return
+        step = self._learner.steps_done
+        self._sender.send(
+            adapter_files(self._adapter, dtype=self._wire_dtype, fleet_id=self._fleet_id, step=step)
+        )
+
+    def _publish(self, label: str | None) -> AdapterReport:
         committed = self._fleet().committed_version
         if committed != self._base_version:
             raise Conflict(

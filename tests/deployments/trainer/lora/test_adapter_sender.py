@@ -91,10 +91,25 @@ def test_a_transfer_that_fails_costs_the_transfer_and_not_the_publish(
     assert published(worker).transfer_s is not None, "the next one is sent again"
 
 
-@pytest.mark.parametrize(("transport", "ranks", "native"), [("ipc", 2, False), ("nccl", 1, True)])
-def test_where_no_rank_reaches_all_replicas_they_read_the_store(
-    spec: TrainerSpec, controller: FakeAdapterController, transport: str, ranks: int, native: bool
+@pytest.mark.parametrize(
+    ("transport", "ranks", "native", "senders"),
+    [
+        ("ipc", 1, False, [True]),
+        ("ipc", 2, False, [True, True]),
+        ("nccl", 2, False, [True, False]),
+        ("ipc", 2, True, [False, False]),
+        ("nccl", 1, True, [False]),
+    ],
+)
+def test_every_rank_sends_where_one_does_not_reach_all_and_none_over_vllms_own(
+    spec: TrainerSpec,
+    controller: FakeAdapterController,
+    transport: str,
+    ranks: int,
+    native: bool,
+    senders: list[bool],
 ) -> None:
     config = spec.config.model_copy(update={"world_size": ranks})
     other = replace(spec, transport=transport, native=native, config=config)
-    assert adapter_sender(other, controller) is None  # type: ignore[arg-type]
+    made = [adapter_sender(other, rank, controller) for rank in range(ranks)]  # type: ignore[arg-type]
+    assert [each is not None for each in made] == senders
