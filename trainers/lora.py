@@ -100,8 +100,8 @@ class Adapter:
 
     def files(
         self, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
-    ) -> dict[str, bytes]:
-        """What peft's two files contain, by their names.
+    ) -> dict[str, bytes | bytearray]:
+        """What peft's two files contain, by their names: the same bytes for the same tensors.
 
         Args:
             dtype: of the tensors in the file; None: float32, as they are.
@@ -112,7 +112,7 @@ class Adapter:
         stated = {"format": "pt"} if metadata is None else {"format": "pt", **metadata}
         return {
             CONFIG: json.dumps(self._written(), indent=2, sort_keys=True).encode(),
-            TENSORS: save(tensors, metadata=stated),
+            TENSORS: _one_order(bytearray(save(tensors, metadata=stated))),
         }
 
     def write(self, directory: Path) -> None:
@@ -184,6 +184,24 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str
             f"got {wrong[0]!r}"
         )
     return sorted(set(wanted))
+
+
+def _one_order(file: bytearray) -> bytearray:
+    """The file with its metadata in alphabetical order, in place.
+
+    safetensors writes them in an order that is another one in each call, so two ranks with the same tensors
+    had different files.
+    """
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.loads(file[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(written) > end - 8:
+        raise ValueError(
+            f"safetensors' header of {end - 8} bytes has {len(written)} when it is written again"
+        )
+    file[8:end] = written.ljust(end - 8)  # it is padded with spaces, as the format says
+    return file
 
 
 def host_copies(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:

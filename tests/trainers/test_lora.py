@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -249,6 +250,20 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         policy.adapter.write(tmp_path / "adapter")
 
 
+def test_files_of_the_same_tensors_are_the_same_bytes(tmp_path: Path) -> None:
+    adapter = adapted(tmp_path).adapter
+    assert adapter is not None
+    metadata = {"fleet_id": "a \u00fc", "trainer_step": "1"}
+    first = adapter.files(dtype=torch.bfloat16, metadata=metadata)
+    # safetensors itself orders them anew in each call.
+    assert all(adapter.files(dtype=torch.bfloat16, metadata=metadata) == first for _ in range(8))
+    (tmp_path / TENSORS).write_bytes(first[TENSORS])
+    with safe_open(tmp_path / TENSORS, framework="pt") as tensors:
+        assert tensors.metadata() == {"format": "pt", **metadata}
+        for name in adapter.tensors():
+            assert torch.equal(tensors.get_tensor(name), adapter.tensors()[name].bfloat16())
+
+
 def adapted_rank(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -261,9 +276,11 @@ def adapted_rank(rank: int, directory: Path) -> None:
     try:
         policy = Policy.load(directory, mesh=mesh_of_all_ranks("cpu"))
         policy.adapt(LORA, seed=7)
+        assert policy.adapter is not None
         learner = Learner(policy, LEARNING)
         metrics = [learner.step(BATCH), learner.step(BATCH)]
-        torch.save((values(policy), metrics), directory / f"out{rank}.pt")
+        files = policy.adapter.files(dtype=torch.bfloat16, metadata={"a": "1", "b": "2"})
+        torch.save((values(policy), metrics, files), directory / f"out{rank}.pt")
     finally:
         dist.destroy_process_group()
 
@@ -272,10 +289,11 @@ def test_two_ranks_train_the_same_adapter_as_one_process(tmp_path: Path) -> None
     policy = adapted(tmp_path)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mp.spawn(adapted_rank, args=(tmp_path,), nprocs=2, join=True)
-    (first, metrics), (second, _) = (
+    (first, metrics, files), (second, _, others) = (
         torch.load(tmp_path / f"out{rank}.pt", weights_only=False) for rank in (0, 1)
     )
     assert equal(first, second), "each rank holds the whole adapter"
+    assert files == others, "and would publish the same bytes"
     learner = Learner(policy, LEARNING)
     expected = [learner.step(BATCH), learner.step(BATCH)]
     for name, tensor in values(policy).items():

@@ -158,7 +158,7 @@ class AdapterPublisher:
             duration_s=self._clock() - began,
         )
 
-    def _write(self, final: Path, files: Mapping[str, bytes]) -> None:
+    def _write(self, final: Path, files: Mapping[str, bytes | bytearray]) -> None:
         """A directory that is complete when it has its name. Not durable: the fleet's own copy is, and the
         trainer's state."""
         partial = final.with_name(f".{final.name}.partial")
@@ -224,7 +224,7 @@ class AdapterPublisher:
 
 def adapter_files(
     adapter: Adapter, *, dtype: torch.dtype | None, fleet_id: str, step: int
-) -> dict[str, bytes]:
+) -> dict[str, bytes | bytearray]:
     """What is published of an adapter, by the names of files: the same bytes on every rank."""
     return adapter.files(dtype=dtype, metadata={FLEET: fleet_id, STEP: str(step)})
 

@@ -43,11 +43,14 @@ class FileSource(WeightSource):
     def __init__(self) -> None:
         self._files: dict[str, torch.Tensor] = {}
 
-    def take(self, files: Mapping[str, bytes]) -> bool:
+    def take(self, files: Mapping[str, bytes | bytearray]) -> bool:
         """Take the contents of files; whether their sizes are others than before."""
         before = self.metadata()
-        self._files = {
-            name: torch.frombuffer(bytearray(content), dtype=torch.uint8) for name, content in files.items()
+        self._files = {  # torch takes no memory that cannot be written to
+            name: torch.frombuffer(
+                content if isinstance(content, bytearray) else bytearray(content), dtype=torch.uint8
+            )
+            for name, content in files.items()
         }
         return self.metadata() != before
 
@@ -123,7 +126,7 @@ class AdapterSender:
 
     def send(
         self,
-        files: Mapping[str, bytes],
+        files: Mapping[str, bytes | bytearray],
         load_id: str = "",
         on_sending: Callable[[], None] = lambda: None,
     ) -> float | None:
