@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
 
-from deployments.errors import FleetUnavailable
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.fleet_client import FleetWeightSyncClient
@@ -18,6 +16,7 @@ from deployments.trainer.snapshots import Snapshot, Snapshots
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.unary import UnaryHandle
 from deployments.vllm_plugin import register
+from deployments.weights.transports.agreement import Membership, agree
 from deployments.weights.transports.registry import (
     TRANSPORTS,
     SameGpu,
@@ -82,34 +81,12 @@ class PublishSource(WeightSource):
             yield name, tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Membership:
-    """The replicas that rank 0 found, as far as a connection depends on them."""
-
-    epoch: int
-    workers: int  # of all replicas together
-    changed: bool  # since the connection was made
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankState:
-    """What a rank contributes before a round; all ranks see all of them."""
-
-    connected: bool  # it has a connection, which is right for where its tensors are now
-    membership: _Membership | None  # rank 0's
-    problem: str | None  # why rank 0 has none
-
-
 class Publisher:
     """The publisher of this rank's part of the policy. Every rank must call `publish`.
 
-        rank 0      asks the controller for the fleet's status ─┐
-        all ranks   ◄── all_gather: who is connected, and to which membership
-        all ranks   connect again if any rank must; then gather layer by layer, and send
+        all ranks   agree on the replicas (`transports.agreement`), and connect again if any rank must
+        all ranks   gather layer by layer, and send
         a rank that fails still joins the remaining gathers, because the others wait there
-
-    Each membership needs a new connection: a process group that lost or gained a member cannot be used
-    again, and a restarted controller has no connection.
 
     Args:
         lacking: tensors of the checkpoint that the source does not have. Replicas keep them as loaded.
@@ -143,7 +120,8 @@ class Publisher:
         """
         self.source.begin()
         self._client.label = label
-        membership = self._agree()
+        find = self._current_membership if self._rank == 0 else None
+        membership = agree(find, connected=self._is_connected())
         try:
             if membership is not None:
                 self._disconnect()
@@ -177,49 +155,17 @@ class Publisher:
         """
         return self._spec.native and TRANSPORTS[self._spec.transport].same_gpu is SameGpu.REQUIRED
 
-    def _agree(self) -> _Membership | None:
-        """The membership that all ranks must connect to; None if all connections are still good.
-
-        Rank 0 knows the fleet, and every rank knows its own connection. A rank that connected on its own
-        would wait for the others for good.
-
-        Raises:
-            FleetUnavailable: rank 0 cannot publish (on rank 0: whatever its call to the controller raised).
-        """
-        membership, failure = None, None
-        if self._rank == 0:
-            try:
-                membership = self._current_membership()
-            except Exception as error:  # the other ranks must learn of it before it is raised
-                failure = error
-        own = _RankState(
-            connected=self._is_connected(),
-            membership=membership,
-            problem=None if failure is None else str(failure),
-        )
-        ranks = [own]
-        if self._spec.config.world_size > 1:
-            ranks = [own] * self._spec.config.world_size
-            torch.distributed.all_gather_object(ranks, own)
-        if failure is not None:
-            raise failure
-        if ranks[0].problem is not None:
-            raise FleetUnavailable(f"rank 0 of the trainer cannot publish: {ranks[0].problem}")
-        agreed = ranks[0].membership
-        assert agreed is not None
-        return agreed if agreed.changed or not all(rank.connected for rank in ranks) else None
-
     def _is_connected(self) -> bool:
         # vLLM's own engines read the source anew in each round: where its tensors are does not matter.
         if isinstance(self._engine, WeightSender):
             return self._engine.is_current()
         return self._engine is not None
 
-    def _current_membership(self) -> _Membership:
+    def _current_membership(self) -> Membership:
         fleet = self._client.fleet()
         self.fleet_id = fleet.fleet_id
         connected = fleet.connection is not None and fleet.connection.publisher == PUBLISHER
-        return _Membership(
+        return Membership(
             epoch=fleet.epoch,
             workers=fleet.workers,
             changed=not connected or fleet.epoch != self._epoch,

@@ -1,18 +1,15 @@
 """Two processes over Gloo: sharding must not change any result."""
 
-import os
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.trainers import tiny
+from tests.two_ranks import both, grouped
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.layers import decoder_layers
 from trainers.learner import Learner
@@ -56,21 +53,11 @@ def load(directory: Path, case: Case, mesh: DeviceMesh | None = None) -> Policy:
 
 
 def sharded_rank(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=30),
-    )
-    try:
+    with grouped(rank, directory):
         for case in CASES:
             out = learned_by_a_rank(directory / case.kind, case)
             if rank == 0:
                 torch.save(out, directory / case.kind / "out.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 def learned_by_a_rank(directory: Path, case: Case) -> dict[str, Any]:
@@ -101,8 +88,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     for case in CASES:
         tiny.policy(directory / case.kind, case.kind)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(sharded_rank, args=(directory,), nprocs=2, join=True)
+    both(sharded_rank, directory)
     return directory
 
 

@@ -1,21 +1,18 @@
 """Training of an adapter: what changes, what its files say, and how it goes on after a restart."""
 
 import json
-import os
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.trainers import tiny
+from tests.two_ranks import both, grouped
 from trainers.batching import collate, plan_micro_batches
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
@@ -265,15 +262,7 @@ def test_files_of_the_same_tensors_are_the_same_bytes(tmp_path: Path) -> None:
 
 
 def adapted_rank(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with grouped(rank, directory):
         policy = Policy.load(directory, mesh=mesh_of_all_ranks("cpu"))
         policy.adapt(LORA, seed=7)
         assert policy.adapter is not None
@@ -281,14 +270,11 @@ def adapted_rank(rank: int, directory: Path) -> None:
         metrics = [learner.step(BATCH), learner.step(BATCH)]
         files = policy.adapter.files(dtype=torch.bfloat16, metadata={"a": "1", "b": "2"})
         torch.save((values(policy), metrics, files), directory / f"out{rank}.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 def test_two_ranks_train_the_same_adapter_as_one_process(tmp_path: Path) -> None:
     policy = adapted(tmp_path)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(adapted_rank, args=(tmp_path,), nprocs=2, join=True)
+    both(adapted_rank, tmp_path)
     (first, metrics, files), (second, _, others) = (
         torch.load(tmp_path / f"out{rank}.pt", weights_only=False) for rank in (0, 1)
     )

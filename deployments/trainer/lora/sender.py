@@ -9,14 +9,13 @@ adapter. They agree first, as for a round, because a rank that connected on its 
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
 
-from deployments.errors import Conflict, FleetUnavailable, SlipstreamError, TransferFailed
+from deployments.errors import Conflict, SlipstreamError, TransferFailed
 from deployments.logs import serve_logger
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.addresses import free_port, own_address
@@ -24,6 +23,7 @@ from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.unary import UnaryHandle
 from deployments.vllm_plugin import register
+from deployments.weights.transports.agreement import Membership, agree, call_off
 from deployments.weights.transports.registry import (
     TRANSPORTS,
     SameGpu,
@@ -31,7 +31,6 @@ from deployments.weights.transports.registry import (
     backend,
     trainer_init_info,
 )
-from deployments.weights.transports.sender import gather_from_ranks
 
 ONE_CHUNK = 1 << 62  # so a transfer is one payload on every transport
 logger = serve_logger()
@@ -85,24 +84,6 @@ class AdapterSyncClient(FleetWeightSyncClient):
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.release()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Membership:
-    """The replicas that rank 0 found."""
-
-    epoch: int
-    workers: int  # of all replicas together
-    changed: bool  # since the connection was made
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankState:
-    """What a rank contributes before a transfer; all ranks that send see all of them."""
-
-    connected: bool  # it has a connection, for files of these sizes
-    membership: _Membership | None = None  # rank 0's
-    problem: str | None = None  # why rank 0 has none
 
 
 class AdapterSender:
@@ -167,7 +148,7 @@ class AdapterSender:
     def end(self) -> None:
         """On rank 0, after each publish: free the other ranks if it never came to a transfer."""
         if self._every_rank and not self._agreed:
-            gather_from_ranks(_RankState(connected=False, problem="rank 0 sends nothing"))
+            call_off("it sends nothing")
         self._agreed = False
 
     def close(self) -> None:
@@ -177,7 +158,10 @@ class AdapterSender:
             engine.shutdown()
 
     def _connect_if_needed(self, *, resized: bool) -> None:
-        membership = self._agree(connected=self._engine is not None and not resized)
+        self._agreed = True
+        find = self._current_membership if self._rank == 0 else None
+        connected = self._engine is not None and not resized
+        membership = agree(find, connected=connected, together=self._every_rank)
         if membership is None:
             return
         self.close()
@@ -195,38 +179,11 @@ class AdapterSender:
         )
         self._epoch = membership.epoch
 
-    def _agree(self, *, connected: bool) -> _Membership | None:
-        """The membership that all ranks that send must connect to; None if all connections are still good.
-
-        Raises:
-            FleetUnavailable: rank 0 does not send (on rank 0: whatever it found).
-        """
-        membership, failure = None, None
-        if self._rank == 0:
-            try:
-                membership = self._current_membership()
-            except Exception as error:  # the other ranks must learn of it before it is raised
-                failure = error
-        own = _RankState(
-            connected=connected,
-            membership=membership,
-            problem=None if failure is None else str(failure),
-        )
-        self._agreed = True
-        ranks = gather_from_ranks(own) if self._every_rank else [own]
-        if failure is not None:
-            raise failure
-        if ranks[0].problem is not None:
-            raise FleetUnavailable(f"rank 0 of the trainer does not send: {ranks[0].problem}")
-        agreed = ranks[0].membership
-        assert agreed is not None
-        return agreed if agreed.changed or not all(rank.connected for rank in ranks) else None
-
-    def _current_membership(self) -> _Membership:
+    def _current_membership(self) -> Membership:
         fleet = self._client.fleet()
         if fleet.connection is not None and fleet.connection.publisher != PUBLISHER:
             raise Conflict(f"{fleet.connection.publisher!r} is connected, and its connection is left to it")
-        return _Membership(
+        return Membership(
             epoch=fleet.epoch,
             workers=fleet.workers,
             changed=fleet.connection is None or fleet.epoch != self._epoch,

@@ -1,8 +1,6 @@
 """Checkpoints on disk, and what a restart takes from them; one process, and two ranks over Gloo."""
 
-import os
 import threading
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 
 from deployments.trainer.checkpoints import Checkpoints
 from deployments.trainer.resume import resume
 from tests.trainers import tiny
+from tests.two_ranks import both, grouped
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
 from trainers.policy import Policy
@@ -249,20 +247,10 @@ def test_an_error_of_the_copy_is_an_error_of_the_save(
 
 
 def rank_of_two(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with grouped(rank, directory):
         outcomes = _train_and_resume(rank, directory)
         if rank == 0:
             torch.save(outcomes, directory / "out.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 def _train_and_resume(rank: int, directory: Path) -> dict[str, object]:
@@ -318,8 +306,7 @@ def test_any_number_of_ranks_resumes_and_all_of_them_or_none(tmp_path: Path) -> 
     single.step(BATCH)
     save(single, Checkpoints(tmp_path / "of-one", rank=0, keep=2), wire_dtype="bfloat16")
     torch.save(weights(single.policy), tmp_path / "one.pt")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(rank_of_two, args=(tmp_path,), nprocs=2, join=True)
+    both(rank_of_two, tmp_path)
     out = torch.load(tmp_path / "out.pt")
     assert out["exact"] is None and out["same"] and out["continued"]
     assert "step-000001 cannot be used: " in out["damaged"] and "\n" not in out["damaged"]

@@ -1,21 +1,18 @@
 """Ranks that all send an adapter: they connect together, and none waits for one that sends nothing."""
 
-import os
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from deployments.trainer.lora import sender as sending
 from deployments.trainer.lora.sender import AdapterSender, adapter_sender
 from deployments.trainer.spec import TrainerSpec, adapter_directory
 from deployments.weights.transports.ipc import IpcTrainerInitInfo
 from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
+from tests.two_ranks import both, grouped
 
 pytestmark = pytest.mark.timeout(300)
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"1234"}
@@ -82,31 +79,21 @@ def publishes(sender: AdapterSender, controller: FakeAdapterController, rank: in
 
 
 def one_rank(rank: int, spec: TrainerSpec, directory: Path) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with grouped(rank, directory):
         sending.WeightTransferTrainerFactory.trainer_init = Engine  # type: ignore[method-assign, assignment]
         store = Path(spec.store_dir)
         controller = FakeAdapterController(store, adapter_directory(spec.store_dir))
         sender = adapter_sender(spec, rank, controller)  # type: ignore[arg-type]
         assert sender is not None
         torch.save(publishes(sender, controller, rank), directory / f"seen{rank}.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 def test_ranks_connect_together_and_none_waits_for_one_that_does_not_send(
     spec: TrainerSpec, tmp_path: Path
 ) -> None:
     config = spec.config.model_copy(update={"world_size": 2})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     two = replace(spec, transport="ipc", config=config)
-    mp.spawn(one_rank, args=(two, tmp_path), nprocs=2, join=True)
+    both(one_rank, two, tmp_path)
     first, second = (torch.load(tmp_path / f"seen{rank}.pt", weights_only=False) for rank in (0, 1))
     expected = {
         "first": (True, 1),

@@ -1,0 +1,37 @@
+"""Two processes that are the ranks of a process group, over gloo on this host."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_S = 60.0  # of every collective
+
+
+def both(rank: Callable[..., None], *args: Any) -> None:
+    """Run a module's function in two processes, as `rank(number, *args)`; raises what one raises."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(rank, args=args, nprocs=2, join=True)
+
+
+@contextmanager
+def grouped(rank: int, directory: Path) -> Iterator[None]:
+    """The process group of both, which meet in a directory. The operations are tiny: one thread does them."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
