@@ -17,7 +17,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from deployments.weights.staging.base import Staging, Tensors, check_draft
+from deployments.weights.staging.cpu.amx_mla import lacking, make_reloadable, not_reloadable
 from deployments.weights.staging.reports import LoadPlanSummary
+from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest_definition import Findings
 from deployments.weights.wire.received_chunk import ReceivedChunk
@@ -63,7 +65,7 @@ class HostStaging:
         if (refusal := reload_refusal(self._model)) is not None:
             raise ValueError(refusal)
         self._check_tied()
-        return []
+        return lacking(self._model, self._tensors)
 
     def _check_tied(self) -> None:
         """Check that the output embeddings arrived equal to the input embeddings where vLLM made them one.
@@ -146,6 +148,11 @@ def reload_refusal(model: torch.nn.Module) -> str | None:
 
 
 def _copying_refusal(model: torch.nn.Module) -> str | None:
+    if quantized := not_reloadable(model):
+        return (
+            f"vLLM's AMX kernels keep nothing that its reload could fill of {join_reasons(quantized)}, whose "
+            "weights are quantized; 'attention_backend: CPU_MLA' in 'engine_args' does"
+        )
     copying = [name for name in (type(each).__name__ for each in model.modules()) if name in _COPYING]
     if not copying:
         return None
@@ -160,9 +167,11 @@ def replacing_all(model: torch.nn.Module) -> Iterator[None]:
     """Around vLLM's layerwise reload of a model: what a CPU packed of the former weights is packed again.
 
     vLLM packs experts only where it makes their kernel, which a reload keeps: it would read raw weights as
-    packed ones. It does not process output embeddings that are tied, as nothing is loaded into them. If the
-    reload fails, layers that it did not come to have their kernels again.
+    packed ones. It does not process output embeddings that are tied, as nothing is loaded into them. It drops
+    weights of MLA that it packed for AMX. If the reload fails, layers that it did not come to have their
+    kernels again.
     """
+    make_reloadable(model)
     found = (getattr(module, "quant_method", None) for module in model.modules())
     methods = [each for each in found if isinstance(each, UnquantizedFusedMoEMethod)]
     kernels = [

@@ -2,7 +2,8 @@
 
 The modules stay where they are, so everything that refers to them, or to their parameters, sees the new
 version: the KV cache, the runner, the kernels of experts. A plain attribute that processing adds to a module
-(the function that holds packed weights, the halves of MLA's projection) is exchanged as a reference.
+(the function that holds packed weights, the halves of MLA's projection), or to its attention kernel (those
+halves, packed for AMX), is exchanged as a reference.
 
 What processing makes can be told by comparing the instance that serves, before it has done a step, with one
 that was constructed and not loaded. Whatever differs and is none of the above is a reason to refuse.
@@ -31,13 +32,26 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Attribute:
+    """Of a module, or of its attention kernel, and of the counterpart: what processing adds."""
+
+    live: Any
+    twin: Any
+    name: str
+
+    def swap(self) -> None:
+        ours, theirs = vars(self.live), vars(self.twin)
+        ours[self.name], theirs[self.name] = theirs[self.name], ours[self.name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Module:
     """A module of the model that serves, its counterpart, and what processing adds to it."""
 
     path: str
     live: torch.nn.Module
     twin: torch.nn.Module
-    attributes: tuple[str, ...]
+    attributes: tuple[_Attribute, ...]
     parameters: tuple[str, ...]
 
 
@@ -79,7 +93,7 @@ class Exchange:
         if problems:
             raise ValueError(join_reasons(problems))
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._attributes: list[tuple[torch.nn.Module, torch.nn.Module, str]] = []
+        self._attributes: list[_Attribute] = []
 
     def collect(self, untouched: Collection[str]) -> None:
         """The second instance is loaded and processed: find what the swap exchanges.
@@ -91,12 +105,14 @@ class Exchange:
             ValueError: something does not fit; names it. Nothing is exchanged.
         """
         tensors: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
-        attributes: list[tuple[torch.nn.Module, torch.nn.Module, str]] = []
+        attributes: list[_Attribute] = []
         problems: list[str] = []
         for module in self._modules:
             if module.path in untouched:
                 continue
             for name, live, twin in _registered(module, problems):
+                if not live.numel() and not twin.numel():
+                    continue  # packed elsewhere
                 known = tensors.setdefault(id(live), (name, live, twin))
                 if known[2] is not twin and not torch.equal(known[2], twin):
                     problems.append(
@@ -107,10 +123,10 @@ class Exchange:
                 elif _layout(live) != _layout(twin):
                     problems.append(f"{name!r} is {_layout(live)} and became {_layout(twin)}")
             for attribute in module.attributes:
-                if attribute in vars(module.twin):
-                    attributes.append((module.live, module.twin, attribute))
+                if vars(attribute.twin).get(attribute.name) is not None:
+                    attributes.append(attribute)
                 else:
-                    problems.append(f"{module.path}.{attribute} was not made again")
+                    problems.append(f"{module.path}.{attribute.name} was not made again")
         if problems:
             raise ValueError(join_reasons(problems))
         self._tensors = [(live, twin) for _, live, twin in tensors.values() if live is not twin]
@@ -120,9 +136,8 @@ class Exchange:
         """Exchange; the second instance has the former version then."""
         for live, twin in self._tensors:
             live.data, twin.data = twin.data, live.data
-        for live_module, twin_module, name in self._attributes:
-            ours, theirs = vars(live_module), vars(twin_module)
-            ours[name], theirs[name] = theirs[name], ours[name]
+        for attribute in self._attributes:
+            attribute.swap()
         self.forget()
 
     def forget(self) -> None:
@@ -132,8 +147,8 @@ class Exchange:
     def release(self) -> None:
         """Free what processing made in the second instance."""
         for module in self._modules:
-            for name in module.attributes:
-                vars(module.twin).pop(name, None)
+            for attribute in module.attributes:
+                vars(attribute.twin).pop(attribute.name, None)
             for name in module.parameters:
                 module.twin._parameters.pop(name, None)
 
@@ -148,7 +163,7 @@ class _Comparison:
     """
 
     def __init__(self, live: torch.nn.Module, twin: torch.nn.Module) -> None:
-        self.attributes: list[str] = []
+        self.attributes: list[_Attribute] = []
         self.problems: list[str] = []
         self.parameters = sorted(live._parameters.keys() - twin._parameters.keys())
         lost = twin._parameters.keys() - live._parameters.keys()
@@ -160,13 +175,16 @@ class _Comparison:
                 self.problems.append(f"quant_method is a {type(method).__name__}")
             self._refuse_differing("quant_method", method, twin.quant_method)
         if (kernel := getattr(live, "impl", None)) is not None:
-            self._refuse_differing("impl", kernel, twin.impl)
+            self._sort("impl.", kernel, twin.impl)
+        self._sort("", live, twin)
+
+    def _sort(self, owner: str, live: Any, twin: Any) -> None:
         for name, value in _differing(live, twin):
             added = getattr(twin, name, None) is None and not isinstance(value, torch.nn.Parameter)
             if added and isinstance(value, _EXCHANGED):
-                self.attributes.append(name)
+                self.attributes.append(_Attribute(live=live, twin=twin, name=name))
             else:
-                self.problems.append(f"{name} comes from loading")
+                self.problems.append(f"{owner}{name} comes from loading")
 
     def _refuse_differing(self, owner: str, live: Any, twin: Any) -> None:
         self.problems += [f"{owner}.{name} comes from loading" for name, _ in _differing(live, twin)]

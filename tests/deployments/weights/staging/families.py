@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
-from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -29,6 +28,7 @@ from deployments.weights.staging.observation import changed, observe
 from deployments.weights.staging.pairs import pair
 from deployments.weights.staging.reachable import name_of
 from deployments.weights.staging.shadow_model import build_shadow
+from tests.deployments.weights.staging.cpu_kernels import use_kernels
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -175,8 +175,9 @@ def inspected(config: VllmConfig, device: torch.device) -> dict[str, Any]:
 
 def main(directory: Path, kind: str) -> None:
     distributed = False
-    for packed in (True, False) if kind == "cpu" else (False,):
-        _custom_ops._supports_onednn = packed
+    for kernels in ("onednn", "torch") if kind == "cpu" else ("cuda",):  # with AMX vLLM cannot reload MLA
+        if kind == "cpu":
+            use_kernels(kernels)
         for name, (description, arguments) in (FAMILIES if kind == "cpu" else GPU_FAMILIES).items():
             target = directory / name
             description.save_pretrained(target)
@@ -199,7 +200,7 @@ def main(directory: Path, kind: str) -> None:
             except Exception as error:  # whatever it is: the other families are to be seen as well
                 traceback.print_exc()
                 found = {"failed": f"{type(error).__name__}: {error}"}
-            print("FOUND " + json.dumps({"family": name, "packed": packed, **found}), flush=True)
+            print("FOUND " + json.dumps({"family": name, "kernels": kernels, **found}), flush=True)
 
 
 if __name__ == "__main__":

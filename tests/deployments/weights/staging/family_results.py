@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-Results = dict[tuple[str, bool], dict[str, Any]]  # by family, and whether vLLM packs linear weights
+Results = dict[tuple[str, str], dict[str, Any]]  # by family, and the kernels that vLLM has
 
 
 def family_results(directory: Path, kind: str) -> Results:
@@ -22,4 +22,4 @@ def family_results(directory: Path, kind: str) -> Results:
     lines = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert done.returncode == 0 and lines, done.stdout + done.stderr
     print(done.stdout, done.stderr)
-    return {(each["family"], each["packed"]): each for each in map(json.loads, lines)}
+    return {(each["family"], each["kernels"]): each for each in map(json.loads, lines)}

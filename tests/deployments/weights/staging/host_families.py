@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
-from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -29,6 +28,7 @@ from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.observation import observe
 from deployments.weights.staging.reachable import name_of
 from deployments.weights.wire.chunk_layout import plan_chunks
+from tests.deployments.weights.staging.cpu_kernels import possible_kernels, use_kernels
 from tests.deployments.weights.staging.families import EXPERTS, FAMILIES, MLA, SMALL
 
 _EXPERTS_TO_PAD = {**EXPERTS, "moe_intermediate_size": 48}
@@ -102,8 +102,8 @@ def computing_otherwise(swapped: torch.nn.Module, fresh: torch.nn.Module) -> lis
     names = []
     for name, layer in swapped.named_modules():
         linear = getattr(layer, "cpu_linear", None)
-        if linear is None:
-            continue
+        if linear is None or (linear is torch.nn.functional.linear and not layer.weight.numel()):
+            continue  # of MLA, packed for AMX elsewhere: never called
         embedding = isinstance(layer, VocabParallelEmbedding)
         width = layer.embedding_dim if embedding else layer.input_size
         given = torch.ones(1, width, dtype=torch.bfloat16 if embedding else layer.params_dtype)
@@ -166,17 +166,17 @@ def swapped_twice(directory: Path, family: str, kind: str) -> dict[str, Any]:
 
 def main(directory: Path, kind: str) -> None:
     torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on a CPU
-    for packed in (True, False):
-        _custom_ops._supports_onednn = packed
+    for kernels in possible_kernels():
+        use_kernels(kernels)
         for family in HOST_FAMILIES:
-            if family.endswith("-lora") and not packed:
+            if family.endswith("-lora") and kernels == "torch":
                 continue  # the same modules, wrapped
             try:
-                found = swapped_twice(directory / f"{family}-{packed}", family, kind)
+                found = swapped_twice(directory / f"{family}-{kernels}", family, kind)
             except Exception as error:  # whatever it is: the other families are to be seen as well
                 traceback.print_exc()
                 found = {"failed": f"{type(error).__name__}: {error}"}
-            print("FOUND " + json.dumps({"family": family, "packed": packed, **found}), flush=True)
+            print("FOUND " + json.dumps({"family": family, "kernels": kernels, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,20 +27,20 @@ def run(directory: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
     results = run(tmp_path_factory.mktemp("families"), "cpu")
-    return {(each["family"], each["packed"]): each for each in results}
+    return {(each["family"], each["kernels"]): each for each in results}
 
 
 @pytest.mark.parametrize("family", ["dense", "experts", "mla", "gpt-oss", "kv-scales", "compiled"])
-def test_a_second_instance_is_swapped_completely(family: str, found: dict[tuple[str, bool], Any]) -> None:
-    assert found[family, False]["behind"] == []
+def test_a_second_instance_is_swapped_completely(family: str, found: dict[tuple[str, str], Any]) -> None:
+    assert found[family, "torch"]["behind"] == []
 
 
 def test_calibrated_scales_of_the_cache_follow_as_tensors_and_as_python_floats(
-    found: dict[tuple[str, bool], Any],
+    found: dict[tuple[str, str], Any],
 ) -> None:
-    result = found["kv-scales", False]
+    result = found["kv-scales", "torch"]
     assert result["layerwise"]
     for layer in (0, 1):
         attention = f"model.layers.{layer}.self_attn.attn"
@@ -51,18 +51,18 @@ def test_calibrated_scales_of_the_cache_follow_as_tensors_and_as_python_floats(
 
 @pytest.mark.parametrize("family", ["dense", "compiled"])
 def test_a_dense_model_has_nothing_beside_its_parameters(
-    family: str, found: dict[tuple[str, bool], Any]
+    family: str, found: dict[tuple[str, str], Any]
 ) -> None:
-    result = found[family, False]
+    result = found[family, "torch"]
     assert (result["layerwise"], result["tensors"], result["numbers"]) == (False, [], [])
 
 
 @pytest.mark.parametrize("family", ["dense", "experts", "mla", "gpt-oss", "kv-scales"])
 def test_weights_that_a_library_packed_into_memory_of_its_own_are_refused_by_name(
-    family: str, found: dict[tuple[str, bool], Any]
+    family: str, found: dict[tuple[str, str], Any]
 ) -> None:
     # oneDNN's handlers on a CPU: the address of the packed weights is all that can be seen of them.
-    assert "handler_tensor' holds addresses" in found[family, True]["refused"]
+    assert "handler_tensor' holds addresses" in found[family, "onednn"]["refused"]
 
 
 @pytest.mark.gpu

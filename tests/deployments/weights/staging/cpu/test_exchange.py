@@ -175,3 +175,47 @@ def test_another_kind_of_module_is_refused(live: torch.nn.Module, shadow: torch.
     shadow[1] = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"^'1' is a Layer and there a Identity"):
         Exchange(live, shadow)
+
+
+class Kernel:
+    """Of attention: it keeps what it packs of another layer's weight."""
+
+    def __init__(self) -> None:
+        self.packed: torch.Tensor | None = None
+        self.scale = 1.0
+
+
+class Attention(Layer):
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__(value)
+        self.impl = Kernel()
+
+    def process(self) -> None:
+        super().process()
+        self.impl.packed = self.weight.clone()
+        self.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+def test_what_a_kernel_packed_is_exchanged_and_given_back() -> None:
+    live, shadow = torch.nn.Sequential(Attention(1.0)), torch.nn.Sequential(Attention())
+    live[0].process()
+    live[0].weight.data = live[0].weight.data.to(torch.bfloat16)  # empty: the type says nothing
+    exchange = Exchange(live, shadow)
+    for value in (5.0, 8.0):
+        shadow[0].weight = torch.nn.Parameter(torch.full((2, 2), value), requires_grad=False)
+        shadow[0].process()
+        exchange.collect(())
+        exchange.swap()
+        assert float(live[0].impl.packed[0, 0]) == value
+        exchange.release()
+        assert not hasattr(shadow[0].impl, "packed"), "the former version is freed"
+    with pytest.raises(ValueError, match=r"0\.packed was not made again"):
+        exchange.collect(())
+
+
+def test_what_else_differs_in_a_kernel_is_refused() -> None:
+    live, shadow = torch.nn.Sequential(Attention(1.0)), torch.nn.Sequential(Attention())
+    live[0].process()
+    live[0].impl.scale = 2.0
+    with pytest.raises(ValueError, match=r"0\.impl\.scale comes from loading"):
+        Exchange(live, shadow)

@@ -1,0 +1,58 @@
+"""Which weights vLLM's reload needs where it packs MLA for AMX, found in a model of its own layers' types."""
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedLinearMethod
+
+from deployments.weights.staging.cpu.amx_mla import lacking, make_reloadable, not_reloadable
+
+
+def model(*, amx: bool = True, method: object | None = None) -> torch.nn.Module:
+    """One layer, as vLLM leaves it: the projection's weight is gone."""
+    projection = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    attention = MLAAttention.__new__(MLAAttention)
+    for each in (projection, attention):
+        torch.nn.Module.__init__(each)
+    projection.output_size_per_partition, projection.input_size_per_partition = 6, 4
+    projection.params_dtype = torch.bfloat16
+    projection.quant_method = method or UnquantizedLinearMethod()
+    projection.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    attention.is_amx_bmm_enabled, attention.kv_b_proj = amx, projection
+    found = torch.nn.Module()
+    found.layers = torch.nn.ModuleList([torch.nn.Module()])
+    found.layers[0].kv_b_proj, found.layers[0].attention = projection, attention
+    return found
+
+
+def test_a_projection_gets_memory_that_does_not_look_like_weights() -> None:
+    one = model()
+    make_reloadable(one)
+    weight = one.layers[0].kv_b_proj.weight
+    assert (tuple(weight.shape), weight.dtype) == ((6, 4), torch.bfloat16)
+    assert weight.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["layers.0.kv_b_proj.weight"], []),
+        (["language_model.model.layers.0.kv_b_proj.weight"], []),
+        (["layers.10.kv_b_proj.weight", "layers.0.kv_b_proj.bias"], ["layers.0.kv_b_proj.weight"]),
+        ([], ["layers.0.kv_b_proj.weight"]),
+    ],
+)
+def test_what_a_part_of_a_version_lacks_is_named(names: list[str], expected: list[str]) -> None:
+    assert lacking(model(), names) == expected
+
+
+def test_quantized_weights_cannot_be_reloaded() -> None:
+    assert not_reloadable(model(method=object())) == ["layers.0.kv_b_proj"]
+    assert not_reloadable(model()) == []
+
+
+def test_other_kernels_keep_the_weight() -> None:
+    other = model(amx=False, method=object())
+    make_reloadable(other)
+    assert other.layers[0].kv_b_proj.weight.numel() == 0
+    assert (lacking(other, []), not_reloadable(other)) == ([], [])
