@@ -20,7 +20,7 @@ from app.settings.devices import Device
 from app.settings.engine_args import check_engine_args
 from app.settings.executor import THREADS_BIND, UNBOUND, executor
 from app.settings.gpus import check_gpus, replica_gpus, slot_plan, trainer_gpus
-from app.settings.models import resolve_model
+from app.settings.models import model_name, resolve_model
 from app.settings.staging import staging
 from app.settings.trainer import trainer_spec
 from deployments.controller.controller import Controller
@@ -95,6 +95,7 @@ def _controller(args: AppConfig) -> Application:
     replicas = ServeReplicas(ROLLOUT)
     return _single("controller", Controller, max_ongoing_requests=UNLIMITED).bind(
         config=args.weights.ledger(),
+        model=model_name(args.model),
         state_dir=str(args.state_dir),
         store_dir=str(args.store_path),
         adapters=args.adapter_limits,

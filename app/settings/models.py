@@ -42,6 +42,12 @@ def resolve_model(name: str) -> str:
     return name
 
 
+def model_name(name: str) -> str:
+    """A name that says the same wherever it is read: a directory's is its absolute path."""
+    path = Path(name).expanduser()
+    return str(path.absolute()) if name not in BUILT_IN and path.is_dir() else name
+
+
 def is_offline(name: str) -> bool:
     """Whether the model loads without a network, so no request to the hub is necessary."""
     return name in BUILT_IN or Path(name).expanduser().is_dir()

@@ -22,6 +22,8 @@ from deployments.controller.liveness import End, IsAlive
 from deployments.controller.pace import Pace
 from deployments.controller.poll_server import PollServer
 from deployments.controller.room import Room, no_limit
+from deployments.controller.served_model import check_model
+from deployments.controller.state_lock import JournalError
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.errors import FleetUnavailable, InvalidRequest
 from deployments.ledger.adapters.catalog import AdapterLimits
@@ -45,6 +47,7 @@ class Controller(AdapterCalls):
     """Serve's deployment class of the controller; one per fleet.
 
     Args:
+        model: its name; versions of another in `state_dir` are not served. None: not known.
         state_dir: where decisions are kept; a restarted controller needs the same one.
         store_dir: where committed versions are kept, `max_versions` and those that a joiner was told to load.
         adapters: what is allowed of adapters; `adapter_roots`: directories below which they are.
@@ -57,13 +60,14 @@ class Controller(AdapterCalls):
         disk: where the state directory is; None: a file system of this host.
 
     Raises:
-        JournalError: the state directory cannot be used, or the store has another fleet's versions.
+        JournalError: the state directory cannot be used, or the store has versions of another fleet or model.
     """
 
     def __init__(
         self,
         *,
         config: LedgerConfig,
+        model: str | None = None,
         state_dir: str,
         store_dir: str,
         is_alive: IsAlive,
@@ -100,7 +104,12 @@ class Controller(AdapterCalls):
             disk=disk,
         )
         super().__init__(ledger, durable, adapter_files)
-        self._keeper.check_owner(Path(state_dir), otherwise=self._durable.release)
+        try:
+            self._keeper.check_owner(Path(state_dir))
+            check_model(ledger, model, Path(state_dir))
+        except JournalError:
+            self._durable.release()
+            raise
         self._poll_server = PollServer(self.poll)
         self._polls: dict[str, object] = {}  # incarnation -> its newest poll; older ones are superseded
         self._told: dict[str, int] = {}  # incarnation -> what has to be durable before it is told again

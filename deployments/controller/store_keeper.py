@@ -5,7 +5,7 @@ the event loop, between two calls; the disk is read and changed in a thread, off
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,8 +35,8 @@ class StoreKeeper:
         self._pass: asyncio.Task[None] | None = None
         self._problem: str | None = None
 
-    def check_owner(self, state_dir: Path, otherwise: Callable[[], None]) -> None:
-        """To be called when the controller starts; `otherwise` is called before it raises.
+    def check_owner(self, state_dir: Path) -> None:
+        """To be called when the controller starts.
 
         Raises:
             JournalError: the store has versions of another fleet.
@@ -44,7 +44,6 @@ class StoreKeeper:
         foreign = self._promises.foreign(self._owners())
         if not foreign:
             return
-        otherwise()
         owners = " and ".join(sorted({_name(owner) for owner in foreign.values()}))
         raise JournalError(
             f"store {self._store.directory} has versions {sorted(foreign)} of {owners}, and the journal in "

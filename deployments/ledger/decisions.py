@@ -35,6 +35,7 @@ class Founded:
     """The fleet has an id: two fleets number their versions alike, and their stores may be mixed up."""
 
     fleet_id: str
+    model: str | None = None  # whose versions they are; None: a release before this wrote it
     version: int  # that was committed then: manifests up to this one may lack the id (release 0.1)
     kind: Literal["founded"] = "founded"
 

@@ -294,6 +294,11 @@ class Ledger:
         )
         self._advance(now)
 
+    def serve(self, model: str) -> str | None:
+        """The fleet serves this model. Returns the one that its versions or adapters are of, if another."""
+        in_use = bool(self.committed_version or self.adapters.catalog.live)
+        return self._versions.serve(model, in_use=in_use)
+
     # -- queries ------------------------------------------------------------------------------
 
     @property

@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict
+from dataclasses import replace
 
 from deployments.errors import Conflict, RoundAborted, SlipstreamError, TransferAborted
 from deployments.ledger.decisions import (
@@ -236,6 +237,16 @@ class VersionState:
         if self._founded is None:
             self._founded = Founded(fleet_id=fleet_id, version=self._committed_version)
             self._decisions.append(self._founded)
+
+    def serve(self, model: str, *, in_use: bool) -> str | None:
+        """The fleet serves this model. Returns the one whose versions it has (`in_use`), if it is another."""
+        assert self._founded is not None
+        if in_use and self._founded.model not in (None, model):
+            return self._founded.model
+        if self._founded.model != model:
+            self._founded = replace(self._founded, model=model)
+            self._decisions.append(self._founded)
+        return None
 
     def recover_founded(self, decision: Founded) -> None:
         self._founded = decision

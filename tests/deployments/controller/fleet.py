@@ -19,7 +19,7 @@ LONGER_THAN_ANY_DEADLINE_S = 60.0
 class Fleet:
     """A controller with fake replicas that follow it, and a clock that only the test moves."""
 
-    def __init__(self, directory: Path, config: LedgerConfig = CONFIG) -> None:
+    def __init__(self, directory: Path, config: LedgerConfig = CONFIG, model: str | None = None) -> None:
         self.now = 1000.0
         self.config = config
         self.dead: set[str] = set()
@@ -33,6 +33,7 @@ class Fleet:
         self._followers: dict[str, asyncio.Task[None]] = {}
         self.controller = Controller(
             config=config,
+            model=model,
             state_dir=str(directory / "state"),
             store_dir=str(directory / "store"),
             is_alive=self._is_alive,

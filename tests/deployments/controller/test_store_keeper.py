@@ -149,7 +149,7 @@ def test_a_store_of_release_0_1_stays_open_to_its_journal(tmp_path: Path) -> Non
         ledger = Ledger()
         ledger.recover(journal.recovered, 0.0, OURS)
         upgraded = StoreKeeper(store, ledger.promises, 1)
-        upgraded.check_owner(tmp_path, otherwise=journal.close)
+        upgraded.check_owner(tmp_path)
         assert upgraded.source(1) == str(store.path_of(1))
         journal.append(ledger.take_decisions())
     write(store, 3, None)
@@ -158,4 +158,4 @@ def test_a_store_of_release_0_1_stays_open_to_its_journal(tmp_path: Path) -> Non
         ledger.recover(journal.recovered, 0.0, "a new id would be wrong")
         assert ledger.status(0.0).fleet_id == OURS
         with pytest.raises(JournalError, match=r"has versions \[3\] of a fleet without an id"):
-            StoreKeeper(store, ledger.promises, 1).check_owner(tmp_path, otherwise=journal.close)
+            StoreKeeper(store, ledger.promises, 1).check_owner(tmp_path)

@@ -1,0 +1,28 @@
+"""Whether the versions in a state directory are of the model that the fleet is to serve.
+
+Engines start from the newest stored version: with another model in the settings they would load the former
+one, and answer under the new name.
+"""
+
+from pathlib import Path
+
+from deployments.controller.state_lock import JournalError
+from deployments.ledger.ledger import Ledger
+
+
+def check_model(ledger: Ledger, model: str | None, state_dir: Path) -> None:
+    """To be called when the controller starts.
+
+    Args:
+        model: as the user names it; a directory is absolute. None: not known.
+
+    Raises:
+        JournalError: the fleet has versions or adapters of another model.
+    """
+    other = None if model is None else ledger.serve(model)
+    if other is not None:
+        raise JournalError(
+            f"{state_dir} has versions of the model {other!r}, and 'model' is {model!r}: engines would load "
+            "the former, and answer under the new name. To serve another model, move that directory away or "
+            "set 'state_dir' to a new one; if it is the same model elsewhere, link its former path to it"
+        )
