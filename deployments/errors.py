@@ -23,9 +23,17 @@ Inside a replica and a publisher, never answered over HTTP:
 
 PayloadRejected               the publisher's payload is wrong, the replica is intact
 TransferFailed                a peer of the transfer is gone, the replica is intact: send again
+
+When a fleet starts, on the terminal:
+
+JournalError                  change what the message says
 """
 
 from typing import Any
+
+
+class JournalError(OSError):
+    """The state directory cannot be used; the message says what a person has to change."""
 
 
 class PayloadRejected(Exception):

@@ -29,6 +29,7 @@ from app.settings.devices import Device
 from app.settings.errors import ConfigError
 from app.settings.gpus import check_gpus
 from app.settings.models import is_offline, resolve_model
+from deployments.errors import JournalError
 from deployments.weights.wire.ownership import remove_orphans
 
 DASHBOARD_PORT = 8265
@@ -127,10 +128,14 @@ def require_gpus(config: AppConfig) -> None:
 
 
 def why_not_started(message: str) -> str:
-    """Serve's message without the stack of an error that a person can mend: a wrong setting."""
+    """Serve's message without the stack of an error that a person can mend: a wrong setting, or a state
+    directory that cannot be used."""
     end = without_frames(message)
-    _, name, sentence = end.partition(f"{ConfigError.__module__}.{ConfigError.__qualname__}: ")
-    return sentence if name else message[-4000:]
+    for error in (ConfigError, JournalError):
+        _, name, sentence = end.partition(f"{error.__module__}.{error.__qualname__}: ")
+        if name:
+            return sentence
+    return message[-4000:]
 
 
 def _watch(cluster: LocalCluster, file: ServeFile) -> None:

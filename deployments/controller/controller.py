@@ -23,9 +23,8 @@ from deployments.controller.pace import Pace
 from deployments.controller.poll_server import PollServer
 from deployments.controller.room import Room, no_limit
 from deployments.controller.served_model import check_model
-from deployments.controller.state_lock import JournalError
 from deployments.controller.store_keeper import StoreKeeper
-from deployments.errors import FleetUnavailable, InvalidRequest
+from deployments.errors import FleetUnavailable, InvalidRequest, JournalError
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from deployments.controller.disk import Disk, File, LocalDisk
-from deployments.controller.state_lock import JournalError
+from deployments.errors import JournalError
 from deployments.ledger.decisions import Decision, compact, decode, encode
 from deployments.logs import serve_logger
 

@@ -6,7 +6,7 @@ one, and answer under the new name.
 
 from pathlib import Path
 
-from deployments.controller.state_lock import JournalError
+from deployments.errors import JournalError
 from deployments.ledger.ledger import Ledger
 
 

@@ -10,12 +10,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from deployments.errors import JournalError
+
 NAME = "lock"
 POLL_S = 0.05
-
-
-class JournalError(OSError):
-    """The state directory cannot be used; the message says what a person has to change."""
 
 
 class StateLock:

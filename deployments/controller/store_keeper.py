@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from deployments.controller.state_lock import JournalError
-from deployments.errors import InvalidRequest
+from deployments.errors import InvalidRequest, JournalError
 from deployments.ledger.promises import Promises
 from deployments.logs import serve_logger
 from deployments.weights.store.versions import Store

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from deployments.controller.state_lock import JournalError
+from deployments.errors import JournalError
 from tests.simulation.loop import PROCESS, Process
 
 

@@ -29,6 +29,7 @@ from app.command.launch import environment, why_not_started
 from app.command.ports import free_ports
 from app.command.submit import command, submit, why_not
 from app.settings.config import parse_config
+from deployments.errors import JournalError
 from tests.environment import users_environment
 
 
@@ -52,6 +53,8 @@ def test_a_wrong_setting_that_serve_reports_has_no_stack() -> None:
     )
     wrong = f"{stack}app.settings.errors.ConfigError: expected a Ray cluster with at least 3 GPUs, got one"
     assert why_not_started(wrong) == "expected a Ray cluster with at least 3 GPUs, got one"
+    used = f"{stack}{JournalError.__module__}.JournalError: /s: another controller uses it"
+    assert why_not_started(used) == "/s: another controller uses it"
     fault = f"{stack}RuntimeError: no weights here"
     assert why_not_started(fault) == fault
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.controller.state_lock import JournalError
+from deployments.errors import JournalError
 from tests.deployments.controller.fleet import Fleet, publish
 from tests.tiny_adapters import save_tiny_adapter
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from deployments.controller.journal import NAME, Journal
-from deployments.controller.state_lock import JournalError
 from deployments.controller.store_keeper import StoreKeeper
-from deployments.errors import InvalidRequest
+from deployments.errors import InvalidRequest, JournalError
 from deployments.ledger.decisions import Decision, Stored
 from deployments.ledger.ledger import Ledger
 from deployments.weights.store.manifest import VersionManifest
