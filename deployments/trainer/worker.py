@@ -14,6 +14,7 @@ from deployments.logs import serve_logger
 from deployments.lost_calls import repeated
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.reports import StoreResult
+from deployments.thread_priority import YieldingThread
 from deployments.trainer.checkpoint import BaseCheckpoint, summary
 from deployments.trainer.checkpoints import Checkpoints
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
@@ -25,7 +26,7 @@ from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import SavedCheckpoint
 from deployments.unary import UnaryHandle
-from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
+from deployments.weights.store.version_writer import SHARE_OF_A_CORE, CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
 from trainers.policy import DTYPES
@@ -33,6 +34,7 @@ from trainers.sources import ParameterSource
 from trainers.step_metrics import Metrics
 
 STORED_TIMEOUT_S = 60.0
+NICE = 10  # of a publish, on a CPU: streams wait for it more than it for them
 logger = serve_logger()
 
 
@@ -45,6 +47,7 @@ class TrainerWorker(TrainerRank):
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)
         self._base = BaseCheckpoint(Path(spec.model))
+        self._publish_thread = YieldingThread(NICE)
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
         """Join the group, load the newest stored version or the model, and be ready for steps.
@@ -75,6 +78,7 @@ class TrainerWorker(TrainerRank):
             write_files=partial(self._write_files, dtype=wire_dtype),
             on_stored=self._report_stored,
             on_failed=self._report_failed,
+            share=SHARE_OF_A_CORE if spec.device == "cpu" else 1.0,
         )
         if self._lacking and self._rank == 0:
             logger.warning(
@@ -105,6 +109,10 @@ class TrainerWorker(TrainerRank):
         Raises:
             SlipstreamError: as `Publisher.publish`; the fleet is as it was.
         """
+        publish = partial(self._publish, label)
+        return publish() if self._spec.device != "cpu" else self._publish_thread.run(publish)
+
+    def _publish(self, label: str | None) -> RoundReport | None:
         report = self._publisher.publish(label)
         if report is None:
             return None

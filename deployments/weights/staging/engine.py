@@ -33,15 +33,16 @@ from deployments.errors import TransferFailed
 from deployments.protocol.files import FilePart
 from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Check, Outcome
+from deployments.thread_priority import CoreShare
 from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import ConnectState, StagingState
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, wait_for
-from deployments.weights.staging.throttle import CoreShare, Throttle
+from deployments.weights.staging.throttle import Throttle
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.model_files import copy_model_files
 from deployments.weights.store.retained import RetainedVersions
-from deployments.weights.store.version_writer import VersionWriter
+from deployments.weights.store.version_writer import SHARE_OF_A_CORE, VersionWriter
 from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, missing, read_schema, torn
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest import inspect
@@ -81,7 +82,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.checkpoint = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
         self.staging = make_staging(vllm_config, self.device, model)
         self.retained = RetainedVersions()
-        self.version_writer = VersionWriter(write_files=partial(copy_model_files, self.checkpoint))
+        self.version_writer = VersionWriter(
+            write_files=partial(copy_model_files, self.checkpoint),
+            share=SHARE_OF_A_CORE if self.device.type == "cpu" else 1.0,
+        )
         self.schema = read_schema(Path(self.checkpoint))
         self._lacking: frozenset[str] = frozenset()  # what this connection's publisher does not have
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's

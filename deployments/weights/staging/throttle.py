@@ -1,9 +1,10 @@
 """Limits how much of the device's time staging takes beside running requests: delays between chunks.
 
-On a CPU the system says how much a thread has used (`CoreShare`). On a GPU the cost of a chunk is estimated
-from the fastest chunk so far, in seconds per byte. A chunk that was waited for (the trainer gathers its
-layers, a peer is late) took longer without using the device. So did the first chunk of an engine, for which
-kernels are compiled and loaders are recorded: nothing is known after it, and it has no delay.
+On a CPU the system says how much a thread has used (`deployments.thread_priority`). On a GPU the cost of a
+chunk is estimated from the fastest chunk so far, in seconds per byte. A chunk that was waited for (the
+trainer gathers its layers, a peer is late) took longer without using the device. So did the first chunk of an
+engine, for which kernels are compiled and loaders are recorded: nothing is known after it, and it has no
+delay.
 """
 
 import time
@@ -48,39 +49,3 @@ class Throttle:
     def resume(self) -> None:
         """The delay is over; the next chunk begins."""
         self._since = self._clock()
-
-
-class CoreShare:
-    """Delays of a thread that works beside others on the cores of a CPU. Used on that thread.
-
-    Args:
-        clock: seconds, never going back.
-        used: the seconds of a core that the calling thread has used.
-        wait: waits for so many seconds.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        used: Callable[[], float] = time.thread_time,
-        wait: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._clock, self._used, self._wait = clock, used, wait
-        self.begin(1.0)
-
-    def begin(self, share: float) -> None:
-        """Work begins.
-
-        Args:
-            share: of one core's time that it may take, in (0, 1]; 1 means no delays.
-        """
-        self._share = share
-        self._since, self._before = self._clock(), self._used()
-
-    def rest(self) -> None:
-        """Wait until no more than the share was used since `begin` or the last rest. Time for which the work
-        had no core counts as rest."""
-        if self._share < 1.0:
-            used = self._used() - self._before
-            self._wait(max(0.0, used / self._share - (self._clock() - self._since)))
-            self.begin(self._share)

@@ -8,7 +8,7 @@ endian), the header (JSON), then the tensors' bytes.
 
 import json
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,17 @@ from safetensors.torch import _TYPES
 
 ALIGNMENT = 8
 NAMES = {dtype: name for name, dtype in _TYPES.items()}
-WRITE_BYTES = 64 << 20
+WRITE_BYTES = 4 << 20  # some milliseconds
 
 
-def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def write_safetensors(
+    tensors: Mapping[str, torch.Tensor], path: Path, rest: Callable[[], None] = lambda: None
+) -> None:
     """Write tensors of any shape to one file.
 
     Args:
         tensors: by name, on the CPU. One that is not contiguous is copied while it is written.
+        rest: called after every few MiB.
 
     Raises:
         ValueError: a dtype that the format has no name for.
@@ -52,6 +55,7 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
             data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
             for start in range(0, len(data), WRITE_BYTES):
                 file.write(data[start : start + WRITE_BYTES])
+                rest()
 
 
 def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Tensor]:

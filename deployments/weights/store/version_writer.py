@@ -14,7 +14,7 @@ import torch
 
 from deployments.logs import serve_logger
 from deployments.protocol.reports import StoreResult
-from deployments.thread_priority import yield_to_others
+from deployments.thread_priority import CoreShare, yield_to_others
 from deployments.weights.store.integrity import check_same
 from deployments.weights.store.manifest import StoredTensor, VersionManifest
 from deployments.weights.store.safetensors_file import write_safetensors
@@ -23,6 +23,7 @@ from deployments.weights.wire.digest import digest
 from deployments.weights.wire.digest_definition import version_digest
 
 NICE = 5  # nobody waits for the store
+SHARE_OF_A_CORE = 0.25  # for fleets on a CPU; see `VersionWriter`
 logger = serve_logger()
 
 
@@ -50,6 +51,7 @@ class VersionWriter:
         on_stored: called on the thread for every version that is complete on the disk. What it raises becomes
             the problem of that version.
         on_failed: called on the thread for every version that could not be written.
+        share: of one core's time that writing may take while nobody waits for it, in (0, 1]; 1: no delays.
     """
 
     def __init__(
@@ -58,10 +60,14 @@ class VersionWriter:
         write_files: Callable[[Path], None],
         on_stored: Callable[[StoreResult], None] | None = None,
         on_failed: Callable[[StoreResult], None] | None = None,
+        share: float = 1.0,
     ) -> None:
         self._write_files = write_files
         self._on_stored = on_stored
         self._on_failed = on_failed
+        self._share = share
+        self._core_share = CoreShare()  # of the thread
+        self._awaited = 0  # callers of `wait`
         self._changed = threading.Condition()
         self._waiting: tuple[CommittedVersion, Store] | None = None
         self._writing = False
@@ -83,7 +89,11 @@ class VersionWriter:
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing waits or is being written; False if that takes longer than `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
+            self._awaited += 1
+            try:
+                return self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
+            finally:
+                self._awaited -= 1
 
     def _run(self) -> None:
         yield_to_others(NICE)
@@ -93,6 +103,7 @@ class VersionWriter:
                 assert self._waiting is not None
                 version, store = self._waiting
                 self._waiting, self._writing = None, True
+            self._core_share.begin(self._share)
             self._write(version, store)
             del version  # its tensors, before the next one is taken
             with self._changed:
@@ -101,7 +112,8 @@ class VersionWriter:
 
     def _write(self, version: CommittedVersion, store: Store) -> None:
         try:
-            result = _result(version, path=str(write_version(version, store, self._write_files)))
+            path = write_version(version, store, self._write_files, self._rest)
+            result = _result(version, path=str(path))
             if self._on_stored is not None:
                 self._on_stored(result)
             self.newest = version.version
@@ -115,8 +127,17 @@ class VersionWriter:
                 self._on_failed(result)
         self.result = result
 
+    def _rest(self) -> None:
+        if not self._awaited:
+            self._core_share.rest()
 
-def write_version(version: CommittedVersion, store: Store, write_files: Callable[[Path], None]) -> Path:
+
+def write_version(
+    version: CommittedVersion,
+    store: Store,
+    write_files: Callable[[Path], None],
+    rest: Callable[[], None] = lambda: None,
+) -> Path:
     """Write a checkpoint directory with its manifest, and return it.
 
     A version that is in the store already, with these weights, stays as it is: its writer was lost before it
@@ -124,26 +145,26 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
 
     Args:
         write_files: writes the config and tokenizer files beside the weights.
+        rest: called after every few MiB.
 
     Raises:
         ValueError: a tensor is not what arrived (`expected_digests`), or has a dtype that safetensors lacks;
             or the store has this version with other weights.
         OSError: the directory cannot be written.
     """
-    manifest = _manifest(version)
+    manifest = _manifest(version, rest)
     try:
         with store.writing(manifest) as directory:
             write_files(directory)
-            write_safetensors({**version.tensors, **version.added}, directory / "model.safetensors")
+            write_safetensors({**version.tensors, **version.added}, directory / "model.safetensors", rest)
     except FileExistsError:
         check_same(store.manifest_of(version.version), manifest)
         logger.warning("version %d is in the store already", version.version)
     return store.path_of(version.version)
 
 
-def _manifest(version: CommittedVersion) -> VersionManifest:
-    # One at a time: a strided tensor is copied for its digest, and the copy is freed before the next.
-    actual = {name: digest(tensor.contiguous()) for name, tensor in version.tensors.items()}
+def _manifest(version: CommittedVersion, rest: Callable[[], None]) -> VersionManifest:
+    actual = _digests(version.tensors, rest)
     expected = version.expected_digests
     corrupted = [] if expected is None else [name for name in actual if expected.get(name) != actual[name]]
     if corrupted:
@@ -157,7 +178,7 @@ def _manifest(version: CommittedVersion) -> VersionManifest:
             f"written has {combined}"
         )
     everything = {**version.tensors, **version.added}
-    actual |= {name: digest(tensor.contiguous()) for name, tensor in version.added.items()}
+    actual |= _digests(version.added, rest)
     return VersionManifest(
         version=version.version,
         label=version.label,
@@ -173,6 +194,14 @@ def _manifest(version: CommittedVersion) -> VersionManifest:
             for name, tensor in everything.items()
         },
     )
+
+
+def _digests(tensors: Mapping[str, torch.Tensor], rest: Callable[[], None]) -> dict[str, int]:
+    found = {}
+    for name, tensor in tensors.items():
+        found[name] = digest(tensor.contiguous())  # a copy is freed before the next one is made
+        rest()
+    return found
 
 
 def _result(version: CommittedVersion, *, path: str = "", problem: str = "") -> StoreResult:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.weights.staging.throttle import CoreShare, Throttle
+from deployments.weights.staging.throttle import Throttle
 
 
 class Clock:
@@ -35,27 +35,6 @@ def used(clock: Clock, share: float, seconds: float = 0.5) -> Throttle:
     chunk(throttle, clock, seconds)
     throttle.begin(share)
     return throttle
-
-
-def test_a_core_is_left_alone_until_the_share_of_it_is_kept(clock: Clock) -> None:
-    used, waited = Clock(), []
-    share = CoreShare(clock, used, waited.append)
-    share.begin(0.25)
-    clock.now, used.now = 1.0, 1.0
-    share.rest()
-    clock.now, used.now = 6.0, 2.0  # the work had no core for most of the time
-    share.rest()
-    clock.now, used.now = 6.5, 2.5
-    share.rest()
-    assert waited == pytest.approx([3.0, 0.0, 1.5])
-
-
-def test_a_share_of_one_never_waits(clock: Clock) -> None:
-    used, waited = Clock(), []
-    share = CoreShare(clock, used, waited.append)
-    clock.now, used.now = 1.0, 1.0
-    share.rest()
-    assert waited == []
 
 
 def test_a_tenth_of_the_time_is_taken(clock: Clock) -> None:
