@@ -7,7 +7,7 @@ The fleet needs a trainer, `kv_cache: recompute`, and engines whose answers do n
 engine does that is started from the new weights with the earlier tokens as its prompt. That is checked for
 every request, token by token, with an engine in a process of its own.
 
-    start the requests ─► N tokens of each ─► pause ─► train, publish ─► resume ─► the rest ─► compare
+    train ─► start the requests ─► N tokens of each ─► pause ─► publish ─► resume ─► the rest ─► compare
 """
 
 import asyncio
@@ -48,6 +48,10 @@ class Options:
         bool,
         typer.Option(help="ask that engine again alone where log-probabilities differ: its own rounding"),
     ] = False
+    train: Annotated[
+        bool,
+        typer.Option(help="a step first; without one the same weights go out, and what drifts is rounding"),
+    ] = True
     environment: Annotated[
         str, typer.Option(help="of that engine (JSON); CUDA_VISIBLE_DEVICES says where it runs")
     ] = ENVIRONMENT
@@ -176,8 +180,8 @@ def scenario(settings: Options) -> list[Comparison]:
         model = fleet.send(calls.model())
         texts = [f"{number} and {number + 1} make" for number in range(settings.requests)]
         prompts = [fleet.send(calls.tokenize(model, text)) for text in texts]
-        # Before the pause: a paused fleet answers nothing.
-        fleet.send(calls.step(sample(fleet, model, prompts[0])))
+        if settings.train:  # before the pause: a paused fleet answers nothing
+            fleet.send(calls.step(sample(fleet, model, prompts[0])))
         running = asyncio.run(in_flight(settings, token, model, prompts))
         with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
             saved = fleet.send(calls.save(directory)).path

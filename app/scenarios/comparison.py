@@ -19,11 +19,13 @@ class Drift:
 
     Attributes:
         at: the first token whose log-probability is not the same, counted from the answer's start.
+        tokens: how many have another one.
         first: by how much its log-probability differs.
         largest: by how much that of any token does.
     """
 
     at: int
+    tokens: int
     first: float
     largest: float
 
@@ -57,7 +59,10 @@ class Comparison:
         if self.alone_differs_at is not None:
             said += f" (a fresh engine's own answer alone neither, from token {self.alone_differs_at} on)"
         if self.drift is not None:
-            said += f"; log-probabilities from token {self.drift.at} on by up to {self.drift.largest:.2g}"
+            said += (
+                f"; log-probabilities of {self.drift.tokens} tokens, from token {self.drift.at} on, "
+                f"by up to {self.drift.largest:.2g}"
+            )
         if self.alone_drift is not None:
             said += f" (a fresh engine's own, alone, by up to {self.alone_drift.largest:.2g})"
         return said
@@ -107,6 +112,9 @@ def _differences(start: int, one: ScoredTokens, other: ScoredTokens) -> tuple[in
     compared = None if differs is None else differs + 1
     scores = zip(one.logprobs[:compared], other.logprobs[:compared], strict=True)
     off = [abs(mine - its) for mine, its in scores]
-    first = next((index for index, value in enumerate(off) if value), None)
-    drift = None if first is None else Drift(at=start + first, first=off[first], largest=max(off))
+    changed = [index for index, value in enumerate(off) if value]
+    drift = None
+    if changed:
+        at = changed[0]
+        drift = Drift(at=start + at, tokens=len(changed), first=off[at], largest=max(off))
     return (None if differs is None else start + differs), drift

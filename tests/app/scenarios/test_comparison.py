@@ -46,7 +46,7 @@ def test_log_probabilities_say_where_answers_drift_apart_and_by_how_much() -> No
     engine.logprobs = [-1.0, -1.25, -3.0]
     same, other, _ = compare(SWITCHES, CONTINUED, engine, drifting_alone=True)
     assert engine.asked == [([0, 1, 2], 3), ([0, 1, 2], 1)], "whatever drifts is asked for again"
-    assert (same.differs_at, same.drift) == (None, Drift(at=3, first=0.25, largest=2.0))
-    assert (other.differs_at, other.drift) == (3, Drift(at=3, first=0.25, largest=0.25))
+    assert (same.differs_at, same.drift) == (None, Drift(at=3, tokens=2, first=0.25, largest=2.0))
+    assert (other.differs_at, other.drift) == (3, Drift(at=3, tokens=1, first=0.25, largest=0.25))
     assert same.alone_drift is None, "the engine's own answers are the same"
-    assert same.sentence() == "yes; log-probabilities from token 3 on by up to 2"
+    assert same.sentence() == "yes; log-probabilities of 2 tokens, from token 3 on, by up to 2"
