@@ -205,8 +205,11 @@ class StoreAssignment:
         """Members that retain a version which is in the store, or an older one."""
         for member in self._membership.live():
             retained = member.retained_version
-            stored = retained is not None and retained <= self._versions.stored_version
-            if retained is not None and stored and not member.has_queued(Forget):
+            if retained is None or retained > self._versions.stored_version:
+                continue
+            # It may have been told to forget an older one, while it took part in a round.
+            bodies = (queued.instruction.body for queued in member.queue)
+            if not any(isinstance(body, Forget) and body.version >= retained for body in bodies):
                 yield member, retained
 
 

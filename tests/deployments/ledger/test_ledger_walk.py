@@ -87,7 +87,7 @@ class CheckedRollingWalk(CheckedWalk):
 
 
 WALK = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=2 * settings().max_examples, stateful_step_count=50, suppress_health_check=list(HealthCheck)
 )
 TestTogether = Walk.TestCase
 TestTogether.settings = WALK

@@ -234,3 +234,19 @@ def test_the_status_says_at_once_that_the_trainer_could_not_write_its_version() 
     scene.ledger.set_unstored(2, "disk full", scene.now)
     scene.ledger.set_stored(2, "/store/v2", None, scene.now)
     assert problem(scene) is None
+
+
+def test_a_version_that_is_stored_during_its_commit_is_forgotten_without_a_tick() -> None:
+    """Found by a random walk: the order to forget the version before is still queued then."""
+    scene = scene_of(1)
+    [replica] = scene.replicas
+    replica.outcomes[WriteVersion] = Outcome.REJECTED
+    publish(scene)
+    assert replica.retained_version == 1
+    call = scene.close(scene.receive(persist=True))
+    while scene.ledger.committed_version < 2:
+        scene.poll(1)  # until the round is decided, and its commit ordered
+    scene.ledger.set_stored(2, "/store", None, scene.now)
+    scene.poll(3)
+    assert report_of(call).phase == "committed"
+    assert replica.names().count("forget") == 2 and replica.retained_version is None
