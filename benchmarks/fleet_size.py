@@ -156,6 +156,7 @@ class Measured:
     round_cpu_s: float
     idle_cpu: float  # share of a core between rounds
     joined_s: float  # until all serve, from the start of the first
+    join_cpu_s: float
     fleet_s: float
     fleet_99_s: float
     alone: dict[str, tuple[float, int]]  # between rounds, by question: seconds, bytes of JSON
@@ -177,6 +178,7 @@ async def serve_rounds(count: int, processes: int, directory: str) -> Measured:
     share = -(-count // processes)
     firsts = range(0, count, share)
     followers = [remote(Followers).remote(first, min(share, count - first)) for first in firsts]
+    before = await handle.cpu_s.remote()
     await asyncio.gather(*[each.start.remote() for each in followers])
     began = time.monotonic()
     while sum(await asyncio.gather(*[each.serving.remote() for each in followers])) < count:
@@ -184,6 +186,7 @@ async def serve_rounds(count: int, processes: int, directory: str) -> Measured:
             raise TimeoutError(f"not all of {count} replicas serve after {START_S:g} s")
         await asyncio.sleep(0.1)
     joined_s = time.monotonic() - began
+    join_cpu_s = await handle.cpu_s.remote() - before
     asker = remote(Asker).remote()
     await asker.start.remote()
     lease = await handle.acquire.remote("benchmark")
@@ -217,6 +220,7 @@ async def serve_rounds(count: int, processes: int, directory: str) -> Measured:
         fleet_s=statistics.median(taken),
         fleet_99_s=taken[int(0.99 * (len(taken) - 1))],
         joined_s=joined_s,
+        join_cpu_s=join_cpu_s,
         alone=alone,
     )
 
@@ -247,10 +251,11 @@ def main() -> None:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
             serve.start(http_options={"location": "NoServer"})
             print(
-                "| replicas | all serve after (s) | round (s) | CPU of the controller (s) "
+                "| replicas | all serve after (s) | CPU of the controller until then (s) "
+                "| round (s) | CPU of the controller (s) "
                 "| its idle share of a core | `/fleet` during rounds: median, 99 % (ms) "
                 "| between rounds, ms and kB of JSON: health, fleet, rounds, events |\n"
-                "|---|---|---|---|---|---|---|"
+                "|---|---|---|---|---|---|---|---|"
             )
             for count in options.serve:
                 path = Path(directory) / str(count)
@@ -260,7 +265,8 @@ def main() -> None:
                     f"{1000 * took:.0f}, {size / 1e3:.1f}" for took, size in seen.alone.values()
                 )
                 print(
-                    f"| {count} | {seen.joined_s:.1f} | {seen.round_s:.2f} | {seen.round_cpu_s:.2f} "
+                    f"| {count} | {seen.joined_s:.1f} | {seen.join_cpu_s:.1f} "
+                    f"| {seen.round_s:.2f} | {seen.round_cpu_s:.2f} "
                     f"| {seen.idle_cpu:.2f} | {1000 * seen.fleet_s:.0f}, {1000 * seen.fleet_99_s:.0f} "
                     f"| {alone} |",
                     flush=True,

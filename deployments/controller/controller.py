@@ -3,7 +3,8 @@
     replica    poll ──► waits up to `poll_s` for updates of its own ──► Directive
     publisher  connect, send, close_round ──► waits until the replicas have answered
 
-What waits, ticks and writes to the disk is in `durable_ledger`, the calls for adapters in `adapter_calls`.
+What waits and ticks is in `durable_ledger`, what writes to the disk in `journal_writer`. The calls of
+publishers are in `publisher_calls`, those for adapters in `adapter_calls`.
 """
 
 import asyncio
@@ -21,20 +22,19 @@ from deployments.controller.durable_ledger import DurableLedger
 from deployments.controller.liveness import End, IsAlive
 from deployments.controller.pace import Pace
 from deployments.controller.poll_server import PollServer
+from deployments.controller.publisher_calls import PublisherCalls
 from deployments.controller.room import Room, no_limit
 from deployments.controller.served_model import check_model
 from deployments.controller.store_keeper import StoreKeeper
-from deployments.errors import FleetUnavailable, InvalidRequest, JournalError
+from deployments.errors import FleetUnavailable, JournalError
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.store_assignment import StoreLocation
 from deployments.poll_line import PollAddress
-from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Directive, JoinAnswer
-from deployments.protocol.json_values import json_only
 from deployments.protocol.operations import Operation
-from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions, RoundReport
+from deployments.protocol.publishing import RoundReport
 from deployments.protocol.reports import Report, Unloadable
 from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
 from deployments.weights.store.versions import Store
@@ -42,7 +42,7 @@ from deployments.weights.store.versions import Store
 MAX_EVENTS_WAIT_S = 30.0
 
 
-class Controller(AdapterCalls):
+class Controller(PublisherCalls, AdapterCalls):
     """Serve's deployment class of the controller; one per fleet.
 
     Args:
@@ -134,15 +134,18 @@ class Controller(AdapterCalls):
             FleetUnavailable: a newer poll of the same replica superseded this one, or came before it.
         """
         self._durable.enter()
-        news = self._ledger.on_report(report, self._durable.now())
-        news = news or report.incarnation in self._polls  # which is superseded, and ends
+        follows = self._ledger.on_report(report, self._durable.now())
+        looked = self._durable.look_soon() if follows else self._durable.looks
+        supersedes = report.incarnation in self._polls
         mine = self._polls[report.incarnation] = object()
-        self._durable.change(wake=news)
+        self._durable.change(wake=supersedes)
+
+        def ready() -> bool:
+            superseded = self._polls.get(report.incarnation) is not mine
+            return superseded or (self._durable.looks >= looked and self._ledger.has_updates(report))
+
         try:
-            await self._durable.wait(
-                lambda: self._polls.get(report.incarnation) is not mine or self._ledger.has_updates(report),
-                self._pace.wait_s(report),
-            )
+            await self._durable.wait(ready, self._pace.wait_s(report))
             if self._polls.get(report.incarnation) is not mine:
                 raise FleetUnavailable(f"a newer poll of {report.replica_id} superseded this one")
             has_updates = self._ledger.has_updates(report)
@@ -159,101 +162,7 @@ class Controller(AdapterCalls):
             if self._polls.get(report.incarnation) is mine:
                 del self._polls[report.incarnation]
 
-    # -- publisher ----------------------------------------------------------------------------
-
-    async def acquire(self, publisher: str) -> Lease:
-        """The lease, to publish.
-
-        Raises:
-            Conflict: another publisher holds it.
-            FleetUnavailable: an update could not be recorded.
-        """
-        async with self._durable.answer(records=True):
-            return self._ledger.acquire(publisher, self._durable.now())
-
-    async def session(self, publisher: str, renew: bool) -> PublisherSession:
-        """The token and the open round of a publisher whose calls carry no token; acquires if needed.
-
-        Args:
-            renew: whether the call belongs to the open round; others do not keep a lost publisher's round.
-
-        Raises:
-            Conflict: another publisher holds the lease.
-        """
-        async with self._durable.answer():
-            return self._ledger.session(publisher, self._durable.now(), renew=renew)
-
-    async def renew(self, token: int) -> Lease:
-        """To be called well within the lease's duration, also while waiting for another call.
-
-        Raises:
-            StalePublisher: the token is not the current one, as in all calls of a publisher below.
-        """
-        async with self._durable.answer():
-            return self._ledger.renew(token, self._durable.now())
-
-    async def release(self, token: int) -> None:
-        """Give the lease back; an undecided round is aborted."""
-        async with self._durable.answer():
-            self._ledger.release(token, self._durable.now())
-
-    async def connect(self, token: int, init_info: Mapping[str, JsonValue]) -> int:
-        """Returns a connection id once every replica is connected.
-
-        Raises:
-            InvalidRequest: `init_info` is not JSON, does not fit the members, or no replica could connect.
-            Conflict: a replica is gone; connect again.
-        """
-        async with self._durable.answer():
-            checked = json_only(init_info, "init_info")
-            if not isinstance(checked, dict):
-                raise InvalidRequest(f"init_info: expected an object, got {type(init_info).__name__}")
-            await self._durable.wait(self._ledger.is_complete, None)  # ranks are counted over all who serve
-            return int(await self._durable.result(self._ledger.connect(token, checked, self._durable.now())))
-
-    async def disconnect(self, token: int) -> dict[str, JsonValue]:
-        """Every serving replica closes its end of the connection."""
-        async with self._durable.answer():
-            return dict(await self._durable.result(self._ledger.disconnect(token, self._durable.now())))
-
-    async def open_round(self, token: int, options: RoundOptions | None = None) -> int:
-        """Returns the round's id.
-
-        Raises:
-            Conflict: another round is open, the weights sleep, or the publisher must connect again.
-            FleetUnavailable: too few replicas, or the round could not be recorded.
-        """
-        async with self._durable.answer(records=True):
-            await self._durable.wait(self._ledger.is_complete, None)
-            return self._ledger.open_round(token, options or RoundOptions(), self._durable.now())
-
-    async def send(self, token: int, round_id: int, payload: JsonValue | FilePart) -> None:
-        """Returns once every participant has received. A collective's data must flow meanwhile.
-
-        Raises:
-            InvalidRequest: the payload is not JSON, or every replica rejected it.
-            RoundAborted: the round ended.
-        """
-        async with self._durable.answer():
-            checked = payload if isinstance(payload, FilePart) else json_only(payload, "payload")
-            await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
-
-    async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:
-        """Verify and commit; returns when every participant has swapped. See `Ledger.close_round`.
-
-        Raises:
-            InvalidRequest: every replica rejected what was sent.
-            RoundAborted: the round was aborted for another reason.
-        """
-        async with self._durable.answer():
-            call = self._ledger.close_round(token, round_id, label, self._durable.now())
-            report: RoundReport = await self._durable.result(call)
-            return report
-
-    async def abort_round(self, token: int, round_id: int, reason: str) -> None:
-        """The fleet goes on serving the old version."""
-        async with self._durable.answer():
-            self._ledger.abort_round(token, round_id, reason, self._durable.now())
+    # -- the fleet -----------------------------------------------------------------------------
 
     async def call(self, operation: Operation) -> dict[str, JsonValue]:
         """Carry an operation out on every serving replica: its answers by replica id.

@@ -1,15 +1,14 @@
 """The ledger in time: its decisions made durable, its deadlines checked, its pending calls awaited.
 
     call     changes the ledger ─► wakes those whose wait is over ─► answers once its decisions are durable
-    disk     decisions to the journal, one write and one sync for all that came meanwhile, in a thread
+    report   taken in ─► one look at what follows from all reports of this moment
+    disk     decisions to the journal, see `journal_writer`
     ticker   deadlines and leases
     watcher  whether the processes of silent members still exist; ends those that stand still
 
-The event loop never waits for the disk: replicas are heard while it is slow. What is answered waits for every
-decision that the answer may depend on, so nobody can learn of a decision that is not on disk. While the disk
-is full, a publisher's call is refused before it changes the ledger, and serving goes on with the space that
-the journal has reserved. If the disk fails or hangs, or that space is used up, nothing is answered any more
-and the health check fails: the next process recovers from what is written.
+What is answered waits for every decision that the answer may depend on, so nobody can learn of a decision
+that is not on disk. If decisions cannot be written, nothing is answered any more and the health check fails:
+the next process recovers from what is written.
 
 All times come from `now`, which knows that time in which this process stood still (a frozen machine) is
 nobody's delay.
@@ -18,28 +17,24 @@ nobody's delay.
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from deployments.controller.disk import Disk
 from deployments.controller.journal import Journal
+from deployments.controller.journal_writer import JournalWriter
 from deployments.controller.liveness import End, IsAlive, Processes
 from deployments.controller.log_lines import LogLines
 from deployments.controller.waits import Waits
-from deployments.errors import FleetUnavailable
-from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.members import PendingCall
 from deployments.logs import serve_logger
 
 LOCK_WAIT_S = 10.0  # for a predecessor to end
+LOOK_SHARE = 0.2
 STALL_S = 2.0  # the ticker runs several times as often
-DISK_S = 60.0  # one write; after that the disk hangs, and the next process may have more luck
 
-T = TypeVar("T")
 logger = serve_logger()
 
 
@@ -70,19 +65,20 @@ class DurableLedger:
         self._clock = clock
         self._on_tick = on_tick
         self._log_lines = LogLines()
-        self._journal = Journal(state_dir, lock_wait_s=LOCK_WAIT_S, disk=disk)
+        journal = Journal(state_dir, lock_wait_s=LOCK_WAIT_S, disk=disk)
         self._last_now = clock()
-        self._ledger.recover(self._journal.recovered, self._last_now, uuid.uuid4().hex)
-        self._journal.append(self._ledger.take_decisions())
-        self._disk_problem: str | None = None
-        self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._unwritten: list[Decision] = []
-        self._made = self._durable = 0  # decisions of this process; those on disk
-        self._writing: asyncio.Task[None] | None = None
+        self._ledger.recover(journal.recovered, self._last_now, uuid.uuid4().hex)
+        journal.append(self._ledger.take_decisions())
         self._waits = Waits()
-        self._written = asyncio.Event()
+        self._writer = JournalWriter(journal, on_written=self._log, on_failure=self._waits.end_all)
         self._running: list[asyncio.Task[None]] = []
-        self._failure: str | None = None
+        self._looks, self._looks_soon = 0, False
+        self._look_at = 0.0  # not before that time of the event loop
+
+    @property
+    def looks(self) -> int:
+        """How often it was looked at what follows from reports; see `look_soon`."""
+        return self._looks
 
     def enter(self) -> None:
         """The beginning of every call.
@@ -90,14 +86,12 @@ class DurableLedger:
         Raises:
             FleetUnavailable: decisions could not be written.
         """
-        if self._failure is not None:
-            message = f"the controller cannot write its decisions and is being replaced: {self._failure}"
-            raise FleetUnavailable(message, {"restarting": True})
+        self._writer.check()
         if not self._running:
             loop = asyncio.get_running_loop()
             self._running = [
-                loop.create_task(each())
-                for each in (self._tick_forever, self._watch_forever, self._keep_disk)
+                loop.create_task(each)
+                for each in (self._tick_forever(), self._watch_forever(), self._writer.keep(self._tick_s))
             ]
 
     def now(self) -> float:
@@ -118,14 +112,7 @@ class DurableLedger:
         Raises:
             FleetUnavailable: the disk has no space for what may follow from it.
         """
-        if self._disk_problem is not None or not self._journal.has_space:
-            await self._reserve()
-        if self._disk_problem is not None:
-            raise FleetUnavailable(
-                f"the controller cannot record updates: {self._disk_problem}; the fleet serves on. "
-                "Free space on the disk of 'state_dir'",
-                {"disk": self._disk_problem},
-            )
+        await self._writer.check_space()
 
     def change(self, *, wake: bool = True) -> int:
         """The ledger may have changed: hand its decisions to the disk, and look whose wait is over.
@@ -136,16 +123,26 @@ class DurableLedger:
         Returns:
             What `durable` waits for.
         """
-        decisions = self._ledger.take_decisions()
-        if decisions:
-            self._unwritten += decisions
-            self._made += len(decisions)
-            if self._writing is None:
-                self._writing = asyncio.get_running_loop().create_task(self._write())
+        self._writer.write(self._ledger.take_decisions())
         self._log()
         if wake:
             self._waits.look_soon()
-        return self._made
+        return self._writer.made
+
+    def look_soon(self) -> int:
+        """Something may follow from a report: look once, for all reports that are taken in meanwhile.
+
+        A look is at all members: one for each of a thousand that join would be a million. So looks take at
+        most `LOOK_SHARE` of this loop's time. In a small fleet one takes less than a millisecond.
+
+        Returns:
+            What `looks` will be then.
+        """
+        if not self._looks_soon:
+            self._looks_soon = True
+            loop = asyncio.get_running_loop()
+            loop.call_at(max(self._look_at, loop.time()), self._look)
+        return self._looks + 1
 
     async def durable(self, made: int) -> None:
         """Wait until so many decisions are on disk.
@@ -153,10 +150,7 @@ class DurableLedger:
         Raises:
             FleetUnavailable: they could not be written.
         """
-        while self._durable < made:
-            self.enter()
-            await self._written.wait()
-        self.enter()
+        await self._writer.durable(made)
 
     @asynccontextmanager
     async def answer(self, *, records: bool = False, asks: bool = False) -> AsyncIterator[None]:
@@ -190,88 +184,39 @@ class DurableLedger:
         await self._waits.wait(ready, timeout_s)
         self.enter()
 
-    # -- the disk -----------------------------------------------------------------------------
-
-    async def _write(self) -> None:
-        """Write what there is to write, and what comes meanwhile."""
-        while self._unwritten and self._failure is None:
-            decisions, self._unwritten = self._unwritten, []
-            try:
-                await self._on_disk(partial(self._journal.append, decisions))
-            except Exception as error:  # whatever it was, the decisions are not on the disk
-                self._fail(error)
-            else:
-                self._durable += len(decisions)
-                self._written.set()
-                self._written = asyncio.Event()
-                self._log()
-        self._writing = None
+    def _look(self) -> None:
+        self._looks, self._looks_soon = self._looks + 1, False
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            self._ledger.advance(self.now())
+        except Exception:  # the next tick looks again
+            logger.exception("looking at what follows from reports failed")
+        self.change()
+        took_s = loop.time() - began
+        self._look_at = began + took_s / LOOK_SHARE
 
     def _log(self) -> None:
-        if self._durable == self._made:  # a log does not say what may be lost
+        if self._writer.all_written:  # a log does not say what may be lost
             self._log_lines.write(self._ledger.events_since(self._log_lines.last_id))
-
-    def _fail(self, error: Exception) -> None:
-        if self._failure is not None:
-            return
-        self._failure = str(error)
-        logger.error("decisions lost, and the controller answers no more: %s", error)
-        # The next process may take over at once; not before a write that hangs has come back.
-        asyncio.get_running_loop().run_in_executor(self._disk_thread, self._journal.close)
-        self._written.set()
-        self._waits.end_all()
-
-    async def _on_disk(self, action: Callable[[], T]) -> T:
-        """Run it in the thread that alone uses the journal.
-
-        Raises:
-            TimeoutError: the disk hangs.
-            Exception: what the action raised.
-        """
-        done = asyncio.get_running_loop().run_in_executor(self._disk_thread, action)
-        try:
-            async with asyncio.timeout(DISK_S):  # not wait_for, which can swallow a cancellation
-                return await asyncio.shield(done)
-        except TimeoutError:
-            raise TimeoutError(f"the disk has not answered for {DISK_S:g} s") from None
-
-    async def _keep_disk(self) -> None:
-        """The journal stays where a successor looks for it, and has space."""
-        while self._failure is None:
-            await asyncio.sleep(self._tick_s)
-            try:
-                await self._on_disk(self._journal.stay)
-                await self._reserve()
-            except Exception as error:  # it cannot be put back
-                self._fail(error)
-
-    async def _reserve(self) -> None:
-        """Reserve space in the journal; say so when that begins or ceases to be possible."""
-        if self._journal.has_space and self._disk_problem is None:
-            return
-        before, self._disk_problem = self._disk_problem, await self._on_disk(self._journal.reserve)
-        if self._disk_problem is not None and before is None:
-            logger.error("no space for decisions, publishers are refused: %s", self._disk_problem)
-        elif self._disk_problem is None and before is not None:
-            logger.warning("there is space for decisions again: publishers are admitted")
 
     # -- time ---------------------------------------------------------------------------------
 
     async def _tick_forever(self) -> None:
-        while self._failure is None:
+        while not self._writer.failed:
             await asyncio.sleep(self._tick_s)
             try:
                 silent = self._ledger.tick(self.now())
                 self.change()
                 for replica_id in silent:
                     self._processes.end(replica_id)
-                if self._durable == self._made:  # what it removes must not be what a successor knows
+                if self._writer.all_written:  # what it removes must not be what a successor knows
                     self._on_tick()
             except Exception:  # the ticker enforces every deadline: it must go on
                 logger.exception("controller tick failed")
 
     async def _watch_forever(self) -> None:
-        while self._failure is None:
+        while not self._writer.failed:
             await asyncio.sleep(self._tick_s)
             try:
                 await self._check_silent()
@@ -280,24 +225,19 @@ class DurableLedger:
 
     async def _check_silent(self) -> None:
         silent = self._ledger.silent_since(self.now() - self._silent_s())
-        for replica_id, incarnation in await self._processes.gone(silent):
-            self._ledger.lost(replica_id, incarnation, "its process is gone", self.now())
+        if gone := await self._processes.gone(silent):
+            self._ledger.lost(gone, "its process is gone", self.now())
             self.change()
 
     def release(self) -> None:
         """Give the state directory to the next process, before anybody has called."""
-        self._journal.close()
-        self._disk_thread.shutdown(wait=False)
+        self._writer.release()
 
     async def aclose(self) -> None:
         """End what runs, and close the journal."""
-        self._failure = "it is closed" if self._failure is None else self._failure
+        self._writer.end()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._processes.close()
-        try:
-            await self._on_disk(self._journal.close)
-        except TimeoutError as error:
-            logger.error("the journal is not closed: %s", error)
-        self._disk_thread.shutdown(wait=False)
+        await self._writer.aclose()

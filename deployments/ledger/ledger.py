@@ -2,8 +2,9 @@
 
 A pure state machine. It never waits, reads no clock and does no I/O: `now` is an argument, in
 seconds; what others wait for is a `PendingCall` that some later event completes. Public methods end in
-`_advance`, which looks at all members and runs whatever became possible. A report from which nothing can
-follow does not: what it misses by mistake happens with the next tick.
+`advance`, which looks at all members and runs whatever became possible. `on_report` does not: from most
+reports nothing can follow, and for those that come together one look is enough. What is missed by mistake
+happens with the next tick.
 
     publisher   acquire, connect, open_round, send, close_round ─► PendingCall   waits for the replicas
     replica     poll(Report) ─► Directive                                        waits for updates (the shell)
@@ -102,19 +103,17 @@ class Ledger:
 
     def poll(self, report: Report, now: float) -> Directive:
         """Registration, heartbeat and acknowledgements in one; idempotent."""
-        self.on_report(report, now)
+        if self.on_report(report, now):
+            self.advance(now)
         return self.directive(report)
 
     def on_report(self, report: Report, now: float) -> bool:
         """The first half of a poll: take the report in. Raises FleetUnavailable if it was overtaken.
 
         Returns:
-            Whether anything may have changed for others than its sender.
+            Whether anything may follow from it: `advance` is due then, at the latest with the next tick.
         """
-        follows = self._admission.on_report(report, now)
-        if follows:
-            self._advance(now)
-        return follows
+        return self._admission.on_report(report, now)
 
     def directive(self, report: Report) -> Directive:
         """The second half of a poll: its answer."""
@@ -132,10 +131,11 @@ class Ledger:
         """Whether this replica works on an instruction, or drains: its next report is wanted soon."""
         return bool((it := self._membership.get(report.replica_id)) and (it.queue or it.draining))
 
-    def lost(self, replica_id: str, incarnation: str, reason: str, now: float) -> None:
-        """The shell learned that this process is gone."""
-        self._admission.lost(replica_id, incarnation, reason, now)
-        self._advance(now)
+    def lost(self, processes: Iterable[tuple[str, str]], reason: str, now: float) -> None:
+        """The shell learned that these (replica id, incarnation) are gone."""
+        for replica_id, incarnation in processes:
+            self._admission.lost(replica_id, incarnation, reason, now)
+        self.advance(now)
 
     def silent_since(self, before: float) -> list[tuple[str, str]]:
         """(replica id, incarnation) of those that have not polled since, starting ones too."""
@@ -146,13 +146,13 @@ class Ledger:
     def acquire(self, publisher: str, now: float) -> Lease:
         """Issue the lease; see `Publishers.acquire`."""
         lease = self._publishers.acquire(publisher, now)
-        self._advance(now)
+        self.advance(now)
         return lease
 
     def session(self, publisher: str, now: float, *, renew: bool) -> PublisherSession:
         """The session of a publisher whose calls carry no token; see `Publishers.session`."""
         session = self._publishers.session(publisher, now, renew=renew)
-        self._advance(now)
+        self.advance(now)
         return session
 
     def renew(self, token: int, now: float) -> Lease:
@@ -162,14 +162,14 @@ class Ledger:
     def release(self, token: int, now: float) -> None:
         """Give the lease back; an undecided round is aborted."""
         self._publishers.release(token, now)
-        self._advance(now)
+        self.advance(now)
 
     def connect(self, token: int, init_info: Mapping[str, JsonValue], now: float) -> PendingCall:
         """Every member joins the publisher's transfer group; see `Connections.connect`."""
         publisher = self.renew(token, now).publisher
         self._versions.require_no_round("connect")
         call = self._connections.connect(publisher, init_info, now)
-        self._advance(now)
+        self.advance(now)
         return call
 
     def disconnect(self, token: int, now: float) -> PendingCall:
@@ -185,14 +185,14 @@ class Ledger:
         connection = None if options.file_bytes is not None else self._connections.of(publisher)
         self._desired_state.check_awake(0 if connection is None else connection.lacking)
         round_id = self._staging.open(self._storing.permitted(options), connection, now)
-        self._advance(now)
+        self.advance(now)
         return round_id
 
     def send(self, token: int, round_id: int, payload: JsonValue | FilePart, now: float) -> PendingCall:
         """Every participant receives one payload; see `StagingPhase.send`."""
         self.renew(token, now)
         call = self._staging.send(round_id, payload, now)
-        self._advance(now)
+        self.advance(now)
         return call
 
     def send_adapter(self, token: int, load_id: str, payload: JsonValue, now: float) -> PendingCall:
@@ -200,7 +200,7 @@ class Ledger:
         publisher = self.renew(token, now).publisher
         self._versions.require_no_round("send an adapter")
         call = self._transfers.send(publisher, ReceiveAdapter(load_id=load_id, payload=payload), now)
-        self._advance(now)
+        self.advance(now)
         return call
 
     def close_round(self, token: int, round_id: int, label: str | None, now: float) -> PendingCall:
@@ -209,7 +209,7 @@ class Ledger:
         if call is None:
             self.renew(token, now)
             call = self._staging.close(round_id, label, now)
-        self._advance(now)
+        self.advance(now)
         return call
 
     def abort_round(self, token: int, round_id: int, reason: str, now: float) -> None:
@@ -218,25 +218,25 @@ class Ledger:
         current = self._versions.undecided(round_id)
         error = RoundAborted(f"round {round_id} aborted by its publisher: {reason}", {"round_id": round_id})
         self._staging.abort(current, error, now)
-        self._advance(now)
+        self.advance(now)
 
     def call(self, operation: Operation, now: float) -> PendingCall:
         """Carry an operation out on every serving replica; see `DesiredState.call`."""
         if isinstance(operation, Sleep) and operation.level > 0:  # what is staged, and live, would be gone
             self._versions.require_no_round("sleep")
         call = self._desired_state.call(operation, now, lacking=self._connections.lacking)
-        self._advance(now)
+        self.advance(now)
         return call
 
     def set_stored(self, version: int, path: str, label: str | None, now: float) -> None:
         """A version is on disk now: joiners may load it. Raises InvalidRequest for one never committed."""
         self._storing.set_stored(version, path, label, now)
-        self._advance(now)
+        self.advance(now)
 
     def set_unstored(self, version: int, reason: str, now: float) -> None:
         """Its publisher could not write a version to the store."""
         self._store_wait.failed(version, reason, now)
-        self._advance(now)
+        self.advance(now)
 
     def set_label(self, label: str, now: float) -> None:
         """Give the committed version another label."""
@@ -259,9 +259,9 @@ class Ledger:
             Ids of replicas that are lost because they were silent: their processes may still exist.
         """
         silent = self._membership.check_deadlines(now)
-        self._advance(now)
+        self.advance(now)
         self._publishers.expire(now)
-        self._advance(now)
+        self.advance(now)
         return silent
 
     def credit(self, stalled_s: float, now: float) -> None:
@@ -292,7 +292,7 @@ class Ledger:
             now=now,
             new_fleet_id=new_fleet_id,
         )
-        self._advance(now)
+        self.advance(now)
 
     def serve(self, model: str) -> str | None:
         """The fleet serves this model. Returns the one that its versions or adapters are of, if another."""
@@ -353,7 +353,7 @@ class Ledger:
 
     # -- progress -----------------------------------------------------------------------------
 
-    def _advance(self, now: float) -> None:
+    def advance(self, now: float) -> None:
         """Run what became possible until nothing more does; again whenever the members have changed."""
         epoch = None
         while epoch != self._membership.epoch:

@@ -49,7 +49,7 @@ class Ledger:
 
     def abort_next_round(self) -> None:
         self.scene.replicas.clear()
-        self.scene.ledger.lost("r0", "r0-1", "its process is gone", self.scene.now)
+        self.scene.ledger.lost([("r0", "r0-1")], "its process is gone", self.scene.now)
 
 
 class Fake(FakeController):

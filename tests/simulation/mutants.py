@@ -34,7 +34,7 @@ LEDGER, CONTROLLER, REPLICA = "deployments.ledger.", "deployments.controller.", 
 MUTANTS = [
     Mutant("skip_sync", CONTROLLER + "journal", "            file.sync()\n", ""),
     Mutant(
-        "answer_before_sync", CONTROLLER + "durable_ledger", "while self._durable < made:", "while False:"
+        "answer_before_sync", CONTROLLER + "journal_writer", "while self._durable < made:", "while False:"
     ),
     Mutant(
         "no_credit",

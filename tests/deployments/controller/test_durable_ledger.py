@@ -16,7 +16,7 @@ from tests.deployments.controller.full_disk import full_disk
 async def test_a_controller_that_cannot_write_its_decisions_stops_answering(fleet: Fleet) -> None:
     fleet.start("a")
     await fleet.admitted("a")
-    fleet.controller._durable._journal.close()
+    fleet.controller._durable._writer._journal.close()
     with pytest.raises(FleetUnavailable, match="cannot write its decisions"):
         await fleet.controller.acquire("trainer")
     with pytest.raises(FleetUnavailable):
@@ -189,7 +189,7 @@ async def test_a_controller_restarts_on_a_full_disk(tmp_path: Path) -> None:
 async def test_a_controller_whose_disk_failed_lets_the_next_one_take_over(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    fleet.controller._durable._journal._file.close()
+    fleet.controller._durable._writer._journal._file.close()
     with pytest.raises(FleetUnavailable, match="cannot write its decisions"):
         await fleet.controller.acquire("trainer")
     after = Fleet(tmp_path)

@@ -8,11 +8,11 @@ class CheckedLedger(Ledger):
     """Checks what `Admission.on_report` returns."""
 
     def on_report(self, report: Report, now: float) -> bool:
-        self._advance(now)  # what time alone makes possible, which the next tick would find
+        self.advance(now)  # what time alone makes possible, which the next tick would find
         follows = super().on_report(report, now)
         if not follows:
             before = self._visible()
-            self._advance(now)
+            self.advance(now)
             assert self._visible() == before, f"something followed from {report}"
         return follows
 

@@ -144,7 +144,7 @@ class ReplicaMoves(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(self.replicas))
         self.replicas.remove(replica)
         if noticed:
-            self.ledger.lost(replica.replica_id, replica.incarnation, "killed", self.now)
+            self.ledger.lost([(replica.replica_id, replica.incarnation)], "killed", self.now)
             self.persist()
 
     @precondition(lambda self: self.replicas)

@@ -128,7 +128,7 @@ class SmallFleet:
         """Its process is gone, and the controller is told."""
         seat = self.seats[index]
         seat.alive, seat.answer = False, None
-        self.ledger.lost(seat.replica.replica_id, seat.replica.incarnation, "gone", self.now)
+        self.ledger.lost([(seat.replica.replica_id, seat.replica.incarnation)], "gone", self.now)
         self.persist()
 
     def restart(self) -> None:
@@ -140,7 +140,7 @@ class SmallFleet:
             seat.answer = None
         for seat in self.seats:
             if not seat.alive:  # the new one looks its process up
-                self.ledger.lost(seat.replica.replica_id, seat.replica.incarnation, "gone", self.now)
+                self.ledger.lost([(seat.replica.replica_id, seat.replica.incarnation)], "gone", self.now)
         self.persist()
         if self.call is not None:
             self.call, self.step = None, "end"

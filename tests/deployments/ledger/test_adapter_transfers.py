@@ -78,7 +78,7 @@ def test_a_replica_that_is_lost_in_a_transfer_ends_it_at_once() -> None:
     scene.replicas[1].hangs_in = {ReceiveAdapter}
     call = send(scene)
     assert not call.done
-    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert isinstance(call.error, Conflict) and "r1" in call.error.message
     scene.poll(only=scene.replicas[:1])
     load = scene.ledger.adapters.begin("math", in_place=False, is_3d=False, now=scene.now)
@@ -94,7 +94,7 @@ def test_nobody_waits_in_a_group_for_a_replica_that_is_lost() -> None:
     for replica in scene.replicas:
         replica.hangs_in = {ReceiveAdapter}
     call = send(scene)
-    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert isinstance(call.error, Conflict), "its publisher is told at once"
     scene.poll(2, only=scene.replicas[:1])
     assert "drop" in scene.replicas[0].names() and scene.replicas[0].fenced is None

@@ -151,7 +151,7 @@ def test_a_replica_that_dies_in_the_middle_does_not_stop_the_load(step: type) ->
     scene.replicas[1].hangs_in = {step}
     call = scene.load("math")
     dead = scene.replicas.pop()
-    scene.ledger.lost(dead.replica_id, dead.incarnation, "gone", scene.now)
+    scene.ledger.lost([(dead.replica_id, dead.incarnation)], "gone", scene.now)
     scene.poll(4)
     assert ended(call) and live(scene.replicas[0]) == ["math@1"]
 
@@ -161,7 +161,7 @@ def test_with_too_few_replicas_left_the_load_fails() -> None:
     scene.replicas[1].hangs_in = {LoadAdapter}
     call = scene.load("math")
     dead = scene.replicas.pop()
-    scene.ledger.lost(dead.replica_id, dead.incarnation, "gone", scene.now)
+    scene.ledger.lost([(dead.replica_id, dead.incarnation)], "gone", scene.now)
     scene.poll(4)
     assert isinstance(call.error, FleetUnavailable)
     assert held(scene.replicas[0]) == []

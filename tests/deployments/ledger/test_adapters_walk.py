@@ -125,7 +125,7 @@ class Walk(AdapterScene):
         if replica is not None:
             self.replicas.remove(replica)
             self.running = [each for each in self.running if each[0] is not replica]
-            self.ledger.lost(replica.replica_id, replica.incarnation, "gone", self.now)
+            self.ledger.lost([(replica.replica_id, replica.incarnation)], "gone", self.now)
 
     def on_start(self, _: str) -> None:
         if len(self.replicas) < 4:

@@ -76,7 +76,7 @@ def test_a_round_waits_for_those_that_load_if_nobody_else_is_there() -> None:
     scene = Scene(replicas=1)
     joiner = loading(scene)
     gone = scene.replicas.pop(0)
-    scene.ledger.lost(gone.replica_id, gone.incarnation, "killed", scene.now)
+    scene.ledger.lost([(gone.replica_id, gone.incarnation)], "killed", scene.now)
     scene.connect()
     round_id = scene.open()
     scene.send(round_id)

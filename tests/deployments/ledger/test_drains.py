@@ -144,7 +144,7 @@ def test_a_replica_that_is_lost_while_it_drains_is_not_waited_for(min_replicas: 
     scene.replicas[0].end_requests()
     call = scene.publish()
     lost = scene.replicas.pop()
-    scene.ledger.lost(lost.replica_id, lost.incarnation, "killed", scene.now)
+    scene.ledger.lost([(lost.replica_id, lost.incarnation)], "killed", scene.now)
     scene.poll(8)
     assert call.done and (call.error is None) == (min_replicas == 1)
     scene.poll()

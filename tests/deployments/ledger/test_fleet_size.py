@@ -175,7 +175,7 @@ def test_one_whose_process_ends_after_it_was_let_go_is_no_fault() -> None:
     scene = Scene(replicas=2, size=ELASTIC)
     leaver = scene.replicas[1]
     leave(scene, leaver)
-    scene.ledger.lost(leaver.replica_id, leaver.incarnation, "its process is gone", scene.now)
+    scene.ledger.lost([(leaver.replica_id, leaver.incarnation)], "its process is gone", scene.now)
     assert events(scene)[-1] == "left"
 
 

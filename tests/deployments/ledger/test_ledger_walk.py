@@ -11,6 +11,7 @@ from deployments.condition import equivalent
 from deployments.ledger.decisions import Committed, Finished
 from deployments.protocol.instructions import CommitMode
 from tests.deployments.ledger.checked_ledger import CheckedLedger
+from tests.deployments.ledger.late_ledger import LateLedger
 from tests.deployments.ledger.ledger_moves import LedgerMoves
 
 
@@ -86,6 +87,14 @@ class CheckedRollingWalk(CheckedWalk):
     commit = CommitMode.ROLLING
 
 
+class LateWalk(Walk):
+    make_ledger = LateLedger
+
+
+class LateRollingWalk(LateWalk):
+    commit = CommitMode.ROLLING
+
+
 WALK = settings(
     max_examples=2 * settings().max_examples, stateful_step_count=50, suppress_health_check=list(HealthCheck)
 )
@@ -97,3 +106,7 @@ TestNothingFollows = CheckedWalk.TestCase
 TestNothingFollows.settings = WALK
 TestNothingFollowsRolling = CheckedRollingWalk.TestCase
 TestNothingFollowsRolling.settings = WALK
+TestLate = LateWalk.TestCase
+TestLate.settings = WALK
+TestLateRolling = LateRollingWalk.TestCase
+TestLateRolling.settings = WALK

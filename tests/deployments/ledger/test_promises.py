@@ -127,7 +127,7 @@ def test_nothing_is_kept_for_a_joiner_that_died_before_its_first_poll() -> None:
     for _ in range(4):
         scene.round()
     assert 1 in scene.disk
-    scene.ledger.lost("late", "late-1", "its process is gone", scene.now)
+    scene.ledger.lost([("late", "late-1")], "its process is gone", scene.now)
     scene.remove_old()
     assert scene.disk == {3, 4, 5}
 
@@ -244,7 +244,7 @@ def test_a_version_in_which_three_replicas_were_lost_is_given_up_for_a_while() -
     for name in ("a", "b", "c"):
         assert scene.ledger.status(scene.now).store_problem is None
         assert scene.begin(name).version == 1
-        scene.ledger.lost(name, f"{name}-1", "its process is gone", scene.now)
+        scene.ledger.lost([(name, f"{name}-1")], "its process is gone", scene.now)
     problem = scene.ledger.status(scene.now).store_problem
     assert problem == "version 1 does not load: 3 replicas were lost in it (a, b, c)"
     assert [each.name for each in scene.ledger.events_since(0)].count("given_up") == 1
@@ -265,7 +265,7 @@ def test_a_version_that_was_given_up_is_tried_again_later() -> None:
     scene.round()
     for name in ("a", "b", "c"):
         scene.begin(name)
-        scene.ledger.lost(name, f"{name}-1", "its process is gone", scene.now)
+        scene.ledger.lost([(name, f"{name}-1")], "its process is gone", scene.now)
     scene.wait(601)
     assert scene.begin("d").version == 1
     assert scene.ledger.status(scene.now).store_problem is None
@@ -276,10 +276,10 @@ def test_a_replica_that_loads_a_version_clears_it() -> None:
     scene.round()
     for name in ("a", "b"):
         scene.begin(name)
-        scene.ledger.lost(name, f"{name}-1", "its process is gone", scene.now)
+        scene.ledger.lost([(name, f"{name}-1")], "its process is gone", scene.now)
     assert scene.up(scene.begin("c"), "c").admitted
     scene.begin("d")
-    scene.ledger.lost("d", "d-1", "its process is gone", scene.now)
+    scene.ledger.lost([("d", "d-1")], "its process is gone", scene.now)
     assert scene.begin("e").version == 1
 
 
@@ -293,7 +293,7 @@ def test_a_version_in_which_catching_up_fails_is_given_up() -> None:
     scene.wait(5)
     assert scene.ledger.status(scene.now).store_problem is None
     scene.replicas.remove(died)
-    scene.ledger.lost(died.replica_id, died.incarnation, "its process is gone", scene.now)
+    scene.ledger.lost([(died.replica_id, died.incarnation)], "its process is gone", scene.now)
     assert "does not load: 3 replicas were lost in it" in str(scene.ledger.status(scene.now).store_problem)
     last = scene.up(scene.begin("last"), "last")
     scene.wait(60)

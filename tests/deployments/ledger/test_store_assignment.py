@@ -100,7 +100,7 @@ def test_another_replica_writes_when_the_first_cannot(how: str) -> None:
     if how == "lost":
         second.writes_at_once = True
         scene.replicas.remove(first)
-        scene.ledger.lost("r0", "r0-1", "killed", scene.now)
+        scene.ledger.lost([("r0", "r0-1")], "killed", scene.now)
     scene.poll()
     assert stored(scene) == 1 and "store" in second.names()
     assert first.fenced is None, "a full disk says nothing of its weights"

@@ -78,7 +78,7 @@ def test_the_others_do_not_wait_for_a_member_of_the_group_that_was_lost() -> Non
         replica.hangs_in.add(Receive)
     call = sent(scene)
     assert not call.done
-    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert isinstance(call.error, TransferAborted) and "r1: its process is gone" in call.error.message
     others = [scene.replicas[0], scene.replicas[2]]
     scene.poll(only=others)
@@ -112,7 +112,7 @@ def test_a_member_that_was_lost_before_the_first_byte_ends_the_sending_at_once()
     scene = Scene(replicas=2)
     scene.connect(GROUP)
     round_id = scene.open()
-    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert isinstance(scene.send(round_id).error, TransferAborted)
 
 
@@ -123,7 +123,7 @@ def test_a_replica_that_has_received_everything_does_not_need_the_lost_member() 
     round_id = scene.open()
     call = scene.send(round_id)
     scene.poll()
-    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert call.done and call.error is None
     closed = scene.close(round_id)
     scene.poll(8, only=scene.replicas[:1])
@@ -136,7 +136,7 @@ def test_replicas_with_connections_of_their_own_go_on_receiving_without_the_lost
     for replica in scene.replicas:
         replica.hangs_in.add(Receive)
     call = sent(scene)
-    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert not call.done
     scene.replicas[0].hangs_in.clear()
     scene.poll(2, only=scene.replicas[:1])
@@ -148,7 +148,7 @@ def test_with_too_few_left_the_round_is_not_to_be_sent_again() -> None:
     scene.connect(GROUP)
     scene.replicas[0].hangs_in.add(Receive)
     call = sent(scene)
-    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert type(call.error) is RoundAborted and "send_again" not in call.error.detail
 
 
@@ -158,7 +158,7 @@ def test_a_rendezvous_that_a_lost_member_cannot_join_ends_at_once() -> None:
         replica.hangs_in.add(Connect)
     call = scene.connect(GROUP)
     assert not call.done
-    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert isinstance(call.error, Conflict) and call.error.detail["connect_again"]
     assert "r1: its process is gone" in call.error.message
     others = [scene.replicas[0], scene.replicas[2]]
@@ -180,7 +180,7 @@ def test_replicas_with_connections_of_their_own_go_on_connecting_without_the_los
     for replica in scene.replicas:
         replica.hangs_in.add(Connect)
     call = scene.connect(SEPARATE)
-    scene.ledger.lost("r1", "r1-1", "its process is gone", scene.now)
+    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert not call.done
 
 

@@ -37,7 +37,8 @@ async def test_a_call_that_has_begun_goes_on_without_its_caller(caplog: pytest.L
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
-    assert [each.getMessage() for each in caplog.records] == [
+    # A writer of an earlier test's trainer may still say that it has ended.
+    assert [each.getMessage() for each in caplog.records if each.module == "turns"] == [
         "the caller of 'step' is gone: the trainer goes on with it"
     ]
     assert turns.doing == "step", "the status says that it is not over"

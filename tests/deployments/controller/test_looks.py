@@ -1,0 +1,31 @@
+"""When the controller looks at what follows from reports: once for all that come together."""
+
+import pytest
+
+from tests.deployments.controller.fleet import Fleet, publish
+
+
+async def test_replicas_that_join_together_are_looked_at_together(fleet: Fleet) -> None:
+    names = [f"r{number}" for number in range(40)]
+    fleet.start(*names)
+    await fleet.admitted(*names)
+    assert fleet.controller._durable.looks <= 2
+
+
+async def test_a_look_that_fails_is_made_up_for_by_the_next_tick(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger, fails = fleet.controller._ledger, [True, True]
+    advance = ledger.advance
+
+    def sometimes(now: float) -> None:
+        if fails:
+            fails.pop()
+            raise RuntimeError("injected")
+        advance(now)
+
+    monkeypatch.setattr(ledger, "advance", sometimes)
+    fleet.start("a")
+    await fleet.admitted("a")
+    assert (await publish(fleet)).phase == "committed"
+    assert "looking at what follows from reports failed" in caplog.text
