@@ -20,7 +20,8 @@ from types import TracebackType
 
 from deployments.controller.disk import Disk, File, LocalDisk
 from deployments.errors import JournalError
-from deployments.ledger.decisions import Decision, compact, decode, encode
+from deployments.ledger.compaction import compact
+from deployments.ledger.decisions import Decision, decode, encode
 from deployments.logs import serve_logger
 
 SCHEMA = 1

@@ -7,5 +7,5 @@ appended as a decision.
 Imports the standard library, pydantic, `deployments.protocol` and `deployments.errors`; never torch, vLLM,
 Ray or another package of ours. Clocks, disks and waiting belong to `deployments.controller`.
 
-Read first: `deployments.ledger.ledger`, then the phases of a round: `staging_phase`, `commit_phase`.
+Read first: `deployments.ledger.ledger`, then `deployments.ledger.rounds`.
 """

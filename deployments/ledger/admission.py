@@ -14,16 +14,16 @@ from functools import partial
 from deployments.condition import equivalent
 from deployments.errors import FleetUnavailable
 from deployments.ledger.adapters.loading import Adapters
-from deployments.ledger.commit_phase import CommitPhase
 from deployments.ledger.connection import Connections
 from deployments.ledger.desired_state import DesiredState
 from deployments.ledger.dispatch import Dispatch, Drains
 from deployments.ledger.members import Delivered, Member, MemberState, PendingCall, classify
 from deployments.ledger.membership import Membership
 from deployments.ledger.promises import Promises
-from deployments.ledger.staging_phase import StagingPhase
+from deployments.ledger.rounds.commit_phase import CommitPhase
+from deployments.ledger.rounds.staging_phase import StagingPhase
+from deployments.ledger.rounds.version_state import VersionState
 from deployments.ledger.store_assignment import StoreAssignment
-from deployments.ledger.version_state import VersionState
 from deployments.protocol.instructions import CatchUp, Directive, JoinAnswer
 from deployments.protocol.reports import Report, Unloadable
 

@@ -1,11 +1,11 @@
 """What the ledger must not forget: each decision is durable before any replica can learn of it.
 
-The set is closed and small; `recover` folds it back into a ledger, `compact` keeps what that fold
+The set is closed and small; `recover` folds it back into a ledger, `compaction` keeps what that fold
 still needs. The JSON form is a file format: journals of earlier releases must still open (golden files
 in the tests).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -267,35 +267,3 @@ def encode(decision: Decision) -> bytes:
 def decode(line: bytes) -> Decision:
     """Raises pydantic's ValidationError (a ValueError) for what is not a decision."""
     return _ADAPTER.validate_json(line)
-
-
-def compact(decisions: Iterable[Decision]) -> list[Decision]:
-    """The shortest list, in order, that recovers the same ledger."""
-    decided = list(decisions)
-    last = {_subject(decision): index for index, decision in enumerate(decided)}
-    lasting = [decided[index] for index in sorted(last.values())]
-    fences = [each for each in lasting if isinstance(each, Fenced)]
-    rounds = [each for each in lasting if isinstance(each, Ended)]
-    delivered = {each.incarnation for each in fences if each.told}
-    kept = [each for each in lasting if isinstance(each, PromiseEnded)]
-    forgotten = set(map(id, [*fences[:-KEPT_FENCES], *rounds[:-KEPT_ROUNDS], *kept]))
-    return [each for each in lasting if id(each) not in forgotten and not _admits_one_of(each, delivered)]
-
-
-def _subject(decision: Decision) -> str:
-    """A later decision on the same subject supersedes an earlier one."""
-    match decision:
-        case Admitted():
-            return f"admitted {decision.member.incarnation}"
-        case Promised() | PromiseEnded():
-            return f"promised {decision.incarnation}"
-        case Fenced():
-            return f"fenced {decision.incarnation}"
-        case Ended():
-            return f"ended {decision.report.round_id}"
-        case _:
-            return decision.kind
-
-
-def _admits_one_of(decision: Decision, incarnations: set[str]) -> bool:
-    return isinstance(decision, Admitted) and decision.member.incarnation in incarnations

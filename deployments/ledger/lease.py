@@ -6,8 +6,8 @@ from deployments.ledger.adapters.transfer import AdapterTransfers
 from deployments.ledger.connection import Connections
 from deployments.ledger.decisions import DecisionLog, LeaseIssued
 from deployments.ledger.event_log import EventLog
-from deployments.ledger.staging_phase import StagingPhase
-from deployments.ledger.version_state import VersionState
+from deployments.ledger.rounds.staging_phase import StagingPhase
+from deployments.ledger.rounds.version_state import VersionState
 from deployments.protocol.publishing import Lease, PublisherSession
 from deployments.protocol.status import LeaseStatus
 

@@ -14,7 +14,7 @@ from deployments.ledger.decisions import DecisionLog, Promised, PromiseEnded
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import MemberState
 from deployments.ledger.membership import Membership
-from deployments.ledger.version_state import VersionState
+from deployments.ledger.rounds.version_state import VersionState
 
 LOSSES = 3  # replicas lost in a row while they loaded one version
 AGAIN_S = 600.0  # then it is tried again: what ended them may have been something else

@@ -8,7 +8,6 @@ finished is resumed.
 from collections.abc import Sequence
 
 from deployments.ledger.adapters.loading import Adapters
-from deployments.ledger.commit_phase import CommitPhase
 from deployments.ledger.decisions import (
     Aborted,
     Admitted,
@@ -37,8 +36,10 @@ from deployments.ledger.event_log import EventLog
 from deployments.ledger.lease import LeaseDesk
 from deployments.ledger.membership import Membership
 from deployments.ledger.promises import Promises
-from deployments.ledger.round import RoundPhase
-from deployments.ledger.version_state import CONTROLLER_RESTARTED, VersionState
+from deployments.ledger.rounds.commit_phase import CommitPhase
+from deployments.ledger.rounds.ended_rounds import CONTROLLER_RESTARTED
+from deployments.ledger.rounds.round import RoundPhase
+from deployments.ledger.rounds.version_state import VersionState
 
 
 def recover(

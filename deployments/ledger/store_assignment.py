@@ -17,7 +17,7 @@ from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import Member, MemberState, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
-from deployments.ledger.version_state import VersionState
+from deployments.ledger.rounds.version_state import VersionState
 from deployments.protocol.instructions import Forget, WriteVersion
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.reports import Report, StoreResult

@@ -64,10 +64,10 @@ MUTANTS = [
         "membership.recover_fence(decision)",
         "pass",
     ),
-    Mutant("decided_too_early", LEDGER + "staging_phase", "self._membership.uncertain()", "False"),
+    Mutant("decided_too_early", LEDGER + "rounds.staging_phase", "self._membership.uncertain()", "False"),
     Mutant(
         "no_hold",
-        LEDGER + "round",
+        LEDGER + "rounds.round",
         "return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1",
         "return False",
     ),
@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant("deadlines_ignored", LEDGER + "dispatch", "if first.due is None or now <= first.due:", "if True:"),
     Mutant(
         "version_skipped",
-        LEDGER + "version_state",
+        LEDGER + "rounds.version_state",
         "self._committed_version, self._label = decided.version, decided.label",
         "self._committed_version, self._label = decided.version + 1, decided.label",
     ),

@@ -1,10 +1,16 @@
 """What `/fleet/adapters` says of a version: which replicas have it, and how long its load took."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deployments.ledger.members import Member, PendingCall
-from deployments.protocol.adapters import Adapter, AdapterStatus, AdapterTimings, LoadedAdapter
+from deployments.protocol.adapters import (
+    Adapter,
+    AdapterCatalog,
+    AdapterStatus,
+    AdapterTimings,
+    LoadedAdapter,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +43,22 @@ class LoadTimes:
         )
 
 
-def status_of(
+def listing(
+    catalog: AdapterCatalog,
+    loading: Sequence[Adapter],
+    members: Sequence[Member],
+    times: Mapping[int, LoadTimes],
+) -> list[AdapterStatus]:
+    """Every version that is known: retired ones, live ones, and those that are being loaded."""
+    states = [(catalog.retired, "retired"), (catalog.live, "live"), (loading, "loading")]
+    return [
+        _status(each, state, members, times.get(each.adapter_id))
+        for adapters, state in states
+        for each in adapters
+    ]
+
+
+def _status(
     adapter: Adapter, state: str, members: Sequence[Member], times: LoadTimes | None
 ) -> AdapterStatus:
     adapter_id = adapter.adapter_id

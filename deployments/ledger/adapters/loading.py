@@ -13,7 +13,6 @@ every live adapter before it takes requests (`converged`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from deployments.errors import Conflict, InvalidRequest, SlipstreamError
 from deployments.ledger.adapters.catalog import (
@@ -31,29 +30,23 @@ from deployments.ledger.adapters.catalog import (
     without_retired,
 )
 from deployments.ledger.adapters.convergence import Convergence, busy
-from deployments.ledger.adapters.listing import LoadTimes, status_of
-from deployments.ledger.adapters.loads import Load, asked_to_load, fault, withdrawn
+from deployments.ledger.adapters.listing import LoadTimes, listing
+from deployments.ledger.adapters.loads import Load, check_idle, fault, withdrawn
+from deployments.ledger.adapters.unloads import Unloads, nowhere
 from deployments.ledger.decisions import Cataloged, DecisionLog
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import Member, PendingCall, classify
 from deployments.ledger.membership import Membership
-from deployments.ledger.round import RoundPhase
-from deployments.ledger.version_state import VersionState
+from deployments.ledger.rounds.round import RoundPhase
+from deployments.ledger.rounds.version_state import VersionState
 from deployments.protocol.adapters import (
     Adapter,
     AdapterCatalog,
     AdapterFiles,
     AdapterStatus,
     LoadAdapter,
-    SetAdapters,
 )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Unload:
-    ids: set[int]
-    call: PendingCall
 
 
 class Adapters:
@@ -76,9 +69,9 @@ class Adapters:
         self._events = events
         self._limits = limits
         self._loads: dict[str, Load] = {}  # by name
-        self._unloads: list[_Unload] = []
         self._times: dict[int, LoadTimes] = {}  # of this process's loads, by adapter id
         self._convergence = Convergence(membership, dispatch, self._loaded)
+        self._unloads = Unloads(membership, self._convergence)
         self.catalog = AdapterCatalog()
 
     # -- calls --------------------------------------------------------------------------------
@@ -107,7 +100,7 @@ class Adapters:
         """
         self._check_enabled()
         check_name(name, self._limits.base_model)
-        self._check_idle(name)
+        check_idle(self._loads.values(), name)
         check_free(self.catalog, name)
         if not in_place and any(each.name == name for each in self.catalog.live):
             raise InvalidRequest(
@@ -163,15 +156,13 @@ class Adapters:
             Conflict: it is being loaded.
         """
         self._check_enabled()
-        self._check_idle(name)
+        check_idle(self._loads.values(), name)
         out = named(self.catalog, name)
         ids = {each.adapter_id for each in out}
         self._decide(without(self.catalog, ids))
         for each in out:
             self._record(each, "retired", now)
-        call = PendingCall(name=SetAdapters.name)
-        self._unloads.append(_Unload(ids=ids, call=call))
-        return call
+        return self._unloads.begin(ids)
 
     def recover(self, catalog: AdapterCatalog) -> None:
         self.catalog = catalog
@@ -202,13 +193,7 @@ class Adapters:
 
     def status(self) -> list[AdapterStatus]:
         loading = [load.adapter for load in self._loads.values() if not load.decided]
-        states = [(self.catalog.retired, "retired"), (self.catalog.live, "live"), (loading, "loading")]
-        members, times = self._membership.all(), self._times
-        return [
-            status_of(each, state, members, times.get(each.adapter_id))
-            for adapters, state in states
-            for each in adapters
-        ]
+        return listing(self.catalog, loading, self._membership.all(), self._times)
 
     # -- progress -----------------------------------------------------------------------------
 
@@ -284,30 +269,19 @@ class Adapters:
         """End the calls whose catalog all replicas have that take requests."""
         if self._membership.uncertain():
             return
-        serving = self._membership.serving()
         for load in list(self._loads.values()):
             if load.decided and self._convergence.is_everywhere(load.adapter):
                 del self._loads[load.adapter.name]
                 load.times.live = now
                 if load.call is not None:
                     load.call.finish(result=load.adapter)
-        for unload in list(self._unloads):
-            if not any(unload.ids & self._convergence.nameable(each, self.catalog) for each in serving):
-                self._unloads.remove(unload)
-                unload.call.finish(result=None)
+        self._unloads.answer(self.catalog)
 
     def _clear(self) -> None:
         """Forget retired versions that no replica has any more."""
         if not self.catalog.retired or self._membership.returning():
             return
-        there: set[int] = set()
-        for member in self._membership.all():
-            there.update(member.adapters.held, member.adapters.live)
-            there.update(
-                each.adapter_id for each in self.catalog.retired if asked_to_load(member, each.adapter_id)
-            )
-        gone = {each.adapter_id for each in self.catalog.retired} - there
-        if gone:
+        if gone := nowhere(self.catalog.retired, self._membership.all()):
             self._decide(without_retired(self.catalog, gone))
 
     # -- what they are made of ----------------------------------------------------------------
@@ -315,15 +289,6 @@ class Adapters:
     def _check_enabled(self) -> None:
         if self._limits.refusal is not None:
             raise Conflict(f"this fleet serves no adapters: {self._limits.refusal}")
-
-    def _check_idle(self, name: str) -> None:
-        load = next((each for each in self._loads.values() if name in _names(each.adapter)), None)
-        if load is not None:
-            raise Conflict(
-                f"The lora adapter '{load.adapter.name}' is being loaded as version {load.adapter.version}: "
-                "wait for its answer",
-                {"lora_name": load.adapter.name, "version": load.adapter.version},
-            )
 
     def _decide(self, catalog: AdapterCatalog) -> None:
         self.catalog = catalog
@@ -333,7 +298,3 @@ class Adapters:
         self._events.record(
             "adapter", now, lora_name=adapter.name, version=adapter.version, phase=phase, reason=reason
         )
-
-
-def _names(adapter: Adapter) -> tuple[str, str]:
-    return adapter.name, adapter.full_name

@@ -1,5 +1,6 @@
 """A load of an adapter: how far it is, why it cannot become live, and how it is taken back."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
@@ -30,6 +31,17 @@ class Load:
     def wanted(self) -> bool:
         """Replicas are to hold it, or may."""
         return self.call is not None and self.error is None and not self.rejected
+
+
+def check_idle(loads: Iterable[Load], name: str) -> None:
+    """Raises Conflict if a version with this name, or this full name, is being loaded."""
+    load = next((it for it in loads if name in (it.adapter.name, it.adapter.full_name)), None)
+    if load is not None:
+        raise Conflict(
+            f"The lora adapter '{load.adapter.name}' is being loaded as version {load.adapter.version}: "
+            "wait for its answer",
+            {"lora_name": load.adapter.name, "version": load.adapter.version},
+        )
 
 
 def fault(load: Load, membership: Membership) -> SlipstreamError | None:

@@ -19,10 +19,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_processin
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from deployments.weights.staging.derived import Moving, classify, keep_constants
-from deployments.weights.staging.observation import changed_tensors, differing, observe
-from deployments.weights.staging.pairs import named_tensors
-from deployments.weights.staging.reachable import name_of, reachable
+from deployments.weights.staging.model_state.derived import Moving, classify, keep_constants
+from deployments.weights.staging.model_state.observation import changed_tensors, differing, observe
+from deployments.weights.staging.model_state.pairs import named_tensors
+from deployments.weights.staging.model_state.reachable import name_of, reachable
 from deployments.weights.staging.rehearsal import load_by_layers, load_in_place
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest import digest_tensor

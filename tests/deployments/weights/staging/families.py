@@ -23,10 +23,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_processin
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from deployments.weights.staging.derived import Derived
-from deployments.weights.staging.observation import changed, observe
-from deployments.weights.staging.pairs import pair
-from deployments.weights.staging.reachable import name_of
+from deployments.weights.staging.model_state.derived import Derived
+from deployments.weights.staging.model_state.observation import changed, observe
+from deployments.weights.staging.model_state.pairs import pair
+from deployments.weights.staging.model_state.reachable import name_of
 from deployments.weights.staging.shadow_model import build_shadow
 from tests.deployments.weights.staging.cpu_kernels import use_kernels
 

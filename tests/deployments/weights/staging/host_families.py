@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader import get_model
 from deployments.weights.staging.base import Staging
 from deployments.weights.staging.cpu.shadow import shadow_staging
 from deployments.weights.staging.host import HostStaging
-from deployments.weights.staging.observation import observe
-from deployments.weights.staging.reachable import name_of
+from deployments.weights.staging.model_state.observation import observe
+from deployments.weights.staging.model_state.reachable import name_of
 from deployments.weights.wire.chunk_layout import plan_chunks
 from tests.deployments.weights.staging.cpu_kernels import possible_kernels, use_kernels
 from tests.deployments.weights.staging.families import EXPERTS, FAMILIES, MLA, SMALL

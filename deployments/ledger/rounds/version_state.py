@@ -1,12 +1,10 @@
 """Which version the fleet is at, the round in flight, and the rounds that ended."""
 
 import math
-from collections import OrderedDict
 from dataclasses import replace
 
-from deployments.errors import Conflict, RoundAborted, SlipstreamError, TransferAborted
+from deployments.errors import Conflict, SlipstreamError
 from deployments.ledger.decisions import (
-    KEPT_ROUNDS,
     Aborted,
     Committed,
     DecisionLog,
@@ -18,12 +16,11 @@ from deployments.ledger.decisions import (
     Stored,
 )
 from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.event_log import EventLog, RoundHistory
+from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import PendingCall
-from deployments.ledger.round import Round, RoundPhase, require_label
+from deployments.ledger.rounds.ended_rounds import EndedRounds
+from deployments.ledger.rounds.round import Round, RoundPhase, require_label
 from deployments.protocol.publishing import RoundReport
-
-CONTROLLER_RESTARTED = "the controller restarted"  # why it aborts the round that its predecessor had open
 
 
 class VersionState:
@@ -40,9 +37,8 @@ class VersionState:
         self._stored: Stored | None = None
         self._current: Round | None = None
         self._idle_since: float | None = None
-        self._history = RoundHistory()
+        self._ended = EndedRounds()
         self._last_round_id = 0
-        self._errors: OrderedDict[int, SlipstreamError] = OrderedDict()  # of aborted rounds, by id
 
     @property
     def committed_version(self) -> int:
@@ -59,8 +55,7 @@ class VersionState:
 
     def digest_of(self, version: int) -> str | None:
         """The digest with which a version was committed, where known."""
-        reports = (each for each in self._history.newest_first() if each.version == version)
-        return next((each.digest for each in reports if each.phase == RoundPhase.COMMITTED), None)
+        return self._ended.digest_of(version)
 
     @property
     def label(self) -> str | None:
@@ -98,7 +93,7 @@ class VersionState:
 
     def history(self) -> list[RoundReport]:
         """Rounds that ended, oldest first; bounded."""
-        return self._history.all()
+        return self._ended.all()
 
     def rounds_ended(self) -> dict[str, int]:
         """How many rounds of this fleet were committed and aborted; only ever more, also after a restart.
@@ -119,8 +114,7 @@ class VersionState:
         current = self._current
         if current is not None and current.round_id == round_id and not current.decided:
             return current
-        if round_id in self._errors:
-            raise self._errors[round_id]
+        self._ended.raise_error(round_id)
         state = "no round is open" if current is None else f"round {current.round_id} is {current.phase}"
         raise Conflict(
             f"round {round_id} is not open: {state}; the fleet is at version {self._committed_version}",
@@ -143,16 +137,7 @@ class VersionState:
             if current.close is None and current.decided:  # decided by a predecessor
                 current.close = PendingCall(name="close_round", round_id=round_id)
             return current.close
-        report = next((each for each in self._history.newest_first() if each.round_id == round_id), None)
-        if report is None:
-            return None
-        call = PendingCall(name="close_round", round_id=round_id)
-        if report.phase == RoundPhase.COMMITTED:
-            require_label(round_id, report.label, label)
-            call.finish(result=report)
-        else:
-            call.finish(error=self._errors.get(round_id, _aborted(report)))
-        return call
+        return self._ended.closed(round_id, label)
 
     # -- a round's life -----------------------------------------------------------------------
 
@@ -198,9 +183,7 @@ class VersionState:
         """End the round in flight without a commit; calls that wait for it fail with the error."""
         current = self._in_flight()
         self._decisions.append(Aborted(round_id=current.round_id, reason=error.message))
-        self._errors[current.round_id] = error
-        while len(self._errors) > KEPT_ROUNDS:
-            self._errors.popitem(last=False)
+        self._ended.failed(current.round_id, error)
         self._end(current, RoundPhase.ABORTED, error.message, now)
         for call in [current.close, *self._dispatch.pending]:
             if call is not None and (call is current.close or call.round_id == current.round_id):
@@ -266,11 +249,11 @@ class VersionState:
         self._stored = decision
 
     def recover_report(self, report: RoundReport) -> None:
-        self._history.append(report)
+        self._ended.append(report)
 
     def recover_end(self, phase: RoundPhase, reason: str, epoch: int) -> None:
         """The last round has ended, and its predecessor may not have written its entry in the history."""
-        if any(each.round_id == self._last_round_id for each in self._history.newest_first()):
+        if self._ended.has(self._last_round_id):
             return
         committed = phase is RoundPhase.COMMITTED
         report = RoundReport(
@@ -282,7 +265,7 @@ class VersionState:
             reason=reason,
             duration_s=0.0,
         )
-        self._history.append(report)
+        self._ended.append(report)
         self._decisions.append(Ended(report=report))
 
     def _in_flight(self) -> Round:
@@ -292,18 +275,7 @@ class VersionState:
     def _end(self, current: Round, phase: RoundPhase, reason: str, now: float) -> RoundReport:
         self.enter(phase, now, reason)
         report = current.report(phase, reason, now)
-        self._history.append(report)
+        self._ended.append(report)
         self._decisions.append(Ended(report=report))
         self._current, self._idle_since = None, now
         return report
-
-
-def _aborted(report: RoundReport) -> SlipstreamError:
-    """What ended a round of a predecessor, for its publisher."""
-    message = f"round {report.round_id} aborted: {report.reason}"
-    if report.reason == CONTROLLER_RESTARTED:
-        return TransferAborted(
-            f"{message}; connect again, and send the round again",
-            {"round_id": report.round_id, "send_again": True},
-        )
-    return RoundAborted(message, {"round_id": report.round_id})

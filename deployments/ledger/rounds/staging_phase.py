@@ -16,12 +16,12 @@ from deployments.errors import (
     RoundAborted,
     SlipstreamError,
 )
-from deployments.ledger.commit_phase import CommitPhase
 from deployments.ledger.connection import Connection, Connections, split_payload
 from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain
 from deployments.ledger.members import Member, PendingCall, classify, digest_minority, join_reasons
 from deployments.ledger.membership import Membership
-from deployments.ledger.round import (
+from deployments.ledger.rounds.commit_phase import CommitPhase
+from deployments.ledger.rounds.round import (
     Round,
     RoundPhase,
     files_refused,
@@ -31,7 +31,7 @@ from deployments.ledger.round import (
     too_few_remain,
     transfer_failed,
 )
-from deployments.ledger.version_state import VersionState
+from deployments.ledger.rounds.version_state import VersionState
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import (
     Body,

@@ -11,8 +11,23 @@ from dataclasses import dataclass
 
 import torch
 
-from deployments.weights.staging.observation import Layout, Observation, changed, differing, layout_of, same
-from deployments.weights.staging.reachable import Element, Number, Way, follow, name_of, put, tensor_at
+from deployments.weights.staging.model_state.observation import (
+    Layout,
+    Observation,
+    changed,
+    differing,
+    layout_of,
+    same,
+)
+from deployments.weights.staging.model_state.reachable import (
+    Element,
+    Number,
+    Way,
+    follow,
+    name_of,
+    put,
+    tensor_at,
+)
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 _ADDRESS = 1 << 40

@@ -1,4 +1,4 @@
-from deployments.ledger.event_log import KEPT_TIMINGS, RoundHistory
+from deployments.ledger.rounds.ended_rounds import KEPT_TIMINGS, EndedRounds
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 
 TIMINGS = ReplicaTimings(bytes=1)
@@ -18,7 +18,7 @@ def report(round_id: int, replicas: int) -> RoundReport:
 
 
 def test_the_newest_rounds_of_a_large_fleet_keep_the_timings_of_each_replica_and_older_ones_do_not() -> None:
-    history = RoundHistory()
+    history = EndedRounds()
     for round_id in range(1, 6):
         history.append(report(round_id, KEPT_TIMINGS // 2))
     assert [len(each.replicas) for each in history.all()] == [0, 0, 0, KEPT_TIMINGS // 2, KEPT_TIMINGS // 2]
@@ -26,7 +26,7 @@ def test_the_newest_rounds_of_a_large_fleet_keep_the_timings_of_each_replica_and
 
 
 def test_the_newest_round_is_whole_however_large_the_fleet_is() -> None:
-    history = RoundHistory()
+    history = EndedRounds()
     for round_id in (1, 2):
         history.append(report(round_id, 2 * KEPT_TIMINGS))
     assert [len(each.replicas) for each in history.all()] == [0, 2 * KEPT_TIMINGS]

@@ -14,8 +14,8 @@ from deployments.ledger.desired_state import DesiredState
 from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain
 from deployments.ledger.members import Member, MemberState, PendingCall, classify
 from deployments.ledger.membership import Membership
-from deployments.ledger.round import Round, RoundPhase
-from deployments.ledger.version_state import VersionState
+from deployments.ledger.rounds.round import Round, RoundPhase
+from deployments.ledger.rounds.version_state import VersionState
 from deployments.protocol.instructions import Commit, CommitMode, Release, drain_of_round
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import DrainFallback

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from deployments.weights.staging.reachable import name_of, reachable
+from deployments.weights.staging.model_state.reachable import name_of, reachable
 
 
 def test_a_way_has_the_name_that_python_would_write() -> None:

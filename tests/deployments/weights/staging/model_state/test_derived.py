@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.weights.staging.derived import Derived, Moving, classify, keep_constants
-from deployments.weights.staging.observation import changed_tensors, observe
-from deployments.weights.staging.pairs import pair
+from deployments.weights.staging.model_state.derived import Derived, Moving, classify, keep_constants
+from deployments.weights.staging.model_state.observation import changed_tensors, observe
+from deployments.weights.staging.model_state.pairs import pair
 
 
 class Layer(torch.nn.Module):
