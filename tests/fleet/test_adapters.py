@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,19 @@ from safetensors.torch import load_file
 
 from deployments.errors import Conflict
 from tests.fleet.adapter_fleet import SLOTS, Adapted
-from tests.fleet.adapter_talk import COUNT, Merged, entries, everywhere, load, models, newest, tokens, unload
+from tests.fleet.adapter_talk import (
+    COUNT,
+    Merged,
+    checkpoint_of_now,
+    entries,
+    everywhere,
+    load,
+    models,
+    newest,
+    scored,
+    tokens,
+    unload,
+)
 from tests.fleet.adapter_trainer import APPLICATION, LORA, adapter_trainer
 from tests.fleet.losing import a_replica, kill_a_replica, members, process_of
 from tests.fleet.session_fleet import MODEL
@@ -32,14 +43,6 @@ from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 TOLERANCE = 1e-3  # of log-probabilities, between transformers and the engine
-
-
-@pytest.fixture
-def client(adapted: Adapted) -> Iterator[httpx.Client]:
-    with adapted.fleet.client() as made:
-        yield made
-        for name in {each["name"] for each in made.get("/fleet/adapters").json()["adapters"]}:
-            unload(made, name)
 
 
 def test_every_replica_answers_with_a_loaded_adapter_as_transformers_does(
@@ -102,10 +105,6 @@ def test_a_base_round_goes_on_beside_adapters(adapted: Adapted, client: httpx.Cl
     assert last["phase"] == "committed" and not last["fenced"]
 
 
-def checkpoint_of_now(adapted: Adapted, client: httpx.Client, path: Path) -> Path:
-    return Path(succeeded(client.post("/train/save", json={"path": str(path)})).json()["path"])
-
-
 def test_more_adapters_than_an_engine_has_room_for_are_read_again_from_the_fleets_copy(
     adapted: Adapted, client: httpx.Client, tmp_path: Path
 ) -> None:
@@ -165,12 +164,6 @@ def test_many_adapters_leave_nothing_behind(adapted: Adapted, client: httpx.Clie
     while len(list(copies.iterdir())) > 2:
         assert time.monotonic() < deadline, sorted(copies.iterdir())
         time.sleep(0.2)
-
-
-def scored(reference: Reference) -> list[float]:
-    """Its tokens, then their log-probabilities: these differ also where two models continue alike."""
-    found = reference(PROMPT, COUNT)
-    return [*found, *reference.logprobs(PROMPT, found)]
 
 
 def test_what_a_trainer_publishes_is_the_next_version_of_its_adapter_on_every_replica(
@@ -244,35 +237,6 @@ def test_a_trainer_of_an_adapter_that_dies_goes_on_and_a_lost_controller_loses_n
         assert newest(client, LORA.name) == report.version
         assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
     assert process_of("controller", "adapters") and APPLICATION not in serve.status().applications
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("adapted", ["gloo"], indirect=True)
-def test_an_adapter_over_gloo_is_on_both_replicas_and_a_successor_reads_the_stores_copy(
-    adapted: Adapted, client: httpx.Client, tmp_path: Path
-) -> None:
-    base = checkpoint_of_now(adapted, client, tmp_path / "base")
-    with adapter_trainer(adapted) as trainer:
-        for _ in range(2):  # over one connection
-            trainer.step(client)
-            report = trainer.publish()
-            print(f"transfer {report.transfer_s} s of {report.duration_s:.3f} s")
-            assert report.transfer_s is not None
-            [status] = [each for each in entries(client) if each["digest"] == report.digest]
-            assert set(status["received"]) == set(status["replicas"]) and len(status["replicas"]) == 2
-        expected = Merged(base, trainer.save(tmp_path / "saved"))(PROMPT, COUNT)
-        assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
-        before = set(status["replicas"])
-        kill_a_replica("adapters")
-        deadline = time.monotonic() + 240
-        while len(members(client)) < 2 or set(members(client)) == before:
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
-        assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
-        [status] = [each for each in entries(client) if each["digest"] == report.digest]
-        assert set(status["received"]) == before & set(status["replicas"])
-        trainer.step(client)
-        assert trainer.publish().transfer_s is not None, "to the fleet as it is now"
 
 
 @pytest.mark.chaos

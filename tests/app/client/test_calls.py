@@ -11,7 +11,8 @@ from app.client import calls
 from app.client.connection import AsyncFleetClient, Call, FleetError
 from deployments.protocol.operations import InFlight, Pause
 from deployments.protocol.status import FleetStatus
-from tests.app.http.fake_controller import FakeController, report
+from tests.app.http.fake_controller import FakeController
+from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS, FakeTrainer, adapter_report
 from tests.app.http.serving import FakeRouter, client
 from trainers.trajectory import Trajectory, VersionSpan

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from app.command.cli import cli
 from deployments.protocol.status import RoundStatus
-from tests.app.http.fake_controller import report, status
+from tests.app.http.fake_status import report, status
 
 STATUS = asdict(status(3, ["replica-0"]))
 ROUNDS = {"rounds": [asdict(report(1, 3))]}

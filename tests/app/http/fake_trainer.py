@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from deployments.errors import InvalidRequest, RoundAborted
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
-from tests.app.http.fake_controller import report
+from tests.app.http.fake_status import report
 
 STATUS = TrainerStatus(
     step=3,

@@ -14,7 +14,8 @@ from app.http.fleet_routes import FleetRoutes
 from app.http.requests import EventsQuery
 from deployments.protocol.files import FilePart
 from deployments.protocol.status import Event
-from tests.app.http.fake_controller import FakeController, Handle, report, status
+from tests.app.http.fake_controller import FakeController, Handle
+from tests.app.http.fake_status import report, status
 from tests.app.http.fake_trainer import FakeTrainer
 from tests.app.http.serving import client
 

@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.http.metrics import exposition
 from deployments.router.scrape import Scraped
-from tests.app.http.fake_controller import REPLICAS, report, status
+from tests.app.http.fake_controller import REPLICAS
+from tests.app.http.fake_status import report, status
 
 FLEET = status(3, REPLICAS)
 

@@ -9,7 +9,8 @@ from pydantic import JsonValue
 from app.client import calls
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer_reports import TrainerStatus
-from tests.app.http.fake_controller import FakeController, report
+from tests.app.http.fake_controller import FakeController
+from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS, FakeTrainer, adapter_report
 from tests.app.http.serving import client
 

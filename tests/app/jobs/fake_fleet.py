@@ -24,7 +24,7 @@ from app.jobs.rollouts import Policy, Sampling
 from app.jobs.run import Run, produce
 from app.jobs.tasks import Problem
 from app.jobs.trackers import Tracker
-from tests.app.http.fake_controller import report
+from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS
 from trainers.trajectory import Trajectory
 from trainers.trajectory_arrays import from_bytes

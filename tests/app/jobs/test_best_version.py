@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from app.jobs.environments.environment import HELD_OUT
-from tests.app.http.fake_controller import report
+from tests.app.http.fake_status import report
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
 
 

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from deployments.controller.journal import NAME, RESERVE_BYTES, Journal, JournalError
+from deployments.ledger.compaction import compact
 from deployments.ledger.decisions import (
     KEPT_ROUNDS,
     Admitted,
@@ -18,7 +19,6 @@ from deployments.ledger.decisions import (
     Participant,
     Started,
     Stored,
-    compact,
 )
 from deployments.protocol.instructions import CommitMode, KvCache
 from deployments.protocol.operations import InFlight

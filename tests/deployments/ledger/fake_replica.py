@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from deployments.condition import Condition, apply, asleep, is_paused
 from deployments.protocol.adapters import DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
 from deployments.protocol.instructions import (
     Body,
@@ -22,7 +21,7 @@ from deployments.protocol.instructions import (
     WriteVersion,
     drain_of_round,
 )
-from deployments.protocol.operations import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.operations import Disconnect, Sleep, SleepTag
 from deployments.protocol.reports import (
     Acknowledgement,
     Check,
@@ -34,7 +33,7 @@ from deployments.protocol.reports import (
     Swapped,
 )
 from tests.deployments.ledger.fake_adapters import FakeAdapters, NotHeld
-from tests.deployments.ledger.fake_memory import Memory
+from tests.deployments.ledger.fake_scheduler import FakeScheduler
 
 Value = Staged | Swapped | str | None
 
@@ -48,7 +47,7 @@ class Failure(Exception):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class FakeReplica:
+class FakeReplica(FakeScheduler):
     """Implements the replica's side of the protocol; faults are injected by instruction class."""
 
     replica_id: str
@@ -65,17 +64,11 @@ class FakeReplica:
     retaining: int | None = None  # what the open session is to retain
     retained_version: int | None = None
     store_result: StoreResult | None = None
-    condition: Condition = ()
-    memory: Memory = field(default_factory=Memory)
     adapters: FakeAdapters = field(default_factory=FakeAdapters)
     store_problem: str = ""  # why it cannot write to the store
     writes_at_once: bool = True
     admitted: bool = False
     fenced: str | None = None
-    held: bool = False
-    running: int = 0  # requests that its engine computes
-    waiting: int = 0  # requests that its engine has and did not begin
-    drains: dict[str, None] = field(default_factory=dict)
     updates_in_place: bool = False
     leaving: bool = False
     drained: bool = False
@@ -286,42 +279,10 @@ class FakeReplica:
         operation = body.operation
         if isinstance(operation, Disconnect) and not (self.updates_in_place and self.verified):
             self._discard()
-        if isinstance(operation, Pause | Sleep):
-            self._stop_running(operation.mode)
-        match operation:
-            case Sleep():
-                self.memory.sleep(operation.level)
-                if operation.level > 0:
-                    self.staging_intact = False
-            case WakeUp():
-                self.memory.wake_up(operation.tags)
-            case _:  # none of the others touches memory
-                pass
-        if isinstance(operation, Pause | Resume | Sleep | WakeUp):
-            self.condition = apply(self.condition, operation)
-            self._begin_waiting()
+        self._operate(operation)
+        if isinstance(operation, Sleep) and operation.level > 0:
+            self.staging_intact = False
         return f"{operation.name} on {self.replica_id}"
-
-    # -- requests -----------------------------------------------------------------------------
-
-    def take_requests(self, count: int) -> None:
-        self.waiting += count
-        self._begin_waiting()
-
-    def end_requests(self) -> None:
-        """What runs comes to its end, unless the scheduler stands still."""
-        if not (self.held or self.memory.asleep) and (self.drains or not is_paused(self.condition)):
-            self.running = 0
-
-    def _begin_waiting(self) -> None:
-        if not (self.drains or self.held or is_paused(self.condition) or asleep(self.condition)):
-            self.running, self.waiting = self.running + self.waiting, 0
-
-    def _stop_running(self, mode: InFlight) -> None:
-        """What a pause of vLLM's scheduler does; with `wait` it would hang as long as requests run."""
-        assert mode is not InFlight.WAIT or not self.running, "waits for requests without a deadline"
-        if mode is InFlight.ABORT:
-            self.running = 0
 
     def write(self, version: int, label: str | None, directory: str) -> None:
         assert self.retained_version == version, "told to write what it does not hold"

@@ -26,6 +26,8 @@ from deployments.protocol.status import FleetStatus
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 STORE = StoreLocation(directory="/store")
+GROUP = {"rank_offset": 1}  # what makes a connection a communicator
+SEPARATE: dict[str, int] = {}
 
 
 class Scene:

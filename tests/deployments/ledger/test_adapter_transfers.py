@@ -9,8 +9,8 @@ from deployments.ledger.members import PendingCall
 from deployments.protocol.adapters import Adapter, ReceiveAdapter
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.adapter_scene import FILES, AdapterScene, ended, held, live, names
+from tests.deployments.ledger.ledger_scene import GROUP
 
-GROUP = {"rank_offset": 1}
 LOAD = "1" * 32
 
 

@@ -4,9 +4,7 @@ import pytest
 
 from deployments.protocol.instructions import Body, Connect, Receive
 from deployments.protocol.reports import Outcome
-from tests.deployments.ledger.ledger_scene import Scene, report_of
-
-GROUP = {"rank_offset": 1}
+from tests.deployments.ledger.ledger_scene import GROUP, Scene, report_of
 
 
 def scene_with(body: type[Body], said: tuple[tuple[int, ...], ...]) -> Scene:

@@ -1,118 +1,20 @@
 """What the router sends to a replica and returns from it, and what it does when that fails.
 
-Replicas are sockets that send canned bytes. The router in front of real replica fronts is tested in
-`tests/deployments/test_router_to_replica.py`.
+The router in front of real replica fronts is tested in `tests/deployments/test_router_to_replica.py`.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from ray.serve.exceptions import BackPressureError
 
 from deployments.errors import DeadlyRequest, FleetUnavailable
 from deployments.logs import serve_logger
-from deployments.request_headers import Demand
 from deployments.router.forwarding import MAX_REFUSALS
-from deployments.router.limits import RouterLimits
-from deployments.router.router import Router
-
-LIMITS = RouterLimits(
-    max_in_flight=8,
-    max_body_bytes=1000,
-    max_sequences=8,
-    retry_after_s=2.0,
-    find_replica_timeout_s=10.0,
-    weight_timeout_s=3.5,
-    load_factor=1.25,
-    prefix_affinity=True,
-)
-OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-REASON = b'{"error": {"message": "it sleeps"}}'
-REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
-    b"x-slipstream-refused: not-begun\r\ncontent-length: %d\r\n\r\n%b" % (len(REASON), REASON)
-)
-ENGINE_LOST = REFUSAL.replace(b"not-begun", b"lost")
-TRUNCATED = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this"
-NOTHING = b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
-    first_line: str
-    headers: dict[str, str]
-    body: bytes
-
-
-class StubReplica:
-    """A server that reads a request, sends canned bytes and closes the connection."""
-
-    def __init__(self, response: bytes) -> None:
-        self.response = response
-        self.works_s = 0.0  # before it answers
-        self.received: list[Received] = []
-
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        first_line, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
-        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        body = await reader.readexactly(int(headers.get("content-length", "0")))
-        self.received.append(Received(first_line=first_line, headers=headers, body=body))
-        await asyncio.sleep(self.works_s)
-        writer.write(self.response)
-        await writer.drain()
-        writer.close()
-
-
-class FakeHandle:
-    """Stands for Serve's handle: chooses the replicas in turn."""
-
-    def __init__(self) -> None:
-        self.metadata: dict[str, dict[str, str]] = {}
-        self.demands: list[Demand] = []
-        self.error: Exception | None = None
-        self.ready = asyncio.Event()
-        self.ready.set()
-
-    @asynccontextmanager
-    async def choose_replica(self, demand: Demand, *, _reserve: bool) -> AsyncIterator[Any]:
-        self.demands.append(demand)
-        if self.error is not None:
-            raise self.error
-        chosen = list(self.metadata)[(len(self.demands) - 1) % len(self.metadata)]
-        await self.ready.wait()
-        yield SimpleNamespace(replica_id=chosen, replica_metadata=self.metadata[chosen])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
-    handle: FakeHandle
-    router: Router
-    client: httpx.AsyncClient
-    replicas: list[StubReplica]
-
-
-@asynccontextmanager
-async def scene(*responses: bytes, timeout_s: float = 10.0) -> AsyncIterator[Scene]:
-    handle = FakeHandle()
-    router = Router(handle, replace(LIMITS, find_replica_timeout_s=timeout_s))
-    replicas = [StubReplica(response) for response in responses]
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(router.close)
-        for index, replica in enumerate(replicas):
-            server = await asyncio.start_server(replica.handle, "127.0.0.1", 0)
-            stack.callback(server.close)
-            host, port = server.sockets[0].getsockname()
-            handle.metadata[f"r{index}"] = {"address": f"{host}:{port}", "key": f"key-{index}"}
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=router), base_url="http://fleet")
-        await stack.enter_async_context(client)
-        yield Scene(handle=handle, router=router, client=client, replicas=replicas)
+from tests.deployments.router.router_scene import ENGINE_LOST, LIMITS, NOTHING, OK, REFUSAL, TRUNCATED, scene
 
 
 async def test_a_request_is_forwarded_as_it_is_without_the_headers_of_its_connection() -> None:

@@ -13,7 +13,7 @@ import pytest
 from deployments.request_headers import Demand
 from deployments.router.router import Router
 from deployments.router.silence import Patience, Probes
-from tests.deployments.router.test_router import LIMITS, OK, StubReplica
+from tests.deployments.router.router_scene import LIMITS, OK, StubReplica
 
 BEGUN = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n"

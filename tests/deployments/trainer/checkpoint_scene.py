@@ -1,0 +1,48 @@
+"""A tiny learner's weights and checkpoints."""
+
+from pathlib import Path
+
+import torch
+
+from deployments.trainer.checkpoints import Checkpoints
+from tests.trainers import tiny
+from trainers.learner import Learner
+from trainers.policy import Policy
+from trainers.settings import Dtype, LearnerConfig, OptimizerConfig
+from trainers.sources import ParameterSource, load_parameters
+
+CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-4), share_prompts=False)
+BATCH = [
+    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
+    tiny.trajectory((3, 4), (7, 1), advantage=-1.0),
+]
+Weights = dict[str, torch.Tensor]
+
+
+def weights(policy: Policy) -> Weights:
+    return {name: tensor.clone() for name, tensor in ParameterSource(policy.model)}
+
+
+def load(policy: Policy, values: Weights, *, dtype: torch.dtype) -> None:
+    """What a restarted trainer has read from the store."""
+    load_parameters(policy.model, {name: value.to(dtype) for name, value in values.items()})
+
+
+def equal(left: Weights, right: Weights) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def near(left: Weights, right: Weights) -> bool:
+    return all(torch.allclose(left[name], right[name], rtol=1e-3, atol=2e-5) for name in left)
+
+
+def checkpoints(directory: Path, *, rank: int = 0) -> Checkpoints:
+    return Checkpoints(directory / "checkpoints", rank=rank, keep=2)
+
+
+def save(
+    learner: Learner, kept: Checkpoints, *, wire_dtype: Dtype | None = None, fleet_id: str = "f"
+) -> None:
+    assert kept.save(learner, wire_dtype=wire_dtype, fleet_id=fleet_id)
+    kept.wait_until_copied()
+    assert kept.wait(60.0)

@@ -1,0 +1,101 @@
+"""Checkpoints of one process and of two ranks over Gloo: any number of ranks resumes from them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deployments.trainer.checkpoints import Checkpoints
+from deployments.trainer.resume import resume
+from tests.deployments.trainer.checkpoint_scene import (
+    BATCH,
+    CONFIG,
+    Weights,
+    checkpoints,
+    equal,
+    load,
+    near,
+    save,
+    weights,
+)
+from tests.trainers import tiny
+from tests.two_ranks import both, grouped
+from trainers.fsdp2 import mesh_of_all_ranks
+from trainers.learner import Learner
+from trainers.policy import Policy
+
+
+def rank_of_two(rank: int, directory: Path) -> None:
+    with grouped(rank, directory):
+        outcomes = _train_and_resume(rank, directory)
+        if rank == 0:
+            torch.save(outcomes, directory / "out.pt")
+
+
+def _train_and_resume(rank: int, directory: Path) -> dict[str, object]:
+    kept = checkpoints(directory, rank=rank)
+    straight = _sharded(directory)
+    straight.step(BATCH)
+    save(straight, kept, wire_dtype="bfloat16")
+    trained = weights(straight.policy)
+    straight.step(BATCH)
+
+    resumed = _sharded(directory, stored=trained)
+    out: dict[str, object] = {"trained": trained, "exact": resume(resumed, kept, 1, "f")}
+    out["same"] = equal(weights(resumed.policy), trained)
+    resumed.step(BATCH)
+    out["continued"] = equal(weights(resumed.policy), weights(straight.policy))
+    out["after"] = weights(straight.policy)
+
+    of_one = Checkpoints(directory / "of-one", rank=rank, keep=2)
+    resumed = _sharded(directory, stored=torch.load(directory / "one.pt"))
+    out["from one"] = resume(resumed, of_one, 1, "f")
+    resumed.step(BATCH)
+    out["after one"] = weights(resumed.policy)
+
+    (file,) = (kept.directory / "step-000001").glob("__1_*.distcp")
+    content = file.read_bytes()
+    dist.barrier()
+    if rank == 1:
+        file.write_bytes(b"")
+    dist.barrier()
+    stored = _sharded(directory, stored=trained)
+    before = weights(stored.policy)
+    out["damaged"] = resume(stored, kept, 1, "f")
+    out["as stored"] = equal(weights(stored.policy), before)
+    out["step"] = stored.step(BATCH)["step"]
+    dist.barrier()
+    if rank == 1:
+        file.write_bytes(content)
+    dist.barrier()
+    return out
+
+
+def _sharded(directory: Path, stored: Weights | None = None) -> Learner:
+    policy = Policy.load(directory, mesh=mesh_of_all_ranks("cpu"))
+    if stored is not None:
+        load(policy, stored, dtype=torch.bfloat16)
+    return Learner(policy, CONFIG)
+
+
+@pytest.mark.timeout(300)
+def test_any_number_of_ranks_resumes_and_all_of_them_or_none(tmp_path: Path) -> None:
+    tiny.policy(tmp_path)
+    single = Learner(Policy.load(tmp_path), CONFIG)
+    single.step(BATCH)
+    save(single, Checkpoints(tmp_path / "of-one", rank=0, keep=2), wire_dtype="bfloat16")
+    torch.save(weights(single.policy), tmp_path / "one.pt")
+    both(rank_of_two, tmp_path)
+    out = torch.load(tmp_path / "out.pt")
+    assert out["exact"] is None and out["same"] and out["continued"]
+    assert "step-000001 cannot be used: " in out["damaged"] and "\n" not in out["damaged"]
+    assert out["as stored"] and out["step"] == 2
+    single.step(BATCH)
+    assert out["from one"] is None and near(out["after one"], weights(single.policy))
+    resumed = Learner(Policy.load(tmp_path), CONFIG)  # what two ranks have written, on one
+    load(resumed.policy, out["trained"], dtype=torch.bfloat16)
+    assert resume(resumed, checkpoints(tmp_path), 1, "f") is None
+    assert equal(weights(resumed.policy), out["trained"])
+    resumed.step(BATCH)
+    assert near(weights(resumed.policy), out["after"])
