@@ -13,8 +13,8 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightSource
 
 from deployments.weights.wire.chunk_layout import pack, plan_chunks, view, write_digests
-from deployments.weights.wire.digest import prepare_inspection
-from deployments.weights.wire.digest_definition import Copy, Findings
+from deployments.weights.wire.digest import prepare_digests
+from deployments.weights.wire.digest_definition import Copy
 
 Metadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
@@ -46,7 +46,7 @@ class ChunkPacker:
         self.in_place: list[torch.Tensor] | None = None
         self._firsts = list(accumulate((len(chunk.entries) for chunk in self.chunks), initial=0))
         self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
-        self._inspections: dict[tuple[int, int], Callable[[], Findings]] = {}  # by chunk and address of block
+        self._digests: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by chunk and address of block
         self.refresh_resident()
 
     def refresh_resident(self) -> None:
@@ -60,7 +60,7 @@ class ChunkPacker:
             return
         if resident is not None:
             _check(self.metadata, resident)
-        self.resident, self._inspections = resident, {}
+        self.resident, self._digests = resident, {}
         self.in_place = None if resident is None or _is_cast(self.metadata, resident) else resident
 
     def begin(self) -> None:
@@ -85,18 +85,18 @@ class ChunkPacker:
         if self.resident is None:
             pack(chunk, self._pass, block)
             return
-        inspection = self._inspections.get((index, block.data_ptr()))
-        if inspection is None:
+        digests = self._digests.get((index, block.data_ptr()))
+        if digests is None:
             sources = self.resident[self._firsts[index] : self._firsts[index + 1]]
             targets = [view(entry, block) for entry in chunk.entries]
             pairs = list(zip(sources, targets, strict=True))
             copies = [Copy(index=i, source=source, target=target) for i, (source, target) in enumerate(pairs)]
             # The digest is that of what is sent: of the copy, if the tensor is cast (on a GPU in one pass).
             inspected = [source if source.dtype == target.dtype else target for source, target in pairs]
-            inspection = prepare_inspection(inspected, copies)
+            digests = prepare_digests(inspected, copies)
             if block.is_cuda:  # blocks in host memory are new in every round
-                self._inspections[index, block.data_ptr()] = inspection
-        write_digests(chunk, inspection().digests, block)
+                self._digests[index, block.data_ptr()] = digests
+        write_digests(chunk, digests(), block)
 
     def drain(self) -> None:
         """Run the source's pass without packing: its gathers are collectives of all ranks."""

@@ -14,7 +14,7 @@ from typing import TypedDict
 
 import torch
 
-from deployments.weights.wire.digest import prepare_inspection
+from deployments.weights.wire.digest import prepare_digests
 from deployments.weights.wire.digest_definition import DIGEST_BYTES, Copy
 
 ALIGNMENT = 256
@@ -179,7 +179,7 @@ def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch
             raise ValueError(f"the source declared {entry.name!r} {entry.shape} and yielded {yielded}")
         source = tensor.detach().to(block.device, entry.dtype).contiguous()
         copies.append(Copy(index=index, source=source, target=view(entry, block)))
-    write_digests(chunk, prepare_inspection([copy.source for copy in copies], copies)().digests, block)
+    write_digests(chunk, prepare_digests([copy.source for copy in copies], copies)(), block)
 
 
 def write_digests(chunk: Chunk, digests: torch.Tensor, block: torch.Tensor) -> None:

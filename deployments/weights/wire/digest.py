@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +12,7 @@ from deployments.weights.wire.digest_definition import Copy, Findings, unsigned
 from deployments.weights.wire.digest_host import digest_bytes
 
 _WARMED_UP = (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)
+T = TypeVar("T")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -78,6 +80,20 @@ def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) 
     return _after(separate, CudaInspection(tensors, targets, sources))
 
 
+def prepare_digests(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], torch.Tensor]:
+    """`digest_tensor` as a function to call in every round, which also makes `copies`.
+
+    On a host it does not look for NaN, which reads all tensors once more: that is the receiver's check.
+
+    Raises:
+        ValueError: a tensor on a GPU is larger than 16 GiB.
+    """
+    if not (tensors and tensors[0].is_cuda):
+        return _after(copies, lambda: digest_tensor(tensors))
+    inspection = prepare_inspection(tensors, copies)
+    return lambda: inspection().digests
+
+
 def warm_up(device: torch.device) -> None:
     """Compile what `prepare_inspection` runs on a GPU, for which the first round would wait a second."""
     if device.type != "cuda":
@@ -88,12 +104,12 @@ def warm_up(device: torch.device) -> None:
     inspect([number])
 
 
-def _after(copies: Sequence[Copy], inspection: Callable[[], Findings]) -> Callable[[], Findings]:
+def _after(copies: Sequence[Copy], inspection: Callable[[], T]) -> Callable[[], T]:
     if not copies:
         return inspection
     sources, targets = map(list, zip(*map(_as_integers, copies), strict=True))
 
-    def copy_and_inspect() -> Findings:
+    def copy_and_inspect() -> T:
         torch._foreach_copy_(targets, sources)
         return inspection()
 
