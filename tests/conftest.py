@@ -10,6 +10,10 @@ import pytest
 # two cores took 527 s instead of 35.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# torch asks a name server for the name of who connects to its stores. One that loses a question stops a store
+# for this long; five seconds and two attempts without it.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Fixtures of several folders; they load Ray, which reads its environment.
 from tests.fleet.adapter_fleet import adapted as adapted
 from tests.fleet.session_fleet import fleet as fleet

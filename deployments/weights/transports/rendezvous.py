@@ -8,6 +8,7 @@ torch's own ways to form a group also wait for the members, but nothing can end 
 after this, when no member is missing.
 """
 
+import ipaddress
 import socket
 import threading
 import time
@@ -24,6 +25,7 @@ from deployments.weights.wire.chunk_layout import DescribedTensors
 
 _POLL_S = 0.01
 _PROBE_TIMEOUT_S = 1.0
+_BACKLOG = 4096
 
 
 @dataclass(kw_only=True)
@@ -91,7 +93,7 @@ class Meeting:
             self.join()
         except TransferFailed as error:
             self.failure = error
-        except RuntimeError as error:  # torch has no finer class
+        except (RuntimeError, OSError) as error:  # torch has no finer class
             self.failure = TransferFailed(f"{_expected(self.info)}: {str(error).splitlines()[0]}")
         self.over.set()
 
@@ -101,9 +103,14 @@ class Meeting:
         if self.rank != 0:
             self.wait_for(lambda: probe(info), lambda: [0])
         timeout = timedelta(seconds=info.timeout_s)
-        host = self.rank == 0
         tcp_store = TCPStore(
-            info.master_address, info.master_port, world_size, host, timeout, wait_for_workers=False
+            info.master_address,
+            info.master_port,
+            world_size,
+            is_master=self.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=_listening(info) if self.rank == 0 else None,
         )
         store = PrefixStore("slipstream", tcp_store)
         keys = [f"member/{peer}" for peer in range(world_size)]
@@ -130,6 +137,20 @@ def probe(info: RendezvousInfo) -> bool:
     except OSError:
         return False
     return True
+
+
+def _listening(info: RendezvousInfo) -> int | None:
+    """A listening socket for the store; None: the store makes its own, which takes IPv6 and IPv4.
+
+    The store's thread, which answers everybody, asks for the name of each who connects. No file of hosts has
+    ::ffff:127.0.0.1, so it asked a name server: one that did not answer stopped a rendezvous for 5 s.
+    """
+    try:
+        ipaddress.IPv4Address(info.master_address)
+    except ValueError:  # IPv6, or a name, which may be of both
+        return None
+    listening = socket.create_server(("", info.master_port), backlog=_BACKLOG)
+    return listening.detach()
 
 
 def _incomplete(info: RendezvousInfo, absent: list[int]) -> TransferFailed:

@@ -1,8 +1,10 @@
+import re
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,24 @@ def test_every_member_receives_the_payload_of_every_other() -> None:
     assert [payloads for _, payloads in joined] == [["rank 0", "rank 1", "rank 2"]] * 3
     joined[2][0].set("key", "value")
     assert joined[1][0].get("key") == b"value"
+
+
+@pytest.mark.parametrize(("address", "family"), [("127.0.0.1", "tcp"), ("::1", "tcp6")])
+def test_the_store_takes_connections_of_the_addresss_family_alone(address: str, family: str) -> None:
+    """Of an IPv4 connection to an IPv6 socket, its thread would ask a name server who that is, and wait."""
+    info = replace(info_for(1, timeout_s=30.0), master_address=address)
+    store, _ = rendezvous(info, 0, go_on)
+    listens = re.compile(f":{info.master_port:04X} 0+:0000 0A ")
+    found = [each for each in ("tcp", "tcp6") if listens.search(Path(f"/proc/net/{each}").read_text())]
+    assert found == [family]
+    del store
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    with socket.create_server(("", 0)) as taken:
+        info = replace(info_for(1, timeout_s=30.0), master_port=taken.getsockname()[1])
+        with pytest.raises(TransferFailed, match="Address already in use"):
+            rendezvous(info, 0, go_on)
 
 
 @pytest.mark.parametrize(
