@@ -6,7 +6,7 @@
 #   make test    the test suite         make test-fast  the tests without engines, for the daily loop
 #   make test-clients  other people's clients from PyPI, each in an environment of its own (.venv-clients)
 #   make chaos   every real fault       make check      format, lint, types, import rules
-#   make explore random walks over the ledger, other ones each time (half an hour)
+#   make explore random walks over the ledger, other ones each time
 #   make bench   the benchmarks         make clean      removes caches and state, keeps the environment
 #
 # Variables: CONFIG=serve_config.yaml  ARGS="passed on to the program"  PYTHON=python3.12  VENV=.venv
@@ -66,7 +66,7 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	@exec $(PY) -m pytest -m "not serve and not chaos and not gpu and not long" $(ARGS)
 
-# Random walks, other ones at each call and twenty times as many as `make test` takes. About half an hour.
+# Random walks, other ones at each call and twenty times as many as `make test` takes.
 explore: $(STAMP)
 	@exec $(PY) -m pytest -n 2 --hypothesis-profile explore --timeout 3600 tests/deployments/ledger $(ARGS)
 

@@ -32,7 +32,7 @@ from deployments.ledger.members import PendingCall
 from deployments.logs import serve_logger
 
 LOCK_WAIT_S = 10.0  # for a predecessor to end
-LOOK_SHARE = 0.2
+LOOK_SHARE = 0.2  # of the event loop's time, for looks at what follows from reports
 STALL_S = 2.0  # the ticker runs several times as often
 
 logger = serve_logger()
@@ -133,7 +133,7 @@ class DurableLedger:
         """Something may follow from a report: look once, for all reports that are taken in meanwhile.
 
         A look is at all members: one for each of a thousand that join would be a million. So looks take at
-        most `LOOK_SHARE` of this loop's time. In a small fleet one takes less than a millisecond.
+        most `LOOK_SHARE` of this loop's time, as long as one is shorter than a tick.
 
         Returns:
             What `looks` will be then.
@@ -193,8 +193,9 @@ class DurableLedger:
         except Exception:  # the next tick looks again
             logger.exception("looking at what follows from reports failed")
         self.change()
-        took_s = loop.time() - began
-        self._look_at = began + took_s / LOOK_SHARE
+        ended = loop.time()
+        # At most a tick, which looks anyway: this process may have stood still in the middle.
+        self._look_at = ended + min((ended - began) * (1 / LOOK_SHARE - 1), self._tick_s)
 
     def _log(self) -> None:
         if self._writer.all_written:  # a log does not say what may be lost

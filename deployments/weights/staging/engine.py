@@ -202,12 +202,6 @@ class StagedWeightTransferEngine(PayloadStaging, WeightTransferEngine[Init, Upda
             return False
         return True
 
-    @property
-    def worker_index(self) -> int:
-        """This worker's index among all workers of its replica."""
-        parallel = self.parallel_config
-        return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
-
     def progress(self) -> StagingState:
         """How far the update is."""
         assert self._update is not None

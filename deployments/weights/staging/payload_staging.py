@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from vllm.config import ParallelConfig
 
 from deployments.errors import TransferFailed
 from deployments.protocol.reports import Check, Outcome
@@ -34,6 +35,7 @@ class PayloadStaging:
     share = 1.0  # of the device's time, the most that staging may take while it receives
 
     device: torch.device
+    parallel_config: ParallelConfig
     staging: Staging
     schema: Schema | None
     retained: RetainedVersions
@@ -47,7 +49,8 @@ class PayloadStaging:
     @property
     def worker_index(self) -> int:
         """This worker's index among all workers of its replica."""
-        raise NotImplementedError
+        parallel = self.parallel_config
+        return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def _beside_the_engine(self) -> AbstractContextManager[Any]:
         """The staging thread's device and stream: what it queues runs while the engine decodes."""
