@@ -15,6 +15,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Fixtures of several folders; they load Ray, which reads its environment.
+from deployments.weights.wire.ownership import disown, remove_orphans
 from tests.fleet.adapter_fleet import adapted as adapted
 from tests.fleet.session_fleet import fleet as fleet
 
@@ -47,6 +48,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "engines" if nodeid.startswith(WITH_ENGINES) else nodeid.split("::", 1)[0]
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(trylast=True)  # xdist's own hook ends its processes
+def pytest_sessionfinish() -> None:
+    """Leave nothing in shared memory: xdist's processes end without Python's exit, and some tests kill who
+    owns names, which the next one to start a fleet would remove."""
+    disown()
+    remove_orphans()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,16 +17,16 @@ Lines have few different lengths, because a compiled kernel is made for each of 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from trainers.batching import Row, TokenBatch, lay_out, same_prompts
 from trainers.trajectory import Trajectory
 
 _BLOCK = 128  # of FlexAttention
 _LENGTHS = 8  # different ones, of lines within the budget
+_QUERIES = 4 * _BLOCK  # whose pairs are counted at a time: for 64k keys that is 32 MB a tensor
 _NONE = -1
 
 
@@ -138,22 +138,51 @@ def pack(
     def line(values: Sequence[int], padding: int) -> torch.Tensor:
         return torch.tensor([*values, *[padding] * (length - len(values))], device=device)
 
-    mask = _mask(line(prompts, _NONE), line(answers, _NONE))
-    # On a CPU a kernel takes longer to compile than the mask to compute.
-    make = _compiled_block_mask() if device.type == "cuda" else create_block_mask
     return lay_out(
         [trajectories[index] for row in rows for index in row],
         input_ids=line(ids, pad_token_id)[None],
-        attention_mask=make(mask, 1, None, length, length, device=device),
+        attention_mask=block_mask(line(prompts, _NONE), line(answers, _NONE)),
         position_ids=line(positions, 0)[None],
         predictors=predictors,
         device=device,
     )
 
 
-@cache
-def _compiled_block_mask() -> Callable[..., BlockMask]:
-    return torch.compile(create_block_mask)
+def block_mask(prompts: torch.Tensor, answers: torch.Tensor) -> BlockMask:
+    """FlexAttention's mask of a line: the blocks of 128 queries and 128 keys with a pair that attends.
+
+    As torch's `create_block_mask`, which compares all queries with all keys at once: that takes a tensor
+    [L, L], or a kernel that took most of three minutes to compile for lines of 16k tokens.
+
+    Args:
+        prompts: int [L], the number of each token's prompt, -1 for padding. L is a multiple of 128.
+        answers: int [L], the number of each token's answer, -1 for none.
+    """
+    attends, length = _mask(prompts, answers), len(prompts)
+    tokens = torch.arange(length, device=prompts.device)
+    batch = head = torch.zeros((), dtype=torch.long, device=prompts.device)
+    counts = torch.cat(
+        [
+            attends(batch, head, queries[:, None], tokens[None, :])
+            .view(-1, _BLOCK, length // _BLOCK, _BLOCK)
+            .sum(dim=(1, 3))
+            for queries in tokens.split(_QUERIES)
+        ]
+    )
+    full = counts == _BLOCK * _BLOCK
+    return BlockMask.from_kv_blocks(
+        *_listed((counts > 0) & ~full),
+        *_listed(full),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=attends,
+        seq_lengths=(length, length),
+    )
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many there are in each row [1, 1, rows], and their columns first [1, 1, rows, columns]."""
+    columns = blocks.byte().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
 
 def _mask(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from deployments.controller.controller import Controller
 from deployments.errors import FleetUnavailable
+from deployments.weights.wire.ownership import DIRECTORY, owner
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
 from tests.simulation.publishers import HttpPublisher, Trainer
@@ -20,7 +21,6 @@ HEALTH_S = 0.5
 HUNG_S = 7.0  # a process that does not answer its health check for so long is killed
 REPLACED_S = 3.0  # a controller that stands still gets a successor before it is killed
 STATE = "/state"
-FAST_DISK = next((each for each in ("/dev/shm",) if Path(each).is_dir()), None)  # where a sync costs nothing
 
 
 class Serve:
@@ -78,7 +78,9 @@ class Serve:
     async def _run_controller(self, process: Process) -> None:
         world = self._world
         if world.store_dir is None:
-            world.store_dir = Path(tempfile.mkdtemp(prefix="sim-", dir=FAST_DISK if world.adapters else None))
+            # In memory a sync costs nothing; with this process's name, whoever comes after it removes it.
+            place = DIRECTORY if world.adapters else None
+            world.store_dir = Path(tempfile.mkdtemp(prefix=owner().name("simulation-"), dir=place))
         try:
             controller = Controller(
                 config=world.config,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from transformers import MistralConfig, MistralForCausalLM
 
 from tests.trainers import tiny
@@ -34,6 +34,13 @@ def dense(batch: TokenBatch) -> torch.Tensor:
     mask, length = batch.attention_mask, batch.input_ids.shape[1]
     assert isinstance(mask, BlockMask)
     return create_mask(mask.mask_mod, 1, 1, length, length, device="cpu")
+
+
+def blocks(mask: BlockMask) -> list[torch.Tensor]:
+    """Its lists of blocks, by query and by key, partial and full ones."""
+    parts = mask.as_tuple()
+    assert sum(isinstance(part, torch.Tensor) for part in parts) == 8
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def test_a_prompt_stands_once_before_its_answers() -> None:
@@ -72,6 +79,23 @@ def test_every_trajectory_is_planned_once_and_budgets_hold(
         tokens = prompts + sum(len(batch[i].token_ids) for row in rows for i in row)
         assert tokens <= budget or sum(map(len, rows)) == 1
         assert 0 <= line_length(tokens, token_budget=budget) - tokens < max(128, budget / 8 + 128)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 300), min_size=1)), min_size=1))
+def test_the_blocks_of_a_line_are_those_that_torch_finds(groups: list[tuple[int, list[int]]]) -> None:
+    answers = [
+        tiny.trajectory((3 + number,) * prompt, (2,) * length)
+        for number, (prompt, lengths) in enumerate(groups)
+        for length in lengths
+    ]
+    for rows in plan_lines(answers, token_budget=1500):
+        mask = packed(answers, rows, budget=1500).attention_mask
+        assert isinstance(mask, BlockMask)
+        length = mask.seq_lengths[0]
+        expected = create_block_mask(mask.mask_mod, 1, None, length, length, device="cpu")
+        for left, right in zip(blocks(mask), blocks(expected), strict=True):
+            assert left.dtype == right.dtype and torch.equal(left, right)
 
 
 def test_lines_are_full() -> None:

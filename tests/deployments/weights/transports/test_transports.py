@@ -1,7 +1,9 @@
 """One contract for every transport, sender and receivers together: the real engines, no vLLM model."""
 
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from deployments.errors import TransferFailed
 from deployments.protocol.reports import Outcome
 from deployments.weights.staging.progress_page import ProgressPage
+from deployments.weights.staging.reports import StagingState
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
 from deployments.weights.wire.shared_memory import remove_segment
@@ -23,6 +26,7 @@ from tests.deployments.weights.transports.transport_contract import (
     weights,
 )
 from tests.deployments.weights.transports.transport_fleet import (
+    DEADLINE_S,
     Fleet,
     ListSource,
     Rejected,
@@ -109,6 +113,16 @@ def test_tensors_that_have_moved_are_sent_from_where_they_are(transport: str, fl
     engine.shutdown()
 
 
+def reported(page: ProgressPage, engine: Any) -> StagingState:
+    """What the page says, once that is what the engine says: the staging thread counts a payload, for which
+    `publish` waits, before it writes the page."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (read := page.read(0)) is None or read != engine.progress():
+        assert time.monotonic() < deadline, (read, engine.progress())
+        time.sleep(0.01)
+    return read
+
+
 def test_each_update_reports_its_own_progress_in_the_page(checkpoint: Path) -> None:
     fleet = make_fleet("shm", checkpoint, count=1)
     engine = fleet.receivers[0].engine
@@ -116,15 +130,13 @@ def test_each_update_reports_its_own_progress_in_the_page(checkpoint: Path) -> N
     assert engine.report_to(name)
     for _ in range(2):
         publish("shm", fleet, ListSource(weights(1)))
-        reported = page.read(0)
-        assert reported == engine.progress() and reported.payloads_done == fleet.payloads > 0
+        assert reported(page, engine).payloads_done == fleet.payloads > 0
         fleet.drop()
         engine.start_weight_update()
         assert page.read(0) is None, "the former update's report would be taken for this one's"
     with pytest.raises(Rejected, match=r"^'strange' is not a tensor of this model$"):
         publish("shm", fleet, ListSource([("strange", torch.zeros(2))]))
-    reported = page.read(0)
-    assert reported is not None and reported.outcome is Outcome.REJECTED
+    assert reported(page, engine).outcome is Outcome.REJECTED
     remove_segment(name)
     stop(fleet.receivers[0])
 
