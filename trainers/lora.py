@@ -8,13 +8,13 @@ are small, and updates that bfloat16 would round away are kept.
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -24,6 +24,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's n
 PREFIX = "base_model.model."  # of every tensor in peft's files
 _NAME = "default"  # peft's name for the only adapter of a model
 _HALVES = tuple(f".lora_{half}.{_NAME}.weight" for half in "AB")
+_WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 COPIED_AT_ONCE = 256 << 20  # bytes; a larger tensor is copied by itself
 
 
@@ -107,12 +108,11 @@ class Adapter:
             dtype: of the tensors in the file; None: float32, as they are.
             metadata: beside the tensors, in the safetensors file.
         """
-        own = self.tensors()
-        tensors = dict(zip(own, host_copies(list(own.values()), dtype), strict=True))
-        stated = {"format": "pt"} if metadata is None else {"format": "pt", **metadata}
         return {
             CONFIG: json.dumps(self._written(), indent=2, sort_keys=True).encode(),
-            TENSORS: _one_order(bytearray(save(tensors, metadata=stated))),
+            TENSORS: safetensors_file(
+                self.tensors(), dtype=dtype or torch.float32, metadata={"format": "pt", **(metadata or {})}
+            ),
         }
 
     def write(self, directory: Path) -> None:
@@ -186,25 +186,43 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str
     return sorted(set(wanted))
 
 
-def _one_order(file: bytearray) -> bytearray:
-    """The file with its metadata in alphabetical order, in place.
+def safetensors_file(
+    tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype, metadata: Mapping[str, str]
+) -> bytearray:
+    """A safetensors file in memory: a length, a header, the tensors' bytes.
 
-    safetensors writes them in an order that is another one in each call, so two ranks with the same tensors
-    had different files.
+    https://github.com/huggingface/safetensors has the format. `safetensors.torch.save` orders metadata anew
+    in each call, so two ranks with the same tensors had different files, and returns memory that cannot be
+    written to, which was copied once more to be sent. Here each tensor is copied once, in the order of names.
+
+    Args:
+        tensors: of one device, dtype and any shapes; they are cast there.
+        dtype: of the tensors in the file: float32, bfloat16 or float16.
     """
-    end = 8 + int.from_bytes(file[:8], "little")
-    header = json.loads(file[8:end])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    if len(written) > end - 8:
-        raise ValueError(
-            f"safetensors' header of {end - 8} bytes has {len(written)} when it is written again"
-        )
-    file[8:end] = written.ljust(end - 8)  # it is padded with spaces, as the format says
+    names = sorted(tensors)
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    end = 0
+    for name in names:
+        begin, end = end, end + tensors[name].numel() * dtype.itemsize
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": _WRITTEN[dtype], "shape": shape, "data_offsets": [begin, end]}
+    written = json.dumps(header, separators=(",", ":")).encode()
+    written = written.ljust(-(-len(written) // 8) * 8)  # as the format wants it: tensors are aligned
+    file = bytearray(8 + len(written) + end)
+    file[:8] = len(written).to_bytes(8, "little")
+    file[8 : 8 + len(written)] = written
+    values = torch.frombuffer(file, dtype=dtype, offset=8 + len(written))
+    flat = [tensors[name].detach().reshape(-1) for name in names]
+    if flat[0].device.type != "cpu":
+        flat = [torch.cat([flat[index] for index in batch]) for batch in _batches(flat, range(len(flat)))]
+    at = 0
+    for each in flat:
+        values[at : at + len(each)].copy_(each)  # cast on the device where it is
+        at += len(each)
     return file
 
 
-def host_copies(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in host memory, contiguous; those that are there already are not copied.
 
     Many small ones leave a GPU in few copies. Each copy waits for the GPU, and where another process computes
@@ -213,24 +231,21 @@ def host_copies(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = Non
 
     Args:
         tensors: of any shapes, dtypes and devices.
-        dtype: to cast to, on their devices; None: each keeps its own.
     """
     made = [tensor.detach().contiguous() for tensor in tensors]
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for index, tensor in enumerate(made):
-        if tensor.device.type == "cpu":
-            made[index] = tensor.to(dtype or tensor.dtype)
-        else:
+        if tensor.device.type != "cpu":
             by_kind[tensor.device, tensor.dtype].append(index)
     for indexes in by_kind.values():
         for batch in _batches(made, indexes):
-            copies = copied_together([made[index] for index in batch], dtype)
+            copies = copied_together([made[index] for index in batch])
             for index, copy in zip(batch, copies, strict=True):
                 made[index] = copy
     return made
 
 
-def _batches(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> Iterator[list[int]]:
+def _batches(tensors: Sequence[torch.Tensor], indexes: Iterable[int]) -> Iterator[list[int]]:
     batch: list[int] = []
     size = 0
     for index in indexes:
@@ -242,8 +257,8 @@ def _batches(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> Iterato
     yield batch
 
 
-def copied_together(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
+def copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Contiguous tensors of one device and dtype in host memory: parts of one tensor there."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    parts = flat.to(dtype or flat.dtype).cpu().split([tensor.numel() for tensor in tensors])
+    parts = flat.cpu().split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -36,8 +36,13 @@ class AdapterCalls:
         is_3d: bool = False,
         after: int | None = None,
         load_id: str = "",
+        digest: str = "",
     ) -> Adapter:
         """Make an adapter live on all replicas; see `Adapters.begin` and `stage`.
+
+        Args:
+            digest: of files that nobody changes any more, see `AdapterStore.copy`; replicas compare it with
+                what they read.
 
         Raises:
             InvalidRequest: the name or the files are wrong, or all replicas rejected them.
@@ -52,7 +57,7 @@ class AdapterCalls:
             )
             try:
                 await self._durable.durable(self._durable.change())  # no successor gives this id to others
-                files = await self._adapter_files.copy(path, adapter.adapter_id)
+                files = await self._adapter_files.copy(path, adapter.adapter_id, digest)
             except BaseException as error:  # a caller that left, too: the name is free again
                 adapters.give_up(adapter, str(error), now())
                 raise

@@ -57,9 +57,12 @@ class AdapterKeeper:
         self._pass: asyncio.Task[None] | None = None
         self._problem: str | None = None
 
-    async def copy(self, path: str, adapter_id: int) -> AdapterFiles:
+    async def copy(self, path: str, adapter_id: int, digest: str = "") -> AdapterFiles:
         """Copy an adapter, for replicas to read; waits a while for files that are not complete.
         `complete` follows.
+
+        Args:
+            digest: as in `AdapterStore.copy`.
 
         Raises:
             NotFound: there is no such directory.
@@ -72,7 +75,7 @@ class AdapterKeeper:
         until = self._clock() + self._lag_s
         while True:
             try:
-                copying = partial(self._store.copy, Path(path), self._roots, adapter_id)
+                copying = partial(self._store.copy, Path(path), self._roots, adapter_id, digest)
                 return await self._on_disk(copying, path)
             except (Incomplete, FileNotFoundError) as error:  # as it is being replaced
                 if self._clock() > until:

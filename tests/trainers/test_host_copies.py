@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load, load_file, save
 
 from trainers import lora as module
-from trainers.lora import copied_together, host_copies
+from trainers.lora import copied_together, host_copies, safetensors_file
 
 
 def tensors(device: str) -> list[torch.Tensor]:
@@ -13,19 +13,18 @@ def tensors(device: str) -> list[torch.Tensor]:
     return [each.to(device) for each in made]
 
 
-def test_what_is_in_host_memory_is_cast_and_not_copied() -> None:
+def test_what_is_in_host_memory_is_not_copied() -> None:
     given = tensors("cpu")
     for before, after in zip(given, host_copies(given), strict=True):
         assert torch.equal(before, after) and after.is_contiguous()
     assert host_copies(given)[0].data_ptr() == given[0].data_ptr()
-    assert [each.dtype for each in host_copies(given, torch.bfloat16)] == [torch.bfloat16] * len(given)
 
 
 def test_tensors_that_are_copied_together_can_be_written(tmp_path: Path) -> None:
     given = [torch.randn(3, 4), torch.randn(()), torch.randn(2, 2)]
-    made = copied_together(given, torch.bfloat16)
+    made = copied_together(given)
     for before, after in zip(given, made, strict=True):
-        assert torch.equal(before.to(torch.bfloat16), after) and after.is_contiguous()
+        assert torch.equal(before, after) and after.is_contiguous()
     file = tmp_path / "file"
     file.write_bytes(save({str(index): each for index, each in enumerate(made)}))
     read = load_file(file)
@@ -49,3 +48,20 @@ def test_batches_hold_every_tensor_once(monkeypatch: pytest.MonkeyPatch, at_once
     batches = list(module._batches(given, range(len(given))))
     assert [index for batch in batches for index in batch] == list(range(len(given)))
     assert all(len(batch) == 1 or sum(given[i].nbytes for i in batch) <= at_once for batch in batches)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("at_once", [1, 40, 1 << 20])
+def test_safetensors_reads_the_file_that_is_made_here(
+    monkeypatch: pytest.MonkeyPatch, at_once: int, dtype: torch.dtype, device: str
+) -> None:
+    monkeypatch.setattr(module, "COPIED_AT_ONCE", at_once)
+    floats = [each for each in tensors(device) if each.is_floating_point()]
+    given = {f"{'x' * index}.\u00fc": each for index, each in enumerate(floats)}
+    file = safetensors_file(given, dtype=dtype, metadata={"format": "pt", "a": '\u00fc"\n'})
+    read = load(bytes(file))
+    assert read.keys() == given.keys()
+    for name, tensor in given.items():
+        assert torch.equal(read[name], tensor.to(dtype).cpu()), name
+    assert int.from_bytes(file[:8], "little") % 8 == 0, "the tensors are aligned"

@@ -30,7 +30,7 @@ from deployments.protocol.adapters import AdapterStatus
 from deployments.trainer.lora.sender import AdapterSender
 from deployments.trainer_reports import AdapterReport
 from deployments.unary import UnaryHandle
-from deployments.weights.store.adapter_store import TENSORS, adapter_digest
+from deployments.weights.store.adapter_store import TENSORS, digest_of
 from trainers.lora import Adapter
 
 CALL_TIMEOUT_S = 60.0  # of a question
@@ -127,15 +127,18 @@ class AdapterPublisher:
 
         def written_and_loaded() -> tuple[float, int, str]:
             saving = beside.submit(before_load)  # it is several times as large as the files
+            hashing = beside.submit(digest_of, files)
             self._write(directory, files)
+            digest = hashing.result()
             written = self._clock()
             saving.result()
             sending.wait()  # replicas carry out instructions in their order, and are to receive it first
-            return written, *self._loaded(directory, "" if self._sender is None else load_id)
+            version = self._loaded(directory, digest, "" if self._sender is None else load_id)
+            return written, version, digest
 
         transfer_s = None
         try:
-            with ThreadPoolExecutor(max_workers=2) as beside:
+            with ThreadPoolExecutor(max_workers=3) as beside:
                 loading = beside.submit(written_and_loaded)
                 try:
                     if self._sender is not None:
@@ -159,8 +162,8 @@ class AdapterPublisher:
         )
 
     def _write(self, final: Path, files: Mapping[str, bytes | bytearray]) -> None:
-        """A directory that is complete when it has its name. Not durable: the fleet's own copy is, and the
-        trainer's state."""
+        """A directory that is complete when it has its name, and does not change any more: the fleet's copy
+        may be the same files. Not durable: that copy is, and the trainer's state."""
         partial = final.with_name(f".{final.name}.partial")
         try:
             partial.mkdir(parents=True)
@@ -171,16 +174,16 @@ class AdapterPublisher:
             shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
             raise Conflict(f"the adapter {self._name!r} is not published: {error}") from error
 
-    def _loaded(self, directory: Path, load_id: str = "") -> tuple[int, str]:
-        """The version that the directory has become, and its digest."""
+    def _loaded(self, directory: Path, digest: str, load_id: str) -> int:
+        """The version that the directory has become."""
         for _ in range(ATTEMPTS):
             before = self._own_version()
             try:
                 load = self._controller.load_adapter.remote(
-                    self._name, str(directory), True, False, before, load_id
+                    self._name, str(directory), True, False, before, load_id, digest
                 )
                 loaded: LoadedAdapter = load.result(timeout_s=LOAD_TIMEOUT_S)
-                return loaded.version, loaded.digest
+                return loaded.version
             except TimeoutError as error:
                 raise FleetUnavailable(
                     f"the controller has not answered 'load_adapter' within {LOAD_TIMEOUT_S:g} s"
@@ -188,9 +191,9 @@ class AdapterPublisher:
             except Exception as error:
                 if not is_lost(error):
                     raise
-            found, digest = self.newest(), adapter_digest(directory)
+            found = self.newest()
             if found is not None and found.version > before and found.digest == digest:
-                return found.version, digest
+                return found.version
             logger.warning("the controller was lost, and the load of %r with it: again", self._name)
         raise FleetUnavailable(
             f"the adapter {self._name!r} is not published: the controller was lost {ATTEMPTS} times"

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -45,11 +45,13 @@ class AdapterStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def copy(self, source: Path, roots: Sequence[Path], adapter_id: int) -> AdapterFiles:
+    def copy(self, source: Path, roots: Sequence[Path], adapter_id: int, digest: str = "") -> AdapterFiles:
         """Copy an adapter's two files. Readers find them from now on; they are durable after `complete`.
 
         Args:
             roots: directories, one of which must contain the files.
+            digest: of the files, whose writer states it and never changes them again: they get a second name
+                here where the file system has such, and are neither read nor written. Empty: nobody says so.
 
         Raises:
             Incomplete: a file is not there, is shorter than it says, or changes while it is read.
@@ -69,7 +71,9 @@ class AdapterStore:
         with _writing():
             partial.mkdir(parents=True)
         try:
-            digest = _copied(files, [partial / CONFIG, partial / TENSORS])
+            copies = [partial / CONFIG, partial / TENSORS]
+            if not digest or not _linked(files, copies):
+                digest = _copied(files, copies)
             if [_stamp(file) for file in files] != before:
                 raise Incomplete(f"{source} changed while it was read")
             _check_length(partial / TENSORS)
@@ -113,6 +117,27 @@ def adapter_digest(directory: Path) -> str:
         OSError: one cannot be read.
     """
     return _copied([directory / CONFIG, directory / TENSORS], [None, None])
+
+
+def digest_of(files: Mapping[str, bytes | bytearray]) -> str:
+    """Of both files of an adapter, from their contents by name: what `adapter_digest` finds once written."""
+    digest = hashlib.sha256()
+    for name in (CONFIG, TENSORS):
+        digest.update(struct.pack("<Q", len(files[name])))
+        digest.update(files[name])
+    return digest.hexdigest()
+
+
+def _linked(files: Sequence[Path], links: Sequence[Path]) -> bool:
+    """Whether each file has a second name now; else none has, and copying says what is wrong."""
+    try:
+        for file, link in zip(files, links, strict=True):
+            os.link(file, link)
+    except OSError:  # another file system, or one without hard links
+        for link in links:
+            link.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def _copied(sources: Sequence[Path], targets: Sequence[Path | None]) -> str:

@@ -17,7 +17,7 @@ from deployments.ledger.adapters.catalog import (
     without,
 )
 from deployments.protocol.adapters import Adapter, AdapterCatalog, AdapterStatus
-from deployments.weights.store.adapter_store import AdapterStore
+from deployments.weights.store.adapter_store import AdapterStore, adapter_digest
 from tests.deployments.fake_controller import FakeController
 
 
@@ -49,6 +49,7 @@ class FakeAdapterController(FakeController):
         is_3d: bool = False,
         after: int | None = None,
         load_id: str = "",
+        digest: str = "",
     ) -> Adapter:
         check_name(name, "base")
         if not in_place and any(each.name == name for each in self.catalog.live):
@@ -56,7 +57,9 @@ class FakeAdapterController(FakeController):
         check_newest(self.catalog, name, after)
         adapter = next_adapter(self.catalog, name, is_3d=is_3d, load_id=load_id)
         self.catalog = numbered(self.catalog, adapter)
-        adapter = with_files(adapter, self._files.copy(Path(path), self.roots, adapter.adapter_id))
+        files = self._files.copy(Path(path), self.roots, adapter.adapter_id, digest)
+        assert files.digest == adapter_digest(Path(files.path)), "replicas would reject it"
+        adapter = with_files(adapter, files)
         self._files.complete(adapter.adapter_id)
         if self.refusal is not None:
             refusal, self.refusal = self.refusal, None

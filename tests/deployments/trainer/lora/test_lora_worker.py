@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.spec import TrainerSpec, adapter_directory
+from deployments.weights.store.adapter_store import adapter_digest
 from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
 from tests.deployments.trainer.lora.one_adapter import (
     TENSORS,
@@ -42,7 +43,8 @@ def test_what_is_published_is_the_adapter_alone(
     assert "open_round" not in controller.calls and controller.lease is None, (
         "no round, and others may publish"
     )
-    assert not list(adapter_directory(spec.store_dir).iterdir()), "the fleet has its own copy"
+    assert not list(adapter_directory(spec.store_dir).iterdir()), "the fleet has its own names for them"
+    assert report.digest == adapter_digest(controller.files("math"))
     assert not list(Path(spec.store_dir).glob("v*")), "the base is not stored again"
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     assert (config["r"], config["target_modules"]) == (4, ["q_proj", "v_proj"])

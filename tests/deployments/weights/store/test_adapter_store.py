@@ -1,7 +1,9 @@
 """The fleet's copies of adapters, and what is no adapter."""
 
+import errno
 import json
 import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deployments.weights.store.adapter_store import AdapterStore, CannotWrite, Incomplete, adapter_digest
+from deployments.weights.store.adapter_store import (
+    CONFIG,
+    TENSORS,
+    AdapterStore,
+    CannotWrite,
+    Incomplete,
+    adapter_digest,
+    digest_of,
+)
 from tests.tiny_adapters import save_tiny_adapter
 
 
@@ -29,6 +39,52 @@ def test_a_copy_does_not_change_with_its_source(store: AdapterStore, tmp_path: P
     assert adapter_digest(Path(files.path)) == files.digest != adapter_digest(source)
     assert store.ids() == [7]
     store.remove(7)
+    assert store.ids() == []
+
+
+def test_files_that_nobody_changes_are_not_read_and_outlive_their_first_name(
+    store: AdapterStore, tmp_path: Path
+) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    stated = digest_of({name: (source / name).read_bytes() for name in (CONFIG, TENSORS)})
+    assert stated == adapter_digest(source)
+    files = store.copy(source, [tmp_path], 7, stated)
+    assert (source / TENSORS).samefile(Path(files.path) / TENSORS) and files.digest == stated
+    store.complete(7)
+    shutil.rmtree(source)
+    assert adapter_digest(Path(files.path)) == stated
+    assert files.size_bytes == (Path(files.path) / TENSORS).stat().st_size
+
+
+@pytest.mark.parametrize("refused", [CONFIG, TENSORS])
+def test_where_there_are_no_hard_links_files_are_copied(
+    store: AdapterStore, tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, link = save_tiny_adapter(tmp_path / "a", 1), os.link
+
+    def refuse(file: Path, to: Path) -> None:
+        if file.name == refused:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        link(file, to)
+
+    monkeypatch.setattr(os, "link", refuse)
+    files = store.copy(source, [tmp_path], 7, adapter_digest(source))
+    assert not any((source / name).samefile(Path(files.path) / name) for name in (CONFIG, TENSORS))
+    assert adapter_digest(Path(files.path)) == files.digest == adapter_digest(source)
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "outside"])
+def test_a_stated_digest_does_not_replace_the_checks(
+    store: AdapterStore, tmp_path: Path, damage: str
+) -> None:
+    source = save_tiny_adapter(tmp_path / "a", 1)
+    stated, root = adapter_digest(source), tmp_path / "other" if damage == "outside" else tmp_path
+    if damage == "gone":
+        (source / TENSORS).unlink()
+    elif damage == "short":
+        os.truncate(source / TENSORS, 100)
+    with pytest.raises(ValueError, match="checkpoint_roots" if damage == "outside" else "exist|header"):
+        store.copy(source, [root], 7, stated)
     assert store.ids() == []
 
 
