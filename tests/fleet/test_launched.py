@@ -23,7 +23,7 @@ from tests.fleet.talk import PROMPT, body, complete, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
 APPLICATION = "launched"
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def launched(tmp_path: Path) -> Iterator[Fleet]:
     with output.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=users_environment())
     try:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400  # an engine alone took 200 s on a slow host
         while "Slipstream is up" not in output.read_text():
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.5)
