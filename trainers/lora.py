@@ -8,7 +8,7 @@ are small, and updates that bfloat16 would round away are kept.
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -245,7 +245,7 @@ def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return made
 
 
-def _batches(tensors: Sequence[torch.Tensor], indexes: Iterable[int]) -> Iterator[list[int]]:
+def _batches(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> Iterator[list[int]]:
     batch: list[int] = []
     size = 0
     for index in indexes:
