@@ -2,6 +2,7 @@
 
     python -m benchmarks.gap --size 8b --transport ipc --streams 16 64
     python -m benchmarks.gap --size 8b --transport nccl --tp 2 --streams 16      (trainer on GPU 0)
+    python -m benchmarks.gap --size 30b-a3b --transport nccl --dp 2 --one-engine --kv-gib 4
 
 Slipstream ("ours": staged while decoding, then a commit through `Engine.commit`; "wire": the same, of what
 vLLM's own trainer engine sends) against vLLM's native transfer engine inside a pause: engines on the same
@@ -54,7 +55,10 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     colocated = arguments.transport == "ipc"
     trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu, dtype=arguments.trainer_dtype)
     first = arguments.gpu + (0 if colocated else 1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(arguments.tp))
+    workers = arguments.tp * arguments.dp
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(workers))
+    # Experts are spread over the workers; a model without them is whole on each.
+    spread = {"data_parallel_size": arguments.dp, "enable_expert_parallel": True} if arguments.dp > 1 else {}
     receiver = {"ours": "slipstream_", "wire": "staged_", "native": ""}[mode] + arguments.transport
     sender = receiver if mode == "ours" else arguments.transport
     engine = await start_engine(
@@ -67,6 +71,7 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         # Both engines are up at once, so neither may take all free memory.
         gpu_memory_utilization=arguments.memory,
         kv_cache_memory_bytes=arguments.kv_gib << 30,
+        **spread,
     )
     link = Native(engine) if mode == "native" else Ours(engine, states_digests=mode == "ours")
     waiting = True
@@ -79,7 +84,7 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         engine.staging_share = share
         chunk_bytes = (chunk_mb << 20) or None
         wire = _wire(arguments, mode)
-        await trainer.connect(link, sender, arguments.tp, chunk_bytes=chunk_bytes, wire=wire)
+        await trainer.connect(link, sender, workers, chunk_bytes=chunk_bytes, wire=wire)
         for _ in range(3):  # the first one is loaded by vLLM and recorded
             await trainer.send(link)
         if waiting:  # until the other engine has been measured
@@ -178,11 +183,24 @@ def _emit(mode: str, figures: dict[str, Any]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each mode in a process of its own; when all engines are up, they are measured one after the other."""
-    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    """Each mode in a process of its own; all figures that they print."""
     logs = [arguments.logs / f"gap-{mode}.log" for mode in arguments.modes]
-    children = []
-    for mode, log in zip(arguments.modes, logs, strict=True):
+    both = list(zip(arguments.modes, logs, strict=True))
+    for together in [[each] for each in both] if arguments.one_engine else [both]:
+        run_together(together)
+    lines = [line for log in logs for line in log.read_text().splitlines() if line.startswith("GAP {")]
+    return [json.loads(line[4:]) for line in lines]
+
+
+def run_together(modes: list[tuple[str, Path]]) -> None:
+    """Start an engine and a trainer for each mode, which writes to its log; measure one after the other.
+
+    Raises:
+        SystemExit: one of them failed.
+    """
+    environment = os.environ | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    children, logs = [], [log for _, log in modes]
+    for mode, log in modes:
         command = [sys.executable, "-m", "benchmarks.gap", *sys.argv[1:], "--only", mode]
         with log.open("w") as stream:
             children.append(
@@ -200,8 +218,6 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for child, log in zip(children, logs, strict=True):
         if child.returncode != 0:
             raise SystemExit(f"{log} ends with {child.returncode}:\n{log.read_text()[-2000:]}")
-    lines = [line for log in logs for line in log.read_text().splitlines() if line.startswith("GAP {")]
-    return [json.loads(line[4:]) for line in lines]
 
 
 def main() -> None:
@@ -210,6 +226,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("/tmp/slipstream-models"))
     parser.add_argument("--transport", choices=["ipc", "nccl"], default="ipc")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks of the engine, experts spread")
+    parser.add_argument(
+        "--one-engine", action="store_true", help="start one mode after the other: where both do not fit"
+    )
     parser.add_argument("--trainer-dtype", default="bfloat16", help="of its parameters; sent in bfloat16")
     parser.add_argument("--streams", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--kv-cache", nargs="+", default=["keep", "recompute"])

@@ -17,10 +17,10 @@ TOKENS = 24
 @pytest.mark.parametrize(
     ("layout", "port", "replicas"),
     [
-        pytest.param("ipc", 8371, 1, marks=needs_gpus(1)),
+        pytest.param("ipc", 8394, 1, marks=needs_gpus(1)),
         # Every rank sends, each to the replica on its GPU.
-        pytest.param("ipc_fsdp_dense", 8373, 2, marks=needs_gpus(2)),
-        pytest.param("nccl_two_replicas", 8372, 2, marks=needs_gpus(3)),
+        pytest.param("ipc_fsdp_dense", 8395, 2, marks=needs_gpus(2)),
+        pytest.param("nccl_two_replicas", 8396, 2, marks=needs_gpus(3)),
     ],
 )
 def test_what_a_trainer_publishes_reaches_every_replica_over_the_transport(

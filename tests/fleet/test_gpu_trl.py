@@ -14,7 +14,7 @@ import pytest
 
 from deployments.trainer.addresses import free_port
 from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
-from tests.fleet.talk import PROMPT, complete
+from tests.fleet.talk import PROMPT, complete, on_every_replica
 from tests.fleet.test_gpu_http import visible
 from tests.fleet.test_gpu_vllm_wire import models
 from trainers.trajectory import VersionSpan
@@ -29,22 +29,28 @@ STEPS = 20
 TOKENS = 24
 
 
-@needs_gpus(2)
+@pytest.mark.parametrize(
+    ("replicas", "port"),
+    [
+        pytest.param(1, 8391, marks=needs_gpus(2), id="one"),
+        pytest.param(2, 8392, marks=needs_gpus(3), id="two"),
+    ],
+)
 def test_grpo_in_server_mode_updates_the_fleet_in_each_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replicas: int, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, _ = models(tmp_path)
-    theirs, ours = visible()[:2]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", theirs)  # what Ray may give away
+    *theirs, ours = visible()[: replicas + 1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(theirs))  # what Ray may give away
     overrides = {
         "weights": {"staging": "device", "wire": "vllm"},
         "engine": {
-            **{"env": INVARIANT, "enforce_eager": True, "num_replicas": 1},
+            **{"env": INVARIANT, "enforce_eager": True, "num_replicas": replicas},
             "extra": {"logprobs_mode": "processed_logprobs", "max_logprobs": -1},
         },
     }
     config = configuration("http_nccl", checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, 8391) as fleet, fleet.client() as client:
+    with running(config, checkpoint, port) as fleet, fleet.client() as client:
         before = complete(client, max_tokens=TOKENS)
         options = {
             **{"url": fleet.url, "checkpoint": str(checkpoint), "saved": str(tmp_path / "saved")},
@@ -59,16 +65,17 @@ def test_grpo_in_server_mode_updates_the_fleet_in_each_step(
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         found = json.loads(done.stdout.splitlines()[-1])
-        answer = complete(client, max_tokens=TOKENS)
+        answers = on_every_replica(client, replicas, max_tokens=TOKENS)
         history = client.get("/fleet/rounds").json()["rounds"]
     print(found, "last round", history[-1])
     rounds = len(found["sync_s"])
     assert rounds >= STEPS
     assert [entry["phase"] for entry in history] == ["committed"] * rounds
-    assert not any(entry["fenced"] for entry in history)
+    assert all(len(entry["replicas"]) == replicas and not entry["fenced"] for entry in history)
     (expected,) = fresh_answers(config, tmp_path / "saved", [PROMPT], TOKENS)
     assert expected != before.token_ids
-    assert answer.token_ids == expected
-    assert answer.weight_versions == [VersionSpan(version=rounds, start=0, end=TOKENS)]
+    for answer in answers.values():
+        assert answer.token_ids == expected
+        assert answer.weight_versions == [VersionSpan(version=rounds, start=0, end=TOKENS)]
     first, last = found["rewards"][:5], found["rewards"][-5:]
     assert sum(last) / 5 > sum(first) / 5 + 0.03  # from one half; the noise of a mean is 0.01
