@@ -69,7 +69,14 @@ def running(config: AppConfig, checkpoint: Path, port: int) -> Iterator[Fleet]:
     from app.main import build
 
     os.environ[MARK] = mark = uuid.uuid4().hex
-    ray.init(address="local", include_dashboard=False, configure_logging=False, object_store_memory=1 << 30)
+    # Ray starts a worker for each CPU: 64 of them for each of twenty fleets are more threads than a kernel allows.
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        configure_logging=False,
+        object_store_memory=1 << 30,
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
         begin = time.perf_counter()
