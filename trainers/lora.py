@@ -101,15 +101,17 @@ class Adapter:
 
     def files(
         self, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
-    ) -> dict[str, bytes | bytearray]:
-        """What peft's two files contain, by their names: the same bytes for the same tensors.
+    ) -> dict[str, torch.Tensor]:
+        """The bytes of peft's two files (uint8 [size]), by their names: the same for the same tensors.
+
+        Those of the tensors are on the adapter's device.
 
         Args:
             dtype: of the tensors in the file; None: float32, as they are.
             metadata: beside the tensors, in the safetensors file.
         """
         return {
-            CONFIG: json.dumps(self._written(), indent=2, sort_keys=True).encode(),
+            CONFIG: _as_tensor(json.dumps(self._written(), indent=2, sort_keys=True).encode()),
             TENSORS: safetensors_file(
                 self.tensors(), dtype=dtype or torch.float32, metadata={"format": "pt", **(metadata or {})}
             ),
@@ -123,7 +125,7 @@ class Adapter:
         """
         for name, content in self.files().items():
             with (directory / name).open("wb") as file:
-                file.write(content)
+                file.write(memoryview(content.cpu().numpy()))
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -188,15 +190,17 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str
 
 def safetensors_file(
     tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype, metadata: Mapping[str, str]
-) -> bytearray:
-    """A safetensors file in memory: a length, a header, the tensors' bytes.
+) -> torch.Tensor:
+    """The bytes of a safetensors file (uint8 [size]): a length, a header, the tensors in the order of names.
 
     https://github.com/huggingface/safetensors has the format. `safetensors.torch.save` orders metadata anew
-    in each call, so two ranks with the same tensors had different files, and returns memory that cannot be
-    written to, which was copied once more to be sent. Here each tensor is copied once, in the order of names.
+    in each call, so two ranks with the same tensors had different files.
+
+    On a GPU the file is made there, and is complete when this returns. (What a copy to the host casts as
+    well is cast on the host, after all bytes of the wider dtype were copied into new memory.)
 
     Args:
-        tensors: of one device, dtype and any shapes; they are cast there.
+        tensors: of one device, dtype and any shapes.
         dtype: of the tensors in the file: float32, bfloat16 or float16.
     """
     names = sorted(tensors)
@@ -208,18 +212,23 @@ def safetensors_file(
         header[name] = {"dtype": _WRITTEN[dtype], "shape": shape, "data_offsets": [begin, end]}
     written = json.dumps(header, separators=(",", ":")).encode()
     written = written.ljust(-(-len(written) // 8) * 8)  # as the format wants it: tensors are aligned
-    file = bytearray(8 + len(written) + end)
-    file[:8] = len(written).to_bytes(8, "little")
-    file[8 : 8 + len(written)] = written
-    values = torch.frombuffer(file, dtype=dtype, offset=8 + len(written))
-    flat = [tensors[name].detach().reshape(-1) for name in names]
-    if flat[0].device.type != "cpu":
-        flat = [torch.cat([flat[index] for index in batch]) for batch in _batches(flat, range(len(flat)))]
-    at = 0
-    for each in flat:
-        values[at : at + len(each)].copy_(each)  # cast on the device where it is
-        at += len(each)
+    start = _as_tensor(len(written).to_bytes(8, "little") + written)
+    device = tensors[names[0]].device
+    file = torch.empty(len(start) + end, dtype=torch.uint8, device=device)
+    file[: len(start)].copy_(start)
+    values, at = file[len(start) :].view(dtype), 0
+    for name in names:
+        size = tensors[name].numel()
+        values[at : at + size].copy_(tensors[name].detach().reshape(-1))
+        at += size
+    if device.type == "cuda":  # others read it on streams of their own
+        torch.cuda.current_stream(device).synchronize()
     return file
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    """uint8 [size]; torch takes no memory that cannot be written to."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -69,7 +69,7 @@ def running(config: AppConfig, checkpoint: Path, port: int) -> Iterator[Fleet]:
     from app.main import build
 
     os.environ[MARK] = mark = uuid.uuid4().hex
-    # Ray starts a worker for each CPU: 64 of them for each of twenty fleets are more threads than a kernel allows.
+    # Ray starts a worker for each CPU: with 64 and twenty fleets, more threads than a kernel allows.
     ray.init(
         address="local",
         num_cpus=8,

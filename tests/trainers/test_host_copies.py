@@ -52,16 +52,13 @@ def test_batches_hold_every_tensor_once(monkeypatch: pytest.MonkeyPatch, at_once
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("at_once", [1, 40, 1 << 20])
-def test_safetensors_reads_the_file_that_is_made_here(
-    monkeypatch: pytest.MonkeyPatch, at_once: int, dtype: torch.dtype, device: str
-) -> None:
-    monkeypatch.setattr(module, "COPIED_AT_ONCE", at_once)
+def test_safetensors_reads_the_file_that_is_made_here(dtype: torch.dtype, device: str) -> None:
     floats = [each for each in tensors(device) if each.is_floating_point()]
     given = {f"{'x' * index}.\u00fc": each for index, each in enumerate(floats)}
     file = safetensors_file(given, dtype=dtype, metadata={"format": "pt", "a": '\u00fc"\n'})
-    read = load(bytes(file))
+    assert file.device.type == device
+    read = load(file.cpu().numpy().tobytes())
     assert read.keys() == given.keys()
     for name, tensor in given.items():
         assert torch.equal(read[name], tensor.to(dtype).cpu()), name
-    assert int.from_bytes(file[:8], "little") % 8 == 0, "the tensors are aligned"
+    assert int.from_bytes(file[:8].tolist(), "little") % 8 == 0, "the tensors are aligned"

@@ -127,8 +127,9 @@ class AdapterPublisher:
 
         def written_and_loaded() -> tuple[float, int, str]:
             saving = beside.submit(before_load)  # it is several times as large as the files
-            hashing = beside.submit(digest_of, files)
-            self._write(directory, files)
+            contents = {name: memoryview(each.cpu().numpy()) for name, each in files.items()}
+            hashing = beside.submit(digest_of, contents)
+            self._write(directory, contents)
             digest = hashing.result()
             written = self._clock()
             saving.result()
@@ -155,13 +156,13 @@ class AdapterPublisher:
             step=step,
             base_version=base_version,
             digest=digest,
-            size_bytes=len(files[TENSORS]),
+            size_bytes=files[TENSORS].numel(),
             write_s=written - began,
             transfer_s=transfer_s,
             duration_s=self._clock() - began,
         )
 
-    def _write(self, final: Path, files: Mapping[str, bytes | bytearray]) -> None:
+    def _write(self, final: Path, files: Mapping[str, memoryview]) -> None:
         """A directory that is complete when it has its name, and does not change any more: the fleet's copy
         may be the same files. Not durable: that copy is, and the trainer's state."""
         partial = final.with_name(f".{final.name}.partial")
@@ -227,8 +228,8 @@ class AdapterPublisher:
 
 def adapter_files(
     adapter: Adapter, *, dtype: torch.dtype | None, fleet_id: str, step: int
-) -> dict[str, bytes | bytearray]:
-    """What is published of an adapter, by the names of files: the same bytes on every rank."""
+) -> dict[str, torch.Tensor]:
+    """The bytes of what is published of an adapter, by the names of files: the same on every rank."""
     return adapter.files(dtype=dtype, metadata={FLEET: fleet_id, STEP: str(step)})
 
 

@@ -42,15 +42,10 @@ class FileSource(WeightSource):
     def __init__(self) -> None:
         self._files: dict[str, torch.Tensor] = {}
 
-    def take(self, files: Mapping[str, bytes | bytearray]) -> bool:
+    def take(self, files: Mapping[str, torch.Tensor]) -> bool:
         """Take the contents of files; whether their sizes are others than before."""
         before = self.metadata()
-        self._files = {  # torch takes no memory that cannot be written to
-            name: torch.frombuffer(
-                content if isinstance(content, bytearray) else bytearray(content), dtype=torch.uint8
-            )
-            for name, content in files.items()
-        }
+        self._files = dict(files)
         return self.metadata() != before
 
     def forget(self) -> None:
@@ -107,7 +102,7 @@ class AdapterSender:
 
     def send(
         self,
-        files: Mapping[str, bytes | bytearray],
+        files: Mapping[str, torch.Tensor],
         load_id: str = "",
         on_sending: Callable[[], None] = lambda: None,
     ) -> float | None:
@@ -116,7 +111,7 @@ class AdapterSender:
         Where every rank sends, every rank calls this with the same files, or rank 0 calls `end`.
 
         Args:
-            files: their contents by name, in one order always.
+            files: their bytes (uint8 [size], on any device) by name, in one order always.
             load_id: of the load that they are for; rank 0's counts.
             on_sending: on rank 0, called once the replicas are about to receive; not if they never are.
 

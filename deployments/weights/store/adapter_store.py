@@ -119,7 +119,7 @@ def adapter_digest(directory: Path) -> str:
     return _copied([directory / CONFIG, directory / TENSORS], [None, None])
 
 
-def digest_of(files: Mapping[str, bytes | bytearray]) -> str:
+def digest_of(files: Mapping[str, bytes | memoryview]) -> str:
     """Of both files of an adapter, from their contents by name: what `adapter_digest` finds once written."""
     digest = hashlib.sha256()
     for name in (CONFIG, TENSORS):

@@ -4,6 +4,7 @@ The directory has its name once all bytes are there and their digests were compa
 process (see `ownership`), and goes with it.
 """
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ class ReceivedFiles:
                 continue
             try:
                 self._partial.mkdir(mode=0o700, exist_ok=True)
-                (self._partial / name).write_bytes(memoryview(tensor.cpu().contiguous().numpy()))
+                _write(self._partial / name, tensor)
             except OSError as error:  # a full /dev/shm: the sender has another way
                 raise ValueError(f"{name!r} cannot be written to shared memory: {error}") from error
 
@@ -49,3 +50,18 @@ class ReceivedFiles:
         """Remove what is not complete."""
         if self._partial is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _write(path: Path, content: torch.Tensor) -> None:
+    """From where it is, once, into the file's memory.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    with path.open("xb") as file:
+        if content.numel() == 0:
+            return
+        # Else a full /dev/shm is said by a signal, in the copy.
+        os.posix_fallocate(file.fileno(), 0, content.numel())
+    memory = torch.from_file(str(path), shared=True, size=content.numel(), dtype=torch.uint8)
+    memory.copy_(content)

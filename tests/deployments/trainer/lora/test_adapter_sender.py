@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deployments.errors import Conflict
 from deployments.ledger.adapters.catalog import named
@@ -39,9 +40,10 @@ def test_the_replicas_receive_the_bytes_that_the_store_keeps(
 
 
 def test_a_connection_is_for_files_of_one_size(tmp_path: Path) -> None:
-    def files(name: str, seed: int, **settings: int) -> dict[str, bytes]:
+    def files(name: str, seed: int, **settings: int) -> dict[str, torch.Tensor]:
         directory = save_tiny_adapter(tmp_path / name, seed, **settings)
-        return {each: (directory / each).read_bytes() for each in ("adapter_config.json", TENSORS)}
+        contents = {each: (directory / each).read_bytes() for each in ("adapter_config.json", TENSORS)}
+        return {each: torch.tensor(list(content), dtype=torch.uint8) for each, content in contents.items()}
 
     source = FileSource()
     assert source.take(files("a", 1))

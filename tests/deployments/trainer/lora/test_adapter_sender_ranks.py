@@ -15,7 +15,8 @@ from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterCo
 from tests.two_ranks import both, grouped
 
 pytestmark = pytest.mark.timeout(300)
-FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"1234"}
+FILES = {"adapter_config.json": torch.ones(2).byte(), "adapter_model.safetensors": torch.ones(4).byte()}
+LARGER = {**FILES, "adapter_model.safetensors": torch.ones(8).byte()}
 
 
 class Engine:
@@ -48,7 +49,7 @@ def publishes(sender: AdapterSender, controller: FakeAdapterController, rank: in
     """What this rank saw of some publishes, in their order; both ranks make the same ones."""
     seen: dict[str, Any] = {}
 
-    def publish(what: str, files: dict[str, bytes] = FILES) -> None:
+    def publish(what: str, files: dict[str, torch.Tensor] = FILES) -> None:
         before = len(Engine.made)
         sent = sender.send(files)
         if rank == 0:
@@ -57,7 +58,7 @@ def publishes(sender: AdapterSender, controller: FakeAdapterController, rank: in
 
     publish("first")
     publish("again")
-    publish("resized on rank 1", FILES if rank == 0 else {**FILES, "adapter_model.safetensors": b"12345678"})
+    publish("resized on rank 1", FILES if rank == 0 else LARGER)
     controller.epoch += 1
     publish("a replica joined")  # and rank 1 has its old size again
     if rank == 0:

@@ -1,0 +1,37 @@
+"""Files that arrive as tensors, in a directory of their own."""
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deployments.weights.wire.ownership import DIRECTORY
+from deployments.weights.wire.received_files import ReceivedFiles
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Of shared memory, which is full without a word if it is written to through a mapping."""
+    place = DIRECTORY / f"test-received-{uuid.uuid4().hex}"
+    yield place
+    assert not list(DIRECTORY.glob(f"{place.name}*"))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 1_000_001])
+def test_a_file_has_the_bytes_of_its_tensor(tmp_path: Path, size: int) -> None:
+    content = torch.randint(0, 256, (2 * size,), dtype=torch.uint8)[::2]  # not contiguous
+    files = ReceivedFiles(tmp_path / "files")
+    files.add([("a", content)])
+    assert not (tmp_path / "files").exists(), "not before all of them were compared"
+    files.complete()
+    assert (tmp_path / "files" / "a").read_bytes() == bytes(content.tolist())
+
+
+def test_memory_that_is_full_is_said_and_nothing_stays(directory: Path) -> None:
+    files = ReceivedFiles(directory)
+    files.add([("small", torch.ones(5, dtype=torch.uint8))])
+    with pytest.raises(ValueError, match="'large' cannot be written to shared memory"):
+        files.add([("large", torch.zeros(1, dtype=torch.uint8).expand(1 << 45))])
+    files.close()
