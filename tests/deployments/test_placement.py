@@ -74,7 +74,7 @@ def replicas() -> Iterator[Any]:
     serve.delete("slots-test")
 
 
-def slots_of(replicas: Any, *, without: int = -1, timeout_s: float = 60.0) -> dict[int, tuple[str, int]]:
+def slots_of(replicas: Any, *, without: int = -1, timeout_s: float = 180.0) -> dict[int, tuple[str, int]]:
     """GPUs and process by slot, once two replicas are up, neither of which is the process `without`."""
     deadline = time.monotonic() + timeout_s
     found: dict[int, tuple[str, int]] = {}

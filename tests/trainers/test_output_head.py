@@ -62,7 +62,7 @@ def test_chosen_logits_and_their_gradients_are_those_of_the_whole_model(family: 
     (expected * weights).sum().backward()
     (actual * weights).sum().backward()
     for left, right in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-5)  # sums in another order
+        torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=5e-5)  # sums in another order
 
 
 def test_the_output_matrix_is_applied_to_no_other_position() -> None:

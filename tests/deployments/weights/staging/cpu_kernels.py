@@ -15,6 +15,15 @@ def possible_kernels() -> list[str]:
     return [each for each in KERNELS if each != "amx" or AMX]
 
 
+def has_onednn() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU; without, vLLM takes the kernels of torch."""
+    try:
+        _custom_ops.create_onednn_mm(torch.zeros(64, 64, dtype=torch.bfloat16).t(), 32)
+    except RuntimeError:  # a CPU without AVX-512, as seen on an AMD EPYC
+        return False
+    return True
+
+
 def use_kernels(kernels: str) -> None:
     """Let vLLM take these kernels, in this process."""
     _custom_ops._supports_onednn = kernels != "torch"

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.deployments.weights.staging.cpu_kernels import has_onednn
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -62,6 +64,9 @@ def test_weights_that_a_library_packed_into_memory_of_its_own_are_refused_by_nam
     family: str, found: dict[tuple[str, str], Any]
 ) -> None:
     # oneDNN's handlers on a CPU: the address of the packed weights is all that can be seen of them.
+    if not has_onednn():
+        assert found[family, "onednn"]["behind"] == [], "vLLM took torch's kernels"
+        pytest.skip("oneDNN does not multiply bfloat16 on this CPU")
     assert "handler_tensor' holds addresses" in found[family, "onednn"]["refused"]
 
 
