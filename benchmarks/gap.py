@@ -57,7 +57,7 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     first = arguments.gpu + (0 if colocated else 1)
     workers = arguments.tp * arguments.dp
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(workers))
-    # Experts are spread over the workers; a model without them is whole on each.
+    # The experts are spread over the workers.
     spread = {"data_parallel_size": arguments.dp, "enable_expert_parallel": True} if arguments.dp > 1 else {}
     receiver = {"ours": "slipstream_", "wire": "staged_", "native": ""}[mode] + arguments.transport
     sender = receiver if mode == "ours" else arguments.transport
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("/tmp/slipstream-models"))
     parser.add_argument("--transport", choices=["ipc", "nccl"], default="ipc")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks of the engine, experts spread")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks of a mixture of experts")
     parser.add_argument(
         "--one-engine", action="store_true", help="start one mode after the other: where both do not fit"
     )
