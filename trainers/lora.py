@@ -7,8 +7,7 @@ are small, and updates that bfloat16 would round away are kept.
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ PREFIX = "base_model.model."  # of every tensor in peft's files
 _NAME = "default"  # peft's name for the only adapter of a model
 _HALVES = tuple(f".lora_{half}.{_NAME}.weight" for half in "AB")
 _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
-COPIED_AT_ONCE = 256 << 20  # bytes; a larger tensor is copied by itself
 
 
 class Adapter:
@@ -229,45 +227,3 @@ def safetensors_file(
 def _as_tensor(content: bytes) -> torch.Tensor:
     """uint8 [size]; torch takes no memory that cannot be written to."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in host memory, contiguous; those that are there already are not copied.
-
-    Many small ones leave a GPU in few copies. Each copy waits for the GPU, and where another process computes
-    on it as well (a replica that decodes, with transport `ipc`) that can take milliseconds: a rank-32 adapter
-    of an 8B model has 504 tensors.
-
-    Args:
-        tensors: of any shapes, dtypes and devices.
-    """
-    made = [tensor.detach().contiguous() for tensor in tensors]
-    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for index, tensor in enumerate(made):
-        if tensor.device.type != "cpu":
-            by_kind[tensor.device, tensor.dtype].append(index)
-    for indexes in by_kind.values():
-        for batch in _batches(made, indexes):
-            copies = copied_together([made[index] for index in batch])
-            for index, copy in zip(batch, copies, strict=True):
-                made[index] = copy
-    return made
-
-
-def _batches(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> Iterator[list[int]]:
-    batch: list[int] = []
-    size = 0
-    for index in indexes:
-        if batch and size + tensors[index].nbytes > COPIED_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-        batch.append(index)
-        size += tensors[index].nbytes
-    yield batch
-
-
-def copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Contiguous tensors of one device and dtype in host memory: parts of one tensor there."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    parts = flat.cpu().split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -16,7 +16,8 @@ from typing import TypeVar
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
 from deployments.logs import serve_logger
 from deployments.protocol.adapters import AdapterFiles
-from deployments.weights.store.adapter_store import AdapterStore, CannotWrite, Incomplete
+from deployments.weights.store.adapter_bytes import CannotWrite
+from deployments.weights.store.adapter_store import AdapterStore, Incomplete
 
 DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
 THREADS = 8  # one that a disk does not answer is lost until it does

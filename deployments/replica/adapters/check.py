@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.lora.peft_helper import PEFTHelper
 
 from deployments.protocol.adapters import Adapter
-from deployments.weights.store.adapter_store import CONFIG, TENSORS, adapter_digest
+from deployments.weights.store.adapter_bytes import CONFIG, TENSORS, adapter_digest
 from deployments.weights.wire.checkpoint_schema import Schema, TensorSpec, join_reasons, read_schema
 from deployments.weights.wire.digest import is_finite
 

@@ -27,10 +27,11 @@ from deployments.logs import serve_logger
 from deployments.lost_calls import is_lost, repeated
 from deployments.protocol.adapters import Adapter as LoadedAdapter
 from deployments.protocol.adapters import AdapterStatus
+from deployments.trainer.lora.host_copies import in_host_memory
 from deployments.trainer.lora.sender import AdapterSender
 from deployments.trainer_reports import AdapterReport
 from deployments.unary import UnaryHandle
-from deployments.weights.store.adapter_store import TENSORS, digest_of
+from deployments.weights.store.adapter_bytes import TENSORS, digest_of
 from trainers.lora import Adapter
 
 CALL_TIMEOUT_S = 60.0  # of a question
@@ -127,7 +128,7 @@ class AdapterPublisher:
 
         def written_and_loaded() -> tuple[float, int, str]:
             saving = beside.submit(before_load)  # it is several times as large as the files
-            contents = {name: memoryview(each.cpu().numpy()) for name, each in files.items()}
+            contents = {name: memoryview(in_host_memory(each).numpy()) for name, each in files.items()}
             hashing = beside.submit(digest_of, contents)
             self._write(directory, contents)
             digest = hashing.result()

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from deployments.errors import Conflict, InvalidRequest
 from deployments.logs import serve_logger
 from deployments.trainer.checkpoint import BaseCheckpoint
+from deployments.trainer.lora.host_copies import host_copies
 from deployments.trainer.lora.publisher import AdapterPublisher, adapter_files
 from deployments.trainer.lora.resume import go_on, look, settings
 from deployments.trainer.lora.sender import adapter_sender
@@ -30,7 +31,7 @@ from deployments.trainer_reports import AdapterReport, SavedCheckpoint
 from deployments.unary import UnaryHandle
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
-from trainers.lora import Adapter, host_copies
+from trainers.lora import Adapter
 from trainers.policy import DTYPES, BaseOf
 from trainers.settings import LoraConfig
 

@@ -7,36 +7,26 @@ that names it; a replica that starts later reads them as well. So the files must
 controller copies and removes; replicas read, and compare the digest.
 """
 
-import hashlib
 import json
-import mmap
 import os
 import re
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from io import FileIO
-from itertools import cycle
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from deployments.protocol.adapters import AdapterFiles
+from deployments.weights.store.adapter_bytes import CONFIG, TENSORS, copied, writing
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 MAX_CONFIG_BYTES = 1 << 20
-PART_BYTES = 8 << 20
 _NAME = re.compile(r"a(\d{8,})|\.a(\d{8,})\.partial")
 
 
 class Incomplete(ValueError):
     """The files are not all there, or are being written: they may be, a little later."""
-
-
-class CannotWrite(OSError):
-    """The copy cannot be written: nothing is wrong with what was to be copied."""
 
 
 class AdapterStore:
@@ -68,17 +58,17 @@ class AdapterStore:
         final = self.directory / f"a{adapter_id:08d}"
         partial = self.directory / f".{final.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        with _writing():
+        with writing():
             partial.mkdir(parents=True)
         try:
             copies = [partial / CONFIG, partial / TENSORS]
             if not digest or not _linked(files, copies):
-                digest = _copied(files, copies)
+                digest = copied(files, copies)
             if [_stamp(file) for file in files] != before:
                 raise Incomplete(f"{source} changed while it was read")
             _check_length(partial / TENSORS)
             shutil.rmtree(final, ignore_errors=True)
-            with _writing():
+            with writing():
                 partial.rename(final)
         except BaseException:  # also the caller's: what is not complete must not stay
             shutil.rmtree(partial, ignore_errors=True)
@@ -88,7 +78,7 @@ class AdapterStore:
     def complete(self, adapter_id: int) -> None:
         """Make a copy durable. Raises CannotWrite; it is there still, because replicas may be reading it."""
         final = self.directory / f"a{adapter_id:08d}"
-        with _writing():
+        with writing():
             for path in (final / CONFIG, final / TENSORS, final, self.directory):
                 _sync(path)
 
@@ -110,24 +100,6 @@ class AdapterStore:
 _PICKLED = ("adapter_model.bin", "adapter_model.pt")
 
 
-def adapter_digest(directory: Path) -> str:
-    """Of both files of an adapter.
-
-    Raises:
-        OSError: one cannot be read.
-    """
-    return _copied([directory / CONFIG, directory / TENSORS], [None, None])
-
-
-def digest_of(files: Mapping[str, bytes | memoryview]) -> str:
-    """Of both files of an adapter, from their contents by name: what `adapter_digest` finds once written."""
-    digest = hashlib.sha256()
-    for name in (CONFIG, TENSORS):
-        digest.update(struct.pack("<Q", len(files[name])))
-        digest.update(files[name])
-    return digest.hexdigest()
-
-
 def _linked(files: Sequence[Path], links: Sequence[Path]) -> bool:
     """Whether each file has a second name now; else none has, and copying says what is wrong."""
     try:
@@ -140,53 +112,12 @@ def _linked(files: Sequence[Path], links: Sequence[Path]) -> bool:
     return True
 
 
-def _copied(sources: Sequence[Path], targets: Sequence[Path | None]) -> str:
-    """Read the files, write them where there is a target, and return their digest."""
-    digest = hashlib.sha256()
-    # Not from malloc, which keeps what each thread has freed: the controller would hold it for good.
-    memory = memoryview(mmap.mmap(-1, 2 * PART_BYTES))
-    halves = cycle((memory[:PART_BYTES], memory[PART_BYTES:]))  # one is hashed while the other is filled
-    with ThreadPoolExecutor(1) as beside:  # hashing takes as long as writing, and neither holds the GIL
-        for source, target in zip(sources, targets, strict=True):
-            with source.open("rb", buffering=0) as reader, _opened(target) as writer:
-                length = os.fstat(reader.fileno()).st_size
-                hashed = beside.submit(digest.update, struct.pack("<Q", length))
-                for half in halves:
-                    part = half[: reader.readinto(half)]
-                    hashed.result()
-                    if not part:
-                        break
-                    hashed = beside.submit(digest.update, part)
-                    if target is not None:
-                        _write(writer, part)
-    return digest.hexdigest()
-
-
-def _write(writer: FileIO, left: memoryview) -> None:
-    with _writing():
-        while left:  # the last of a full disk takes a part
-            left = left[writer.write(left) :]
-
-
-def _opened(target: Path | None) -> FileIO:
-    with _writing():  # without a buffer, whose rest would be written, or not, when it is closed
-        return open(os.devnull if target is None else target, "wb", buffering=0)
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CannotWrite(error.errno, error.strerror, error.filename) from error
 
 
 def _confined(file: Path, roots: Sequence[Path]) -> Path:

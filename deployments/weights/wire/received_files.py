@@ -4,12 +4,13 @@ The directory has its name once all bytes are there and their digests were compa
 process (see `ownership`), and goes with it.
 """
 
-import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+
+PART_BYTES = 8 << 20
 
 
 class ReceivedFiles:
@@ -53,15 +54,27 @@ class ReceivedFiles:
 
 
 def _write(path: Path, content: torch.Tensor) -> None:
-    """From where it is, once, into the file's memory.
+    """Raises OSError: there is no room for it."""
+    with path.open("xb", buffering=0) as file:
+        for left in _on_host(content.contiguous()):
+            while left:  # the last of what is full takes a part
+                left = left[file.write(left) :]
 
-    Raises:
-        OSError: there is no room for it.
-    """
-    with path.open("xb") as file:
-        if content.numel() == 0:
-            return
-        # Else a full /dev/shm is said by a signal, in the copy.
-        os.posix_fallocate(file.fileno(), 0, content.numel())
-    memory = torch.from_file(str(path), shared=True, size=content.numel(), dtype=torch.uint8)
-    memory.copy_(content)
+
+def _on_host(content: torch.Tensor) -> Iterator[memoryview]:
+    """Its parts. From a GPU the next one is copied, to pinned memory, while one is used."""
+    if content.device.type != "cuda":
+        yield memoryview(content.numpy())
+        return
+    halves = torch.empty(2, PART_BYTES, dtype=torch.uint8, pin_memory=True)
+    ready = None
+    for index, part in enumerate(content.split(PART_BYTES)):
+        copy = halves[index % 2, : len(part)]
+        copy.copy_(part, non_blocking=True)
+        copied = torch.cuda.current_stream(content.device).record_event()
+        if ready is not None:
+            yield memoryview(ready.numpy())
+        copied.synchronize()
+        ready = copy
+    if ready is not None:
+        yield memoryview(ready.numpy())

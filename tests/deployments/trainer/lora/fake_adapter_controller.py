@@ -17,7 +17,8 @@ from deployments.ledger.adapters.catalog import (
     without,
 )
 from deployments.protocol.adapters import Adapter, AdapterCatalog, AdapterStatus
-from deployments.weights.store.adapter_store import AdapterStore, adapter_digest
+from deployments.weights.store.adapter_bytes import adapter_digest
+from deployments.weights.store.adapter_store import AdapterStore
 from tests.deployments.fake_controller import FakeController
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.spec import TrainerSpec, adapter_directory
-from deployments.weights.store.adapter_store import adapter_digest
+from deployments.weights.store.adapter_bytes import adapter_digest
 from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
 from tests.deployments.trainer.lora.one_adapter import (
     TENSORS,

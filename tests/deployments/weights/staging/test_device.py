@@ -48,6 +48,11 @@ async def greedy(engine: Any) -> list[list[int]]:
     return answers
 
 
+def gpu_of_this_process() -> int:
+    """Its index on the machine."""
+    return int((os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0])
+
+
 async def three_rounds(tmp_path: Path, size: str, tied: bool, arguments: dict[str, Any]) -> None:
     from benchmarks.weight_sync import Ours, TrainerProcess, start_engine
 
@@ -57,7 +62,7 @@ async def three_rounds(tmp_path: Path, size: str, tied: bool, arguments: dict[st
     engine = await start_engine(
         str(checkpoint(tmp_path, size, 1, tied)), "slipstream_ipc", "device", **chosen
     )
-    trainer = TrainerProcess(size, 1, gpu=0, tied=tied)
+    trainer = TrainerProcess(size, 1, gpu=gpu_of_this_process(), tied=tied)
     link = Ours(engine)
     await trainer.connect(link, "slipstream_ipc", 1, chunk_bytes=64 << 20)
     answers = [await greedy(engine)]

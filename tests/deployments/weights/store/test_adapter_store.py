@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import random
+import resource
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +14,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deployments.weights.store.adapter_store import (
+from deployments.weights.store.adapter_bytes import (
     CONFIG,
+    PART_BYTES,
     TENSORS,
-    AdapterStore,
     CannotWrite,
-    Incomplete,
     adapter_digest,
+    copied,
     digest_of,
 )
+from deployments.weights.store.adapter_store import AdapterStore, Incomplete
 from tests.tiny_adapters import save_tiny_adapter
 
 
@@ -54,6 +57,35 @@ def test_files_that_nobody_changes_are_not_read_and_outlive_their_first_name(
     shutil.rmtree(source)
     assert adapter_digest(Path(files.path)) == stated
     assert files.size_bytes == (Path(files.path) / TENSORS).stat().st_size
+
+
+@pytest.mark.parametrize("size", [0, 1, PART_BYTES, 5 * PART_BYTES + 7])
+def test_a_digest_is_of_every_part_in_its_place(tmp_path: Path, size: int) -> None:
+    sources = [tmp_path / CONFIG, tmp_path / TENSORS]
+    targets = [tmp_path / "copy" / CONFIG, tmp_path / "copy" / TENSORS]
+    targets[0].parent.mkdir()
+    content = random.Random(size).randbytes(size)
+    sources[0].write_bytes(b"{}")
+    sources[1].write_bytes(content)
+    digest = copied(sources, targets)
+    assert [each.read_bytes() for each in targets] == [b"{}", content]
+    assert digest == adapter_digest(tmp_path) == digest_of({CONFIG: b"{}", TENSORS: content})
+    others = {content[PART_BYTES:] + content[:PART_BYTES], content[:-1], content + b"\0"} - {content}
+    assert all(digest_of({CONFIG: b"{}", TENSORS: other}) != digest for other in others)
+
+
+def test_a_copy_for_which_there_is_no_room_is_said_to_be_that(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"x" * (3 * PART_BYTES))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (PART_BYTES + 5, hard)
+    )  # a write is short, and the next one fails
+    try:
+        with pytest.raises(CannotWrite):
+            copied([source], [target])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("refused", [CONFIG, TENSORS])

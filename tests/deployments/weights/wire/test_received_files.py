@@ -1,5 +1,6 @@
 """Files that arrive as tensors, in a directory of their own."""
 
+import resource
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +9,12 @@ import pytest
 import torch
 
 from deployments.weights.wire.ownership import DIRECTORY
-from deployments.weights.wire.received_files import ReceivedFiles
+from deployments.weights.wire.received_files import PART_BYTES, ReceivedFiles
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Of shared memory, which is full without a word if it is written to through a mapping."""
+    """Of shared memory."""
     place = DIRECTORY / f"test-received-{uuid.uuid4().hex}"
     yield place
     assert not list(DIRECTORY.glob(f"{place.name}*"))
@@ -29,9 +30,24 @@ def test_a_file_has_the_bytes_of_its_tensor(tmp_path: Path, size: int) -> None:
     assert (tmp_path / "files" / "a").read_bytes() == bytes(content.tolist())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [0, 1, PART_BYTES, 2 * PART_BYTES, 5 * PART_BYTES + 3])
+def test_a_file_is_written_from_a_gpu(tmp_path: Path, size: int) -> None:
+    content = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+    files = ReceivedFiles(tmp_path / "files")
+    files.add([("a", content)])
+    files.complete()
+    assert (tmp_path / "files" / "a").read_bytes() == content.cpu().numpy().tobytes()
+
+
 def test_memory_that_is_full_is_said_and_nothing_stays(directory: Path) -> None:
     files = ReceivedFiles(directory)
     files.add([("small", torch.ones(5, dtype=torch.uint8))])
-    with pytest.raises(ValueError, match="'large' cannot be written to shared memory"):
-        files.add([("large", torch.zeros(1, dtype=torch.uint8).expand(1 << 45))])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # a write is short, and the next one fails
+    try:
+        with pytest.raises(ValueError, match="'large' cannot be written to shared memory"):
+            files.add([("large", torch.zeros(3 << 20, dtype=torch.uint8))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     files.close()

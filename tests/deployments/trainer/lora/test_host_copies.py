@@ -1,11 +1,15 @@
+"""Copies of a trainer's tensors in host memory."""
+
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load, load_file, save
+from safetensors.torch import load_file, save
 
-from trainers import lora as module
-from trainers.lora import copied_together, host_copies, safetensors_file
+from deployments.trainer.lora import host_copies as module
+from deployments.trainer.lora.host_copies import copied_together, host_copies, in_host_memory
 
 
 def tensors(device: str) -> list[torch.Tensor]:
@@ -41,6 +45,41 @@ def test_from_a_gpu(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
         assert torch.equal(before.cpu(), after)
 
 
+def test_a_tensor_in_host_memory_is_the_copy() -> None:
+    content = torch.arange(5, dtype=torch.uint8)
+    assert in_host_memory(content) is content
+
+
+@pytest.mark.gpu
+def test_a_copy_waits_for_what_was_queued_and_not_for_what_is_queued_later() -> None:
+    content = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    in_host_memory(content)  # pinned memory, once
+    torch.cuda._sleep(50_000_000)  # cycles: longer than the copy
+    content.fill_(7)
+    queued = torch.cuda.Event()
+    queued.record()
+    copy = in_host_memory(content)
+    assert queued.query() and copy.is_pinned() and torch.equal(copy, content.cpu())
+
+
+@pytest.mark.gpu
+def test_what_is_queued_does_not_wait_for_a_copy() -> None:
+    content = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
+    host_copies([content.add_(1)])  # a kernel is loaded with its first use, which waits for the device
+    with torch.cuda.stream(module._stream(content.device)):
+        torch.cuda._sleep(2_000_000_000)  # cycles, a second: the copy comes after it
+    thread = threading.Thread(target=host_copies, args=([content],))
+    thread.start()
+    time.sleep(0.2)
+    queued = torch.cuda.Event()
+    content.add_(1)
+    queued.record()
+    queued.synchronize()
+    assert thread.is_alive()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("at_once", [1, 40, 1 << 20])
 def test_batches_hold_every_tensor_once(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr(module, "COPIED_AT_ONCE", at_once)
@@ -48,17 +87,3 @@ def test_batches_hold_every_tensor_once(monkeypatch: pytest.MonkeyPatch, at_once
     batches = list(module._batches(given, range(len(given))))
     assert [index for batch in batches for index in batch] == list(range(len(given)))
     assert all(len(batch) == 1 or sum(given[i].nbytes for i in batch) <= at_once for batch in batches)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_safetensors_reads_the_file_that_is_made_here(dtype: torch.dtype, device: str) -> None:
-    floats = [each for each in tensors(device) if each.is_floating_point()]
-    given = {f"{'x' * index}.\u00fc": each for index, each in enumerate(floats)}
-    file = safetensors_file(given, dtype=dtype, metadata={"format": "pt", "a": '\u00fc"\n'})
-    assert file.device.type == device
-    read = load(file.cpu().numpy().tobytes())
-    assert read.keys() == given.keys()
-    for name, tensor in given.items():
-        assert torch.equal(read[name], tensor.to(dtype).cpu()), name
-    assert int.from_bytes(file[:8].tolist(), "little") % 8 == 0, "the tensors are aligned"
