@@ -1,7 +1,9 @@
 """Copies of a trainer's tensors in host memory, made by a thread beside the one that sends an adapter.
 
 On a GPU both would use the same stream: what is sent would wait for the copy, which for an adapter and its
-optimizer's moments is longer than the transfer. So copies have a stream of their own.
+optimizer's moments is longer than the transfer. So copies have a stream of their own. They go to pinned
+memory, because a stream is not enough: a kernel that another thread queued ended after a copy to pageable
+memory, which waited for its own stream (`test_host_copies.py`, seen twice on H100s).
 """
 
 from collections import defaultdict
@@ -67,8 +69,9 @@ def _batches(tensors: Sequence[torch.Tensor], indexes: Sequence[int]) -> Iterato
 def copied_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Contiguous tensors of one device and dtype in host memory: parts of one tensor there."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    with _beside(flat.device):
-        copy = flat.cpu()
+    copy = in_host_memory(flat)
+    if copy is not flat:
+        copy = copy.clone()  # so that pinned memory is one batch, however many there are
     parts = copy.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

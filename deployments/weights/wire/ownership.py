@@ -3,11 +3,13 @@
 A process id says nothing across containers that share /dev/shm, and numbers are used again. So each process
 that creates names has a file there with a lock on it, and its names contain the file's:
 
-    slipstream-<owner>-owner        the locked file
+    slipstream-<owner>-owner        the locked file: the process, and the namespace that numbered it
     slipstream-<owner>-<...>        segments and directories
     sem.slipstream-<owner>-<...>    semaphores
 
-If the lock can be taken, the owner is gone, however it ended, and whoever takes it removes the names.
+If the lock can be taken, the owner is gone, however it ended, and whoever takes it removes the names. What
+torch and CUDA have left of it has its number alone: it is removed where numbers mean the same, if no process
+has this one.
 """
 
 import atexit
@@ -16,12 +18,14 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "slipstream"
 _OWNER_FILE = re.compile(rf"{PREFIX}-([0-9a-f]{{32}})-owner")
+_PROCESS = re.compile(r"(?P<namespace>\S+) (?P<pid>\d+)")
 
 
 class Owner:
@@ -32,6 +36,7 @@ class Owner:
         # Without a name until it is locked: nobody may find it in between.
         self._descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        os.write(self._descriptor, f"{_namespace()} {os.getpid()}".encode())
         # With a directory's descriptor, which an absolute path ignores, Python follows the symbolic link.
         source = f"/proc/self/fd/{self._descriptor}"
         os.link(source, DIRECTORY / self.name("owner"), src_dir_fd=self._descriptor)
@@ -89,9 +94,28 @@ def remove_orphans() -> None:
 def _remove(owner_id: str) -> None:
     names = f"{PREFIX}-{owner_id}-"
     owner_file = DIRECTORY / f"{names}owner"
-    for path in (*DIRECTORY.glob(f"{names}*"), *DIRECTORY.glob(f"sem.{names}*")):
+    for path in (
+        *DIRECTORY.glob(f"{names}*"),
+        *DIRECTORY.glob(f"sem.{names}*"),
+        *_left_by_libraries(owner_file),
+    ):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         elif path != owner_file:  # last: if this process ends here, the next one goes on
             path.unlink(missing_ok=True)
     owner_file.unlink(missing_ok=True)
+
+
+def _left_by_libraries(owner_file: Path) -> Iterator[Path]:
+    """Of CUDA IPC: torch's counts of users (`torch_PID_*`), which it takes away unless it is killed, and the
+    driver's (`cuda.shm.USER.PID.*`, hexadecimal)."""
+    match = _PROCESS.fullmatch(owner_file.read_text())
+    if match is None or match["namespace"] != _namespace() or Path("/proc", match["pid"]).exists():
+        return
+    yield from DIRECTORY.glob(f"torch_{match['pid']}_*")
+    yield from DIRECTORY.glob(f"cuda.shm.*.{int(match['pid']):x}.*")
+
+
+def _namespace() -> str:
+    """Of process ids, such as "pid:[4026531836]"."""
+    return os.readlink("/proc/self/ns/pid")

@@ -14,14 +14,14 @@ import pytest
 from deployments.weights.wire.ownership import DIRECTORY, disown, owner, remove_orphans
 
 HOLDS = """
-import multiprocessing.synchronize, sys, time
+import multiprocessing.synchronize, os, sys, time
 from deployments.weights.wire.ownership import DIRECTORY, owner
 from deployments.weights.wire.shared_memory import create_mapping
 create_mapping(8)
 (DIRECTORY / owner().name("ipc")).mkdir()
 (DIRECTORY / owner().name("ipc") / "socket").touch()
 (DIRECTORY / ("sem." + owner().name("mp-1"))).touch()
-print(owner().id, flush=True)
+print(owner().id, os.getpid(), flush=True)
 sys.stdin.read()
 """
 
@@ -34,7 +34,7 @@ class Holder:
             [*prefix, sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._process.stdout is not None
-        self.owner_id = self._process.stdout.readline().strip()
+        self.owner_id, self.pid = self._process.stdout.readline().split()  # its number where it runs
 
     def names(self) -> list[str]:
         return [path.name for path in DIRECTORY.iterdir() if f"slipstream-{self.owner_id}-" in path.name]
@@ -67,6 +67,55 @@ def test_names_of_a_killed_process_are_removed_and_those_of_a_living_one_are_not
     remove_orphans()
     assert killed.names() == []
     assert len(living.names()) == 4
+
+
+@pytest.fixture
+def left_by_libraries() -> Iterator[Callable[[int], list[Path]]]:
+    """Makes what torch and the CUDA driver leave of a process with this number that is killed."""
+    made: list[Path] = []
+
+    def make(pid: int) -> list[Path]:
+        new = [DIRECTORY / f"torch_{pid}_1234_0", DIRECTORY / f"cuda.shm.0.{pid:x}.1"]
+        for path in new:
+            path.touch()
+        made.extend(new)
+        return new
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def test_what_libraries_have_left_of_a_killed_process_goes_with_its_names(
+    holder: Callable[..., Holder], left_by_libraries: Callable[[int], list[Path]]
+) -> None:
+    killed, living = holder(), holder()
+    gone, kept = left_by_libraries(int(killed.pid)), left_by_libraries(int(living.pid))
+    others = left_by_libraries(10 * int(killed.pid))  # its number begins as the killed one's
+    remove_orphans()
+    assert all(path.exists() for path in (*gone, *kept, *others))
+    killed.kill()
+    remove_orphans()
+    assert not any(path.exists() for path in gone)
+    assert all(path.exists() for path in (*kept, *others))
+
+
+def test_a_number_of_another_namespace_is_nobodys_here(
+    holder: Callable[..., Holder], left_by_libraries: Callable[[int], list[Path]]
+) -> None:
+    inside = holder(*in_a_namespace())
+    same_number = left_by_libraries(int(inside.pid))
+    (DIRECTORY / f"slipstream-{inside.owner_id}-owner").write_text(
+        f"pid:[1] {2**22 + 1}"
+    )  # no such process here
+    free_number = left_by_libraries(2**22 + 1)
+    inside.kill()
+    deadline = time.monotonic() + 20
+    while inside.names():
+        assert time.monotonic() < deadline, inside.names()
+        remove_orphans()
+        time.sleep(0.05)
+    assert all(path.exists() for path in (*same_number, *free_number))
 
 
 def in_a_namespace() -> tuple[str, ...]:
