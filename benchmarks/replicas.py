@@ -1,6 +1,8 @@
 """How long a round takes with 1, 2 and 3 replicas over NCCL: one broadcast should reach all in the same time.
 
 python -m benchmarks.replicas --size 8b --replicas 1 2 3      (trainer on GPU 0, a replica on each next one)
+
+Beside it vLLM's own engines, which load inside a pause.
 """
 
 import argparse
@@ -50,28 +52,31 @@ class ReplicaGroup:
         return float(max(link.times.live - link.times.staged for link in self._links))
 
 
-async def measure(arguments: argparse.Namespace) -> None:
-    from benchmarks.weight_sync import Ours, TrainerProcess, start_engine
+async def measure(arguments: argparse.Namespace, mode: str) -> None:
+    """Rounds of one kind of engine, with each number of replicas; rows of the table."""
+    from benchmarks.weight_sync import Native, Ours, TrainerProcess, start_engine
 
     trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu)
-    links = []
+    native = mode == "native"
+    backend = "nccl" if native else "slipstream_nccl"
+    links: list[Any] = []
     for index in range(max(arguments.replicas)):
         os.environ["CUDA_VISIBLE_DEVICES"] = str(arguments.gpu + 1 + index)
         engine = await start_engine(
             str(arguments.model),
-            "slipstream_nccl",
-            "device",
+            backend,
+            "none" if native else "device",
             load_format="dummy",
             enforce_eager=True,
             kv_cache_memory_bytes=2 << 30,
         )
-        links.append(Ours(engine))
-    print(f"{arguments.size}, {trainer.size_bytes / 1e9:.2f} GB, nccl, one GPU for each replica")
+        links.append(Native(engine) if native else Ours(engine))
+    print(f"\n{arguments.size}, {trainer.size_bytes / 1e9:.2f} GB, nccl, one GPU for each replica, {mode}")
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     single = 0.0
     for count in arguments.replicas:
         group = ReplicaGroup(links, count)
-        await trainer.connect(group, "slipstream_nccl", count)
+        await trainer.connect(group, backend, count)
         found = []
         for _ in range(arguments.rounds + 2):  # the first one is loaded by vLLM and recorded
             seconds = await trainer.send(group)
@@ -91,6 +96,7 @@ def main() -> None:
     parser.add_argument("--size", default="8b")
     parser.add_argument("--model", type=Path, default=Path("/tmp/slipstream-models"))
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--modes", nargs="+", default=["ours", "native"], choices=["ours", "native"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--gpu", type=int, default=0, help="the trainer's; the replicas' come after it")
     arguments = parser.parse_args()
@@ -98,7 +104,8 @@ def main() -> None:
     from benchmarks.models import config_directory
 
     arguments.model = config_directory(arguments.size, arguments.model)
-    asyncio.run(measure(arguments))
+    for mode in arguments.modes:
+        asyncio.run(measure(arguments, mode))
 
 
 if __name__ == "__main__":

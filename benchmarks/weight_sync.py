@@ -93,6 +93,7 @@ class Native:
     """An engine that loads with vLLM's own transfer engine inside a pause, as vLLM's examples do."""
 
     def __init__(self, engine: Any, kv_cache: KvCache = KvCache.KEEP) -> None:
+        self.engine = engine
         self._llm = engine.llm
         self.kv_cache = kv_cache
         self.times = Times()
