@@ -25,7 +25,7 @@ from pathlib import Path
 DIRECTORY = Path("/dev/shm")
 PREFIX = "slipstream"
 _OWNER_FILE = re.compile(rf"{PREFIX}-([0-9a-f]{{32}})-owner")
-_PROCESS = re.compile(r"(?P<namespace>\S+) (?P<pid>\d+)")
+_PROCESS = re.compile(r"(?P<namespace>\S+) (?P<pid>\d{1,10})")
 
 
 class Owner:
@@ -36,7 +36,8 @@ class Owner:
         # Without a name until it is locked: nobody may find it in between.
         self._descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        os.write(self._descriptor, f"{_namespace()} {os.getpid()}".encode())
+        with suppress(OSError):  # the memory is full: the name alone takes none
+            os.write(self._descriptor, f"{_namespace()} {os.getpid()}".encode())
         # With a directory's descriptor, which an absolute path ignores, Python follows the symbolic link.
         source = f"/proc/self/fd/{self._descriptor}"
         os.link(source, DIRECTORY / self.name("owner"), src_dir_fd=self._descriptor)
@@ -109,7 +110,10 @@ def _remove(owner_id: str) -> None:
 def _left_by_libraries(owner_file: Path) -> Iterator[Path]:
     """Of CUDA IPC: torch's counts of users (`torch_PID_*`), which it takes away unless it is killed, and the
     driver's (`cuda.shm.USER.PID.*`, hexadecimal)."""
-    match = _PROCESS.fullmatch(owner_file.read_text())
+    try:
+        match = _PROCESS.fullmatch(owner_file.read_text(errors="replace"))
+    except OSError:  # somebody has removed it
+        return
     if match is None or match["namespace"] != _namespace() or Path("/proc", match["pid"]).exists():
         return
     yield from DIRECTORY.glob(f"torch_{match['pid']}_*")

@@ -150,6 +150,18 @@ def test_names_of_other_programs_are_left_alone() -> None:
             path.unlink()
 
 
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"pid:[1] 99999999999999999999"])
+def test_an_owner_that_says_nothing_of_its_process_owns_its_names_all_the_same(content: bytes | None) -> None:
+    names, file = DIRECTORY / owner().name("x"), DIRECTORY / owner().name("owner")
+    names.touch()
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    disown()
+    assert not names.exists() and not file.exists()
+
+
 def test_a_process_can_remove_what_it_owns() -> None:
     names = Path(DIRECTORY / owner().name("x"))
     names.touch()
