@@ -24,7 +24,7 @@ from deployments.controller.pace import Pace
 from deployments.controller.poll_server import PollServer
 from deployments.controller.publisher_calls import PublisherCalls
 from deployments.controller.room import Room, no_limit
-from deployments.controller.served_model import check_model
+from deployments.controller.served_model import check_adapters, check_model
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.errors import FleetUnavailable, JournalError
 from deployments.ledger.adapters.catalog import AdapterLimits
@@ -59,7 +59,8 @@ class Controller(PublisherCalls, AdapterCalls):
         disk: where the state directory is; None: a file system of this host.
 
     Raises:
-        JournalError: the state directory cannot be used, or the store has versions of another fleet or model.
+        JournalError: the state directory cannot be used, has adapters that no replica takes, or the store has
+            versions of another fleet or model.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Controller(PublisherCalls, AdapterCalls):
         try:
             self._keeper.check_owner(Path(state_dir))
             check_model(ledger, model, Path(state_dir))
+            check_adapters(ledger, None if adapters is None else adapters.refusal, Path(state_dir))
         except JournalError:
             self._durable.release()
             raise

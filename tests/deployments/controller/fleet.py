@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deployments.controller.controller import Controller
+from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.limits import LedgerConfig
 from deployments.protocol.publishing import RoundReport
 from tests.deployments.controller.slow_disk import HELD_S, SlowDisk
@@ -19,7 +20,13 @@ LONGER_THAN_ANY_DEADLINE_S = 60.0
 class Fleet:
     """A controller with fake replicas that follow it, and a clock that only the test moves."""
 
-    def __init__(self, directory: Path, config: LedgerConfig = CONFIG, model: str | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: LedgerConfig = CONFIG,
+        model: str | None = None,
+        adapters: AdapterLimits | None = None,
+    ) -> None:
         self.now = 1000.0
         self.config = config
         self.dead: set[str] = set()
@@ -38,6 +45,7 @@ class Fleet:
             store_dir=str(directory / "store"),
             is_alive=self._is_alive,
             end=self._end,
+            adapters=adapters,
             adapter_roots=[directory],
             poll_s=0.05,
             silent_s=2.0,

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from deployments.errors import JournalError
+from deployments.ledger.adapters.catalog import AdapterLimits
 from tests.deployments.controller.fleet import Fleet, publish
 from tests.tiny_adapters import save_tiny_adapter
 
@@ -60,3 +61,25 @@ async def test_an_adapter_is_of_a_model_too(tmp_path: Path) -> None:
     await fleet.aclose()
     with pytest.raises(JournalError, match=REFUSED):
         Fleet(tmp_path, model="two")
+
+
+async def test_live_adapters_are_not_given_to_replicas_that_take_none(tmp_path: Path) -> None:
+    none, refused = (
+        AdapterLimits(refusal="set 'x' to true"),
+        r"1 live adapters, among them 'math@1'.*set 'x' to true",
+    )
+    fleet = Fleet(tmp_path)
+    fleet.start("a")
+    await fleet.admitted("a")
+    save_tiny_adapter(tmp_path / "adapter", 1)
+    await fleet.controller.load_adapter("math", str(tmp_path / "adapter"))
+    await fleet.aclose()
+    for _ in range(2):
+        with pytest.raises(JournalError, match=refused):
+            Fleet(tmp_path, adapters=none)
+    fleet = Fleet(tmp_path)  # the state was not changed, nor is it locked
+    fleet.start("a")
+    await fleet.admitted("a")
+    await fleet.controller.unload_adapter("math")
+    await fleet.aclose()
+    await Fleet(tmp_path, adapters=none).aclose()
