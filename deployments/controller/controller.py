@@ -24,7 +24,7 @@ from deployments.controller.pace import Pace
 from deployments.controller.poll_server import PollServer
 from deployments.controller.publisher_calls import PublisherCalls
 from deployments.controller.room import Room, no_limit
-from deployments.controller.served_model import check_adapters, check_model
+from deployments.controller.state_checks import check_adapters, check_model
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.errors import FleetUnavailable, JournalError
 from deployments.ledger.adapters.catalog import AdapterLimits

@@ -2,8 +2,8 @@
 
 On a GPU both would use the same stream: what is sent would wait for the copy, which for an adapter and its
 optimizer's moments is longer than the transfer. So copies have a stream of their own. They go to pinned
-memory, because a stream is not enough: a kernel that another thread queued ended after a copy to pageable
-memory, which waited for its own stream (`test_host_copies.py`, seen twice on H100s).
+memory, which is quicker, and because a copy to pageable memory may hold up what other threads queue: suspected,
+not shown (`benchmarks/RESULTS.md`, "GPU tests that passed").
 """
 
 from collections import defaultdict

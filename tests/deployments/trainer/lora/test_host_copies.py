@@ -67,15 +67,18 @@ def test_what_is_queued_does_not_wait_for_a_copy() -> None:
     content = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
     host_copies([content.add_(1)])  # a kernel is loaded with its first use, which waits for the device
     with torch.cuda.stream(module._stream(content.device)):
-        torch.cuda._sleep(2_000_000_000)  # cycles, a second: the copy comes after it
+        torch.cuda._sleep(2_000_000_000)  # cycles, about a second: the copy comes after it
+        slept = torch.cuda.Event()
+        slept.record()
     thread = threading.Thread(target=host_copies, args=([content],))
     thread.start()
     time.sleep(0.2)
     queued = torch.cuda.Event()
+    assert not slept.query(), "too short: this would say nothing"
     content.add_(1)
     queued.record()
     queued.synchronize()
-    assert thread.is_alive()
+    assert not slept.query() and thread.is_alive()
     thread.join(30)
     assert not thread.is_alive()
 
