@@ -2,7 +2,7 @@
 
 On a GPU both would use the same stream: what is sent would wait for the copy, which for an adapter and its
 optimizer's moments is longer than the transfer. So copies have a stream of their own. They go to pinned
-memory, which is quicker, and because a copy to pageable memory may hold up what other threads queue: suspected,
+memory, which is quicker, and because one to pageable memory may hold up what other threads queue: suspected,
 not shown (`benchmarks/RESULTS.md`, "GPU tests that passed").
 """
 
