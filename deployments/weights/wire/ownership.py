@@ -16,6 +16,7 @@ import atexit
 import fcntl
 import os
 import re
+import select
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from pathlib import Path
 DIRECTORY = Path("/dev/shm")
 PREFIX = "slipstream"
 _OWNER_FILE = re.compile(rf"{PREFIX}-([0-9a-f]{{32}})-owner")
-_PROCESS = re.compile(r"(?P<namespace>\S+) (?P<pid>\d{1,10})")
+_PROCESS = re.compile(r"(?P<namespace>\S+) (?P<pid>\d{1,7})")
 
 
 class Owner:
@@ -114,10 +115,24 @@ def _left_by_libraries(owner_file: Path) -> Iterator[Path]:
         match = _PROCESS.fullmatch(owner_file.read_text(errors="replace"))
     except OSError:  # somebody has removed it
         return
-    if match is None or match["namespace"] != _namespace() or Path("/proc", match["pid"]).exists():
+    if match is None or match["namespace"] != _namespace() or _runs(int(match["pid"])):
         return
     yield from DIRECTORY.glob(f"torch_{match['pid']}_*")
     yield from DIRECTORY.glob(f"cuda.shm.*.{int(match['pid']):x}.*")
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process has this number, other than one that is dead and not yet waited for."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except OSError:  # nobody can say
+        return True
+    try:
+        return not select.select([descriptor], [], [], 0)[0]  # readable once the process has ended
+    finally:
+        os.close(descriptor)
 
 
 def _namespace() -> str:

@@ -39,9 +39,12 @@ class Holder:
     def names(self) -> list[str]:
         return [path.name for path in DIRECTORY.iterdir() if f"slipstream-{self.owner_id}-" in path.name]
 
-    def kill(self) -> None:
+    def kill(self, wait: bool = True) -> None:
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        if wait:
+            self._process.wait()
+        else:  # a zombie
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
 
 
 @pytest.fixture
@@ -86,18 +89,47 @@ def left_by_libraries() -> Iterator[Callable[[int], list[Path]]]:
         path.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("waited_for", [True, False])
 def test_what_libraries_have_left_of_a_killed_process_goes_with_its_names(
-    holder: Callable[..., Holder], left_by_libraries: Callable[[int], list[Path]]
+    holder: Callable[..., Holder], left_by_libraries: Callable[[int], list[Path]], waited_for: bool
 ) -> None:
     killed, living = holder(), holder()
     gone, kept = left_by_libraries(int(killed.pid)), left_by_libraries(int(living.pid))
     others = left_by_libraries(10 * int(killed.pid))  # its number begins as the killed one's
     remove_orphans()
     assert all(path.exists() for path in (*gone, *kept, *others))
-    killed.kill()
+    killed.kill(wait=waited_for)
     remove_orphans()
     assert not any(path.exists() for path in gone)
     assert all(path.exists() for path in (*kept, *others))
+
+
+SHARES = """
+import os, sys, torch
+from torch.multiprocessing.reductions import reduce_tensor
+from deployments.weights.wire.ownership import owner
+owner()
+shared = reduce_tensor(torch.ones(8, device="cuda"))
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.gpu
+def test_of_a_killed_process_that_shared_memory_of_a_gpu_nothing_is_left() -> None:
+    shares = subprocess.Popen(
+        [sys.executable, "-c", SHARES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert shares.stdout is not None
+    pid = int(shares.stdout.readline())
+    names = (f"torch_{pid}_*", f"cuda.shm.*.{pid:x}.*")
+    try:
+        assert [path for each in names for path in DIRECTORY.glob(each)]  # else torch makes none any more
+    finally:
+        shares.kill()
+        shares.wait()
+    remove_orphans()
+    assert not [path for each in names for path in DIRECTORY.glob(each)]
 
 
 def test_a_number_of_another_namespace_is_nobodys_here(
