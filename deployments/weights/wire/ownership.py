@@ -19,7 +19,6 @@ import re
 import select
 import shutil
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -96,29 +95,34 @@ def remove_orphans() -> None:
 def _remove(owner_id: str) -> None:
     names = f"{PREFIX}-{owner_id}-"
     owner_file = DIRECTORY / f"{names}owner"
-    for path in (
-        *DIRECTORY.glob(f"{names}*"),
-        *DIRECTORY.glob(f"sem.{names}*"),
-        *_left_by_libraries(owner_file),
-    ):
+    for path in (*DIRECTORY.glob(f"{names}*"), *DIRECTORY.glob(f"sem.{names}*")):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         elif path != owner_file:  # last: if this process ends here, the next one goes on
             path.unlink(missing_ok=True)
-    owner_file.unlink(missing_ok=True)
+    if _remove_what_libraries_left(owner_file):
+        owner_file.unlink(missing_ok=True)
 
 
-def _left_by_libraries(owner_file: Path) -> Iterator[Path]:
+def _remove_what_libraries_left(owner_file: Path) -> bool:
     """Of CUDA IPC: torch's counts of users (`torch_PID_*`), which it takes away unless it is killed, and the
-    driver's (`cuda.shm.USER.PID.*`, hexadecimal)."""
+    driver's (`cuda.shm.USER.PID.*`, hexadecimal), which stay if Python's exit is all that a process has had.
+
+    False if there are some and the process has not ended: the next one goes on.
+    """
     try:
         match = _PROCESS.fullmatch(owner_file.read_text(errors="replace"))
     except OSError:  # somebody has removed it
-        return
-    if match is None or match["namespace"] != _namespace() or _runs(int(match["pid"])):
-        return
-    yield from DIRECTORY.glob(f"torch_{match['pid']}_*")
-    yield from DIRECTORY.glob(f"cuda.shm.*.{int(match['pid']):x}.*")
+        return True
+    if match is None or match["namespace"] != _namespace():
+        return True
+    pid = int(match["pid"])
+    names = [*DIRECTORY.glob(f"torch_{pid}_*"), *DIRECTORY.glob(f"cuda.shm.*.{pid:x}.*")]
+    if names and _runs(pid):
+        return False
+    for path in names:
+        path.unlink(missing_ok=True)
+    return True
 
 
 def _runs(pid: int) -> bool:

@@ -15,14 +15,17 @@ from deployments.weights.wire.ownership import DIRECTORY, disown, owner, remove_
 
 HOLDS = """
 import multiprocessing.synchronize, os, sys, time
-from deployments.weights.wire.ownership import DIRECTORY, owner
+from deployments.weights.wire.ownership import DIRECTORY, disown, owner
 from deployments.weights.wire.shared_memory import create_mapping
 create_mapping(8)
 (DIRECTORY / owner().name("ipc")).mkdir()
 (DIRECTORY / owner().name("ipc") / "socket").touch()
 (DIRECTORY / ("sem." + owner().name("mp-1"))).touch()
 print(owner().id, os.getpid(), flush=True)
-sys.stdin.read()
+if sys.stdin.readline():
+    disown()
+    print("disowned", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -38,6 +41,12 @@ class Holder:
 
     def names(self) -> list[str]:
         return [path.name for path in DIRECTORY.iterdir() if f"slipstream-{self.owner_id}-" in path.name]
+
+    def disown(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("disown\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "disowned\n"
 
     def kill(self, wait: bool = True) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -104,27 +113,45 @@ def test_what_libraries_have_left_of_a_killed_process_goes_with_its_names(
     assert all(path.exists() for path in (*kept, *others))
 
 
+def test_what_libraries_have_left_of_a_process_that_disowned_its_names_goes_once_it_has_ended(
+    holder: Callable[..., Holder], left_by_libraries: Callable[[int], list[Path]]
+) -> None:
+    disowns = holder()
+    left = left_by_libraries(int(disowns.pid))
+    disowns.disown()
+    remove_orphans()
+    assert all(path.exists() for path in left) and disowns.names() == [f"slipstream-{disowns.owner_id}-owner"]
+    disowns.kill()
+    remove_orphans()
+    assert not any(path.exists() for path in left) and disowns.names() == []
+
+
 SHARES = """
 import os, sys, torch
 from torch.multiprocessing.reductions import reduce_tensor
-from deployments.weights.wire.ownership import owner
+from deployments.weights.wire.ownership import disown, owner
 owner()
 shared = reduce_tensor(torch.ones(8, device="cuda"))
 print(os.getpid(), flush=True)
-sys.stdin.read()
+if sys.stdin.readline():
+    disown()
+    os._exit(0)
 """
 
 
 @pytest.mark.gpu
-def test_of_a_killed_process_that_shared_memory_of_a_gpu_nothing_is_left() -> None:
+@pytest.mark.parametrize("killed", [True, False])
+def test_of_a_process_that_shared_memory_of_a_gpu_nothing_is_left(killed: bool) -> None:
     shares = subprocess.Popen(
         [sys.executable, "-c", SHARES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert shares.stdout is not None
+    assert shares.stdin is not None and shares.stdout is not None
     pid = int(shares.stdout.readline())
     names = (f"torch_{pid}_*", f"cuda.shm.*.{pid:x}.*")
     try:
         assert [path for each in names for path in DIRECTORY.glob(each)]  # else torch makes none any more
+        if not killed:  # as Ray ends an actor: Python's exit, and not the driver's
+            shares.communicate("end\n", timeout=60)
     finally:
         shares.kill()
         shares.wait()
