@@ -70,6 +70,7 @@ class Engine:
         engine.staging_share = spec.staging_share
         await engine._lifespan.__aenter__()
         await asyncio.wait_for(llm.update_weight_version(str(version)), FIRST_CALL_S)
+        await asyncio.wait_for(engine.adapters.connect(), FIRST_CALL_S)
         return engine
 
     @property
@@ -239,6 +240,7 @@ class Engine:
     async def _stop(self, limit_s: float) -> None:
         # vLLM tells requests of an engine that has died. Of one that is stopped they would hear nothing.
         self.llm.output_processor.propagate_error(EngineDeadError())
+        self.adapters.close()
         processes = getattr(self.llm.engine_core.resources.engine_manager, "processes", [])
         try:
             await self._lifespan.__aexit__(None, None, None)

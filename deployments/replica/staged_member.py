@@ -93,8 +93,7 @@ class StagedMember(EngineMember):
         """
         await self._discard_leftover()
         reader = self._engine.adapters.reader
-        directory = await reader.place(body.load_id)
-        await self._engine.workers("staging_receive_files", payload=body.payload, directory=str(directory))
+        await reader.receive(body.load_id, body.payload)
         await self._until_received(1)
         reader.arrived(body.load_id)
 

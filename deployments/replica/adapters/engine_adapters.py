@@ -19,7 +19,8 @@ from deployments.errors import PayloadRejected
 from deployments.logs import serve_logger
 from deployments.protocol.adapters import Adapter, AdapterState, LoadedAdapter
 from deployments.replica.adapters.named import NamedAdapters, Uses, lora_request
-from deployments.replica.adapters.reading import LAG_S, AdapterReader, Workers, last_line
+from deployments.replica.adapters.reading import LAG_S, AdapterReader, last_line
+from deployments.replica.adapters.worker_calls import WorkerCalls, Workers
 
 logger = serve_logger()
 
@@ -35,7 +36,8 @@ class EngineAdapters:
 
     def __init__(self, llm: Any, workers: Workers, models: Any = None, lag_s: float = LAG_S) -> None:
         self._llm = llm
-        self.reader = AdapterReader(llm, workers, lag_s)
+        self._calls = WorkerCalls(workers)
+        self.reader = AdapterReader(llm, self._calls, lag_s)
         self._held: dict[int, Adapter] = {}
         self._from_received: set[int] = set()  # ids
         self._live: tuple[int, ...] = ()
@@ -46,6 +48,19 @@ class EngineAdapters:
         if models is not None:
             models.lora_requests = self.named
             models.lora_resolvers = []  # they load into one engine, under ids that are the fleet's
+
+    async def connect(self) -> None:
+        """Once the engine is up: loads wait for fewer of its steps from then on."""
+        if self._takes_adapters:
+            await self._calls.connect()
+
+    def close(self) -> None:
+        """The engine ends."""
+        self._calls.close()
+
+    @property
+    def _takes_adapters(self) -> bool:
+        return getattr(self._llm.vllm_config, "lora_config", None) is not None
 
     @property
     def state(self) -> AdapterState:
@@ -60,7 +75,7 @@ class EngineAdapters:
             PayloadRejected: they do not fit, or are not there in time; the engine is as it was.
             Exception: the engine failed.
         """
-        if getattr(self._llm.vllm_config, "lora_config", None) is None:
+        if not self._takes_adapters:
             raise PayloadRejected("this engine was started without 'enable_lora'")
         if adapter.adapter_id in self._held:  # an id stands for the same files always
             self._doomed.discard(adapter.adapter_id)

@@ -9,7 +9,6 @@ vLLM's `add_lora` then reads nothing (`worker`).
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from deployments.logs import serve_logger
 from deployments.protocol.adapters import Adapter
 from deployments.replica.adapters.check import NotYet, check_adapter, inspect
 from deployments.replica.adapters.received import ReceivedAdapter
+from deployments.replica.adapters.worker_calls import Workers
 
 LAG_S = 10.0  # a shared file system may show the fleet's copy this much later
 RETRY_S = 0.1
 READ_POLL_S = 0.01
 
-Workers = Callable[..., Awaitable[list[Any]]]
 logger = serve_logger()
 
 
@@ -53,6 +52,11 @@ class AdapterReader:
         self._lag_s = lag_s
         self._received = ReceivedAdapter()
         self._ahead: _Ahead | None = None
+
+    async def receive(self, load_id: str, payload: Any) -> None:
+        """Have the workers begin to receive the files of an adapter; what was received before is dropped."""
+        directory = await self.place(load_id)
+        await self._workers("staging_receive_files", payload=payload, directory=str(directory))
 
     async def place(self, load_id: str) -> Path:
         """Where a transport is to write the files of an adapter; what it brought before is dropped."""

@@ -7,18 +7,38 @@ read.
 
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 
+from deployments.replica.adapters.worker_calls import answer_calls, open_connection
 from deployments.weights.staging.worker_extension import StagingWorkerExtension
 
 _READ = "_read_by_the_fleet"  # an attribute of vLLM's LoRA manager; see `_reads`
 
 
 class WorkerExtension(StagingWorkerExtension):
-    """All methods that are added to vLLM's worker. Called on the engine's thread, between two steps."""
+    """All methods that are added to vLLM's worker. Called on the engine's thread, between two steps; those
+    about the files of adapters on another one, if the replica is on this host (`worker_calls`)."""
+
+    def adapter_answer_at(self, path: str) -> bool:
+        """Take calls about files from this Unix socket as well; False if it is on another host."""
+        try:
+            connection = open_connection(Path(path))
+        except OSError:
+            return False
+        _reads(self.model_runner.lora_manager)  # vLLM's loader is replaced on the thread that uses it
+        methods = (
+            self.staging_receive_files,
+            self.adapter_read,
+            self.adapter_is_read,
+            self.adapter_forget,
+        )
+        by_name = {method.__name__: method for method in methods}
+        Thread(target=answer_calls, args=(connection, by_name), name="adapter-calls", daemon=True).start()
+        return True
 
     def adapter_read(self, key: str, path: str, is_3d: bool) -> None:
         """Begin to read an adapter's files; `adapter_is_read` says how far that is."""

@@ -60,8 +60,10 @@ class Llm:
     def __init__(self, made: Any) -> None:
         self._made = made
         self.vllm_config, self.model_config = made.config, made.config.model_config
+        self.calls: list[str] = []
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
+        self.calls.append(method)
         return [getattr(self._made, method)(**arguments)]
 
     async def add_lora(self, request: LoRARequest) -> bool:
@@ -72,6 +74,8 @@ async def received(made: Any, source: Path, adapter_id: int) -> tuple[int, ...]:
     """Load what a transport has brought: the ids of those that were. The fleet's copy is not there yet."""
     llm, load_id = Llm(made), "1" * 32
     adapters = EngineAdapters(llm, llm.workers, lag_s=0.0)
+    await adapters.connect()
+    llm.calls.clear()
     shutil.copytree(source, await adapters.reader.place(load_id))
     adapters.reader.arrived(load_id)
     await adapters.load(
@@ -85,6 +89,8 @@ async def received(made: Any, source: Path, adapter_id: int) -> tuple[int, ...]:
             load_id=load_id,
         )
     )
+    adapters.close()
+    assert llm.calls == [], "none waited for a decoding step"
     return tuple(adapters.state.received)
 
 

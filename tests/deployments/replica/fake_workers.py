@@ -1,8 +1,8 @@
 """An engine whose workers answer the calls of a staged member as they are told to."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +28,14 @@ DONE = StagingState(
 class Reader:
     """As `AdapterReader`, with nothing to read."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._workers = workers
         self.received = ReceivedAdapter()
         self.begun: list[str] = []
 
-    async def place(self, load_id: str) -> Path:
-        return self.received.place(load_id)
+    async def receive(self, load_id: str, payload: Any) -> None:
+        directory = self.received.place(load_id)
+        await self._workers("staging_receive_files", payload=payload, directory=str(directory))
 
     def arrived(self, load_id: str) -> None:
         self.begun.append(load_id)
@@ -56,7 +58,7 @@ class Workers:
         self.stored: StoreResult | None = None
         self.active = False  # vLLM's own flag for an update
         self.reload_refusal: str | None = None
-        self.adapters = SimpleNamespace(reader=Reader())
+        self.adapters = SimpleNamespace(reader=Reader(self.workers))
         self.arrives = asyncio.Event()  # what was sent of an adapter
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:

@@ -1,0 +1,138 @@
+"""Calls about adapters to a thread of each worker. They do not wait for a decoding step.
+
+vLLM carries out a call to its workers between two steps, which take a second each on a CPU with many answers
+in flight. So each worker has a connection to its replica's process, a Unix socket with a line of JSON for a
+call and for an answer, and a thread that answers there. If a worker is on another host, or a connection has
+ended, the calls go through vLLM.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from deployments.logs import serve_logger
+from deployments.weights.wire.ownership import DIRECTORY, owner
+
+CONNECT_S = 10.0  # connections that workers have opened are accepted in this time
+
+Workers = Callable[..., Awaitable[list[Any]]]
+logger = serve_logger()
+
+
+class WorkerCalls:
+    """Called as `Engine.workers`: a method, named arguments of JSON types, an answer from each worker.
+
+    Args:
+        workers: calls through vLLM.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._connections: list[_Connection] = []
+
+    async def connect(self) -> None:
+        """Once the engine is up."""
+        path = DIRECTORY / owner().name("worker-calls")
+        accepted: asyncio.Queue[_Connection] = asyncio.Queue()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if server.is_serving():
+                accepted.put_nowait(_Connection(reader, writer))
+            else:
+                writer.close()
+
+        server = await asyncio.start_unix_server(accept, path)
+        opened: list[_Connection] = []
+        try:
+            path.chmod(0o600)
+            shared = await self._workers("adapter_answer_at", path=str(path))
+            if all(shared):
+                async with asyncio.timeout(CONNECT_S):
+                    while len(opened) < len(shared):
+                        opened.append(await accepted.get())
+                self._connections, opened = opened, []
+        except TimeoutError:
+            logger.warning("%d workers did not connect within %g s", len(shared) - len(opened), CONNECT_S)
+        finally:
+            server.close()
+            path.unlink(missing_ok=True)
+            while not accepted.empty():
+                opened.append(accepted.get_nowait())
+            for each in opened:
+                each.close()
+
+    async def __call__(self, method: str, **arguments: Any) -> list[Any]:
+        """Raises RuntimeError with what a worker's thread raised, and whatever vLLM does."""
+        if self._connections:
+            try:
+                return await asyncio.gather(*(each.call(method, arguments) for each in self._connections))
+            except ConnectionError:  # if the engine has died, vLLM says so
+                self.close()
+        return await self._workers(method, **arguments)
+
+    def close(self) -> None:
+        """The threads end."""
+        for each in self._connections:
+            each.close()
+        self._connections = []
+
+
+class _Connection:
+    """To the thread of one worker."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._numbers = count()
+        self._one_at_a_time = asyncio.Lock()
+
+    async def call(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Raises ConnectionError: it has ended."""
+        async with self._one_at_a_time:
+            number = next(self._numbers)
+            self._writer.write(json.dumps([number, method, arguments]).encode() + b"\n")
+            await self._writer.drain()
+            answered = -1
+            while answered != number:  # that of a call which was cancelled may come first
+                line = await self._reader.readline()
+                if not line.endswith(b"\n"):
+                    raise ConnectionResetError("the worker's thread has ended")
+                answered, answer, error = json.loads(line)
+        if error is not None:
+            raise RuntimeError(error)
+        return answer
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def open_connection(path: Path) -> socket.socket:
+    """From a worker to its replica.
+
+    Raises:
+        OSError: there is no such socket on this host.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(path))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def answer_calls(connection: socket.socket, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """In a thread of a worker: carry out each call, until the replica closes the connection or is gone."""
+    with connection, connection.makefile("rb") as calls, suppress(ConnectionError):
+        for line in calls:
+            number, method, arguments = json.loads(line)
+            answer, error = None, None
+            try:
+                answer = methods[method](**arguments)
+            except Exception as raised:  # the caller's: vLLM's about the files
+                error = f"{type(raised).__name__}: {raised}"
+            connection.sendall(json.dumps([number, answer, error]).encode() + b"\n")
