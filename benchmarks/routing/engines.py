@@ -85,7 +85,7 @@ def _setup(size: str | None) -> Setup:
     from benchmarks.models import config_directory
 
     setup = gpu(config_directory(size))
-    return replace(setup, engine=setup.engine | {"gpu_memory_utilization": 0.9, "max_model_len": 16384})
+    return replace(setup, engine=setup.engine | {"gpu_memory_utilization": 0.9, "max_model_len": 8192})
 
 
 def _step(client: httpx.Client, shape: Shape, chosen_by: str, seed: int) -> list[float]:
