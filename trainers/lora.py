@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainers.settings import LoraConfig
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 PREFIX = "base_model.model."  # of every tensor in peft's files
 _NAME = "default"  # peft's name for the only adapter of a model
+_WRAPPED = ".base_layer."  # in peft's names of what an adapted layer had before
 _HALVES = tuple(f".lora_{half}.{_NAME}.weight" for half in "AB")
 _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 
@@ -74,6 +76,40 @@ class Adapter:
         """The names of the adapted modules in the base model."""
         names = (name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in self.tensors())
         return list(dict.fromkeys(names))
+
+    def base_state(self, *, keep_vars: bool = False) -> dict[str, torch.Tensor]:
+        """The model's state without the adapter, under the names that it has without one.
+
+        Args:
+            keep_vars: as in torch's `state_dict`.
+        """
+        state = self._model.state_dict(keep_vars=keep_vars)
+        return {
+            name.replace(_WRAPPED, "."): tensor
+            for name, tensor in state.items()
+            if not name.endswith(_HALVES)
+        }
+
+    @torch.no_grad()
+    def delta(self, name: str) -> torch.Tensor | None:
+        """What the adapter adds to a tensor of `base_state`, in float32 and its shape; None: nothing."""
+        layer = self._layers.get(name)
+        return None if layer is None else layer.get_delta_weight(_NAME)
+
+    def reset(self) -> None:
+        """Begin anew: the model is its base again. The same values on all ranks."""
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(self._seed)
+            for layer in self._layers.values():
+                halves = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+                first = nn.Linear(halves[0].shape[1], halves[0].shape[0], bias=False)  # as peft begins
+                halves[0].data.copy_(first.weight)
+                halves[1].data.zero_()
+
+    @cached_property
+    def _layers(self) -> dict[str, Any]:
+        """peft's layers by the names of the weights that they adapt."""
+        return {f"{module}.weight": self._model.get_submodule(module) for module in self.modules()}
 
     def drop(self, active: bool) -> None:
         """Whether forward passes apply the adapter's dropout."""

@@ -213,7 +213,8 @@ class Policy:
         copy_model_files(self.directory, directory)
 
     def load_weights(self, directory: Path) -> None:
-        """Copy the weights of another checkpoint of the same model into this one, in place.
+        """Copy the weights of another checkpoint of the same model into this one, in place. An adapter begins
+        anew on them.
 
         Raises:
             ValueError: the checkpoint is of another model; nothing has been changed then.
@@ -225,7 +226,10 @@ class Policy:
             other, host = empty_model(directory, **options), DeviceMesh("cpu", self._mesh.mesh)
             shard_model(other, host, compute_dtype=None)
             _check_complete(read_shards(other, directory, host), directory)
-        load_parameters(self.model, other.state_dict())
+        adapter = self.adapter
+        load_parameters(self.model, other.state_dict(), None if adapter is None else adapter.base_state())
+        if adapter is not None:
+            adapter.reset()
 
 
 class BaseOf:

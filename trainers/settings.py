@@ -111,18 +111,33 @@ class LearnerConfig(_Settings):
 
 
 class LoraConfig(_Settings):
-    """An adapter that is trained in place of the model's own weights, and published alone.
+    """An adapter that is trained in place of the model's own weights.
 
     Raises:
-        ValidationError: a value out of range, or no name of a module, or one that comes twice.
+        ValidationError: a value out of range, or no name of a module, or one that comes twice, or a name for
+            what has none.
     """
 
-    name: str = Field(min_length=1)  # of the adapter in the fleet: requests name it as their `model`
+    # adapter: it is published alone, and requests name it as their `model`, beside the model itself.
+    # merged: it is added to the model's weights, and their sum is the fleet's next version.
+    publish: Literal["adapter", "merged"] = "adapter"
+    name: str = ""  # of the adapter in the fleet
     rank: PositiveInt = 16
     alpha: PositiveFloat = 32.0  # the adapter is scaled by alpha / rank
     # Names of linear layers, such as q_proj. None: all linear layers but the output.
     target_modules: tuple[str, ...] | None = None
     dropout: float = Field(default=0.0, ge=0, lt=1)  # of what an adapted layer receives, in updates alone
+
+    @model_validator(mode="after")
+    def _name_of_an_adapter(self) -> Self:
+        if self.publish == "adapter" and not self.name:
+            raise ValueError("'name': expected one for the adapter in the fleet, got none")
+        if self.publish == "merged" and self.name:
+            raise ValueError(
+                f"'name': expected none with publish 'merged', got {self.name!r} (what is published is a "
+                "version of the model, under the model's name)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _each_module_once(self) -> Self:
@@ -170,6 +185,11 @@ class TrainerConfig(LearnerConfig):
     cpu_threads: Annotated[PositiveInt | None, BeforeValidator(_not_zero)] = None  # per rank; None: all cores
     start_timeout_s: PositiveFloat = 600.0
     step_timeout_s: PositiveFloat = 600.0
+
+    @property
+    def published_adapter(self) -> LoraConfig | None:
+        """The adapter that is published alone; None: what is published is a version of all weights."""
+        return None if self.lora is None or self.lora.publish == "merged" else self.lora
 
     @model_validator(mode="after")
     def _selective_by_the_compiler(self) -> Self:

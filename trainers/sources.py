@@ -7,7 +7,7 @@ tensors (`trainers.views`), nothing is converted.
 """
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from trainers.lora import Adapter
 from trainers.views import Convert, View, checkpoint_views
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -47,6 +48,7 @@ class ParameterSource:
     iterate to the end. A yielded tensor may be the model's own memory, which the next step changes.
 
     Args:
+        adapter: of the model. It is added to what is yielded, which has its names and shapes without one.
         dtype: floating-point tensors are cast to it on their device; None: no cast.
         convert: tensors of the model's state to tensors of its checkpoint, called with one layer at a
             time; by default transformers' conversion for this model.
@@ -61,11 +63,13 @@ class ParameterSource:
         self,
         model: PreTrainedModel,
         *,
+        adapter: Adapter | None = None,
         dtype: torch.dtype | None = None,
         convert: Convert | None = None,
         stored: Container[str] = (),
     ) -> None:
         self._model = model
+        self._adapter = adapter
         self._stored = stored
         self._dtype = dtype
         self._convert = partial(revert_weight_conversion, model) if convert is None else convert
@@ -89,9 +93,9 @@ class ParameterSource:
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         # Not cached: loading a state or sharding the model replaces tensors.
-        state = self._model.state_dict()
+        state = self._state()
         for layer in self._layers:
-            held = {name: self._whole(state[name], layer) for name in layer.state_names}
+            held = {name: self._whole(name, state[name], layer) for name in layer.state_names}
             if layer.is_converted:
                 held = self._convert(held)
             for spec, view in layer.parts:
@@ -100,7 +104,16 @@ class ParameterSource:
                 yield spec.name, tensor.to(spec.dtype).contiguous()
             held.clear()  # before the next layer is gathered
 
-    def _whole(self, tensor: torch.Tensor, layer: _Layer) -> torch.Tensor:
+    def _state(self, *, keep_vars: bool = False) -> dict[str, torch.Tensor]:
+        if self._adapter is not None:
+            return self._adapter.base_state(keep_vars=keep_vars)
+        state: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=keep_vars)
+        return state
+
+    def _whole(self, name: str, tensor: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        delta = None if self._adapter is None else self._adapter.delta(name)
+        if delta is not None:  # rounded once, after the sum
+            return (full_tensor(tensor) + delta).to(self._wire_dtype(tensor))
         if isinstance(tensor, DTensor) and not layer.is_converted:
             tensor = tensor.to(self._wire_dtype(tensor))  # before the gather, which then moves less
         return full_tensor(tensor)
@@ -111,7 +124,9 @@ class ParameterSource:
         They are the model's own memory, so their values change with the model. The list is the same
         object as long as no tensor has moved.
         """
-        state = self._model.state_dict()
+        if self._adapter is not None:
+            return None  # its sums are new in each iteration
+        state = self._state()
         held = [state[name] for layer in self._layers for name in layer.state_names]
         if any(isinstance(tensor, DTensor) for tensor in held):
             return None
@@ -133,12 +148,13 @@ class ParameterSource:
 
     @cached_property
     def _layers(self) -> list[_Layer]:
-        state = self._model.state_dict()
-        names = names_without_aliases(self._model)
+        state = self._state()
+        names = names_without_aliases(self._model, state)
         names += [name for name in sorted(tied_names(self._model)) if self._is_stored(name, state[name])]
         groups = layer_groups(names)
         layers = [self._layer({name: state[name] for name in group}) for group in groups]
-        check_complete(self._model, layers)
+        adapted = () if self._adapter is None else self._adapter.parameters()
+        check_complete(self._model, self._state(keep_vars=True), layers, besides=adapted)
         return layers
 
     def _is_stored(self, name: str, tensor: torch.Tensor) -> bool:
@@ -161,14 +177,24 @@ class ParameterSource:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def check_complete(model: PreTrainedModel, layers: Sequence[_Layer]) -> None:
+def check_complete(
+    model: PreTrainedModel,
+    state: Mapping[str, torch.Tensor],
+    layers: Sequence[_Layer],
+    *,
+    besides: Sequence[torch.Tensor] = (),
+) -> None:
     """Check that what is yielded has every number of every parameter.
+
+    Args:
+        state: where the layers' names are, the parameters themselves.
+        besides: parameters that no name of the checkpoint is for.
 
     Raises:
         ValueError: it has not; names the first few parameters.
     """
-    state = model.state_dict(keep_vars=True)
     yielded = {id(state[name]) for layer in layers for name in layer.state_names}
+    yielded |= {id(parameter) for parameter in besides}
     wrong = [name for name, parameter in model.named_parameters() if id(parameter) not in yielded]
     for layer in layers:
         held = sum(state[name].numel() for name in layer.state_names)
@@ -190,10 +216,14 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def names_without_aliases(model: PreTrainedModel) -> list[str]:
-    """Names in the model's state that its checkpoint has, under these names or converted."""
+def names_without_aliases(model: PreTrainedModel, state: Iterable[str] | None = None) -> list[str]:
+    """Names in the model's state that its checkpoint has, under these names or converted.
+
+    Args:
+        state: the names in it; None: the model's.
+    """
     left_out = tied_names(model) | frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    return [name for name in model.state_dict() if name not in left_out]
+    return [name for name in (model.state_dict() if state is None else state) if name not in left_out]
 
 
 def layer_groups(names: list[str]) -> list[list[str]]:
@@ -205,16 +235,22 @@ def layer_groups(names: list[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def load_parameters(model: PreTrainedModel, values: Mapping[str, torch.Tensor]) -> None:
+def load_parameters(
+    model: PreTrainedModel,
+    values: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Copy tensors, named as in the model's state, into a plain or sharded model, in place.
 
     Args:
         values: full tensors, or those of a model that is sharded alike.
+        state: the model's, without its adapter; None: it has none.
 
     Raises:
         ValueError: a tensor is missing or has another shape; nothing has been changed then.
     """
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied_names(model)}
+    all_of_it = model.state_dict() if state is None else state
+    state = {name: tensor for name, tensor in all_of_it.items() if name not in tied_names(model)}
     wrong = [
         f"{name!r} must have shape {list(tensor.shape)}, "
         f"got {list(values[name].shape) if name in values else 'nothing'}"

@@ -119,7 +119,7 @@ class AppConfig(Section):
     @property
     def adapter_roots(self) -> tuple[Path, ...]:
         """Below which an adapter may be loaded: the trainer's own too, if it trains one."""
-        trains = self.trainer is not None and self.trainer.lora is not None
+        trains = self.trainer is not None and self.trainer.published_adapter is not None
         own = (adapter_directory(self.store_path),) if trains else ()
         return (*own, *self.security.checkpoint_roots)
 

@@ -209,7 +209,7 @@ def _trainer_rules(config: AppConfig) -> Iterator[str]:
 
 
 def _lora_rules(config: AppConfig) -> Iterator[str]:
-    lora = None if config.trainer is None else config.trainer.lora
+    lora = None if config.trainer is None else config.trainer.published_adapter
     if lora is None:
         return
     if not is_name(lora.name) or lora.name == config.public_model_name:

@@ -58,6 +58,7 @@ class About:
     step: int
     fleet_id: str | None
     wire_dtype: Dtype | None
+    adapter: Mapping[str, Any] | None = None  # what it is and its base, see `lora.merged`; None: no adapter
 
 
 class Checkpoints:
@@ -100,7 +101,14 @@ class Checkpoints:
                     found.append((path, about))
         return sorted(found, key=lambda each: each[1].step, reverse=True)
 
-    def save(self, learner: Learner, *, wire_dtype: Dtype | None, fleet_id: str | None) -> bool:
+    def save(
+        self,
+        learner: Learner,
+        *,
+        wire_dtype: Dtype | None,
+        fleet_id: str | None,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Begin to write a checkpoint of the learner as it is; False if the former one is being written.
 
         The learner may change after `wait_until_copied`.
@@ -108,7 +116,7 @@ class Checkpoints:
         agreed = self._agree({"busy": not self._is_idle(), "name": uuid.uuid4().hex[:8]})
         if any(each["busy"] for each in agreed):
             return False
-        about = About(step=learner.steps_done, fleet_id=fleet_id, wire_dtype=wire_dtype)
+        about = About(step=learner.steps_done, fleet_id=fleet_id, wire_dtype=wire_dtype, adapter=adapter)
         dtype = None if wire_dtype is None else DTYPES[wire_dtype]
         tensors = named_moments(learner.policy, learner.optimizer.state) | {
             "weights": named_weights(learner.policy, dtype)

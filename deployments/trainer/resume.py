@@ -4,13 +4,14 @@
     one of another step, or of other weights          weights as stored, moments of the checkpoint
     none that can be used                             weights as stored, moments from zero
 
-Of several the one whose step is nearest is taken, and if it is damaged the next.
+Of several the one whose step is nearest is taken, and if it is damaged the next. With an adapter whose sum
+with its base was stored the first row alone counts: else the adapter begins anew (see `lora.merged`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,16 +45,25 @@ class _Found:
     moments: NamedMoments
 
 
-def resume(learner: Learner, checkpoints: Checkpoints, step: int, fleet_id: str | None) -> str | None:
+def resume(
+    learner: Learner,
+    checkpoints: Checkpoints,
+    step: int,
+    fleet_id: str | None,
+    adapter: Mapping[str, Any] | None = None,
+) -> str | None:
     """Continue from the learner's weights with what is in the nearest checkpoint. Called on every rank.
 
     Args:
         step: optimizer steps that the weights have had.
+        adapter: what a checkpoint says of the adapter that is trained.
 
     Returns:
         None if the learner is exactly what it was after that step. Else in what it differs, for the log.
     """
-    found = checkpoints.complete(fleet_id)
+    found = [each for each in checkpoints.complete(fleet_id) if each[1].adapter == adapter]
+    if adapter is not None:
+        found = [each for each in found if each[1].step == step]
     problems = []
     for path, about in sorted(found, key=lambda each: (abs(each[1].step - step), each[1].step)):
         own = _look(learner, path)
@@ -116,8 +126,10 @@ def _read(
     """Read a checkpoint into the learner: None if its weights were restored too."""
     weights: dict[str, torch.Tensor] = {}
     exact = at_step
-    if at_step and about.wire_dtype is not None:
-        rounded = named_weights(learner.policy, DTYPES[about.wire_dtype])
+    is_adapter = learner.policy.adapter is not None
+    if at_step and (is_adapter or about.wire_dtype is not None):
+        dtype = None if about.wire_dtype is None else DTYPES[about.wire_dtype]
+        rounded = named_weights(learner.policy, dtype)
         exact = rounded.keys() == found.weights
         weights = {name: torch.empty_like(tensor) for name, tensor in rounded.items()} if exact else {}
     try:
@@ -130,7 +142,7 @@ def _read(
     except ERRORS as error:  # on all ranks: torch tells each of another's
         return f"{path} cannot be used: {one_line(error)}"
     plain = {name: _local(tensor) for name, tensor in weights.items()}
-    if exact and plain:
+    if exact and plain and not is_adapter:
         assert about.wire_dtype is not None
         exact = round_to_model(learner.policy, plain, DTYPES[about.wire_dtype])
     learner.optimizer.state.clear()

@@ -30,7 +30,7 @@ class StoredWeights:
         Raises:
             ValueError: the newest is another fleet's, its manifest cannot be read, or none can be used.
         """
-        versions = _of_rank_0(list(self._store.list()))
+        versions = of_rank_0(list(self._store.list()))
         if versions:
             self._check_owner(versions[-1], fleet_id)
         problems: list[str] = []
@@ -54,7 +54,7 @@ class StoredWeights:
             FileNotFoundError: it is not in the store.
         """
         path = self._store.path_of(version)
-        return _of_rank_0(_problem(path, version) if self._rank == 0 else None)
+        return of_rank_0(_problem(path, version) if self._rank == 0 else None)
 
     def _check_owner(self, version: int, fleet_id: str) -> None:
         owner = self._store.manifest_of(version).fleet_id
@@ -81,7 +81,8 @@ def _problem(path: Path, version: int) -> str | None:
     return None
 
 
-def _of_rank_0(value: Value) -> Value:
+def of_rank_0(value: Value) -> Value:
+    """Rank 0's value, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     values = [value] * dist.get_world_size()

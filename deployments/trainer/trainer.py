@@ -58,7 +58,7 @@ class Trainer:
         self._turns = Turns()
         self._last_step: Metrics = {}
         self._last_round: RoundReport | None = None
-        self._lora = spec.config.lora
+        self._lora = spec.config.published_adapter
         self._last_adapter: AdapterReport | None = None
         plan = None if slots is None else await answered(lambda: UnaryHandle(slots).plan.remote(), "slots")
         if self._lora is not None:

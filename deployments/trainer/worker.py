@@ -1,9 +1,10 @@
 """One rank of the trainer: the policy, its optimizer and its part of every publish."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -17,6 +18,7 @@ from deployments.protocol.reports import StoreResult
 from deployments.thread_priority import YieldingThread
 from deployments.trainer.checkpoint import BaseCheckpoint, summary
 from deployments.trainer.checkpoints import Checkpoints
+from deployments.trainer.lora.merged import MergedAdapter
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.publisher import Publisher
 from deployments.trainer.rank import TrainerRank
@@ -29,7 +31,7 @@ from deployments.unary import UnaryHandle
 from deployments.weights.store.version_writer import SHARE_OF_A_CORE, CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
-from trainers.policy import DTYPES
+from trainers.policy import DTYPES, BaseOf, Policy
 from trainers.sources import ParameterSource
 from trainers.step_metrics import Metrics
 
@@ -47,6 +49,9 @@ class TrainerWorker(TrainerRank):
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)
         self._base = BaseCheckpoint(Path(spec.model))
+        self._merged: MergedAdapter | None = None
+        if spec.config.lora is not None:
+            self._merged = MergedAdapter(spec.config.lora, self._store, self._stored, Path(spec.model))
         self._publish_thread = YieldingThread(NICE)
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
@@ -60,14 +65,17 @@ class TrainerWorker(TrainerRank):
         self._begin(rendezvous_address)
         fleet_id = self._fleet().fleet_id
         version = self._stored.newest(fleet_id)
-        self._policy = self._read(self._store.path_of(version) if version else Path(spec.model))
-        reference = self._read(Path(spec.model)) if spec.config.loss.kl_coefficient != 0.0 else None
-        self._learner = Learner(self._policy, spec.config, reference=reference)
         self._checkpoints = Checkpoints(
             self._store.directory.parent / "trainer" / "checkpoints",
             rank=self._rank,
             keep=spec.config.checkpoints_kept,
         )
+        if self._merged is None:
+            self._policy = self._read(self._store.path_of(version) if version else Path(spec.model))
+        else:
+            base = self._merged.find_base(self._checkpoints, version, fleet_id)
+            self._policy = self._read(base, self._merged.config)
+        self._learner = Learner(self._policy, spec.config, reference=self._reference())
         if version:
             self._resume(version, fleet_id)
         wire_dtype = spec.config.wire_dtype
@@ -132,11 +140,16 @@ class TrainerWorker(TrainerRank):
         """Begin to write a checkpoint for a restart, after every n-th step (`trainer.checkpoint_every`). If
         that fails, the former ones stay and training goes on."""
         step, every = self._learner.steps_done, self._spec.config.checkpoint_every
+        if self._merged is not None:
+            every = min(every, 1)  # it is small, and without it the adapter begins anew
         since = step - (self._checkpoints.step or 0)
         if every == 0 or step == 0 or (since < every and step % every != 0) or since == 0:
             return  # before the first step there are no moments
         config, fleet_id = self._spec.config, self._publisher.fleet_id
-        if not self._checkpoints.save(self._learner, wire_dtype=config.wire_dtype, fleet_id=fleet_id):
+        wire_dtype, adapter = config.wire_dtype, self._about_adapter()
+        if not self._checkpoints.save(
+            self._learner, wire_dtype=wire_dtype, fleet_id=fleet_id, adapter=adapter
+        ):
             logger.info("no checkpoint of step %d: the former one is still being written", step)
 
     def load_version(self, version: int) -> None:
@@ -156,6 +169,8 @@ class TrainerWorker(TrainerRank):
                 self._policy.load_weights(directory)
         except FileNotFoundError as error:
             raise InvalidRequest(str(error)) from error
+        if self._merged is not None:
+            self._merged.base_version = version
         self._learner.restart(self._learner.steps_done, keep_moments=False)
         self._checkpoints.discard()
 
@@ -200,7 +215,20 @@ class TrainerWorker(TrainerRank):
         return self._checkpoints.wait(left) and written
 
     def _source(self, dtype: torch.dtype | None) -> ParameterSource:
-        return ParameterSource(self._policy.model, dtype=dtype, stored=self._base.names)
+        adapter, stored = self._policy.adapter, self._base.names
+        return ParameterSource(self._policy.model, adapter=adapter, dtype=dtype, stored=stored)
+
+    def _reference(self) -> Policy | BaseOf | None:
+        """What the KL penalty compares with: the model."""
+        if self._spec.config.loss.kl_coefficient == 0.0:
+            return None
+        if self._merged is not None and self._merged.base_version == 0:
+            return BaseOf(self._policy)
+        return self._read(Path(self._spec.model))
+
+    def _about_adapter(self) -> Mapping[str, Any] | None:
+        adapter = self._policy.adapter
+        return None if self._merged is None or adapter is None else self._merged.about(adapter)
 
     def _parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._policy.model.parameters())
@@ -209,13 +237,23 @@ class TrainerWorker(TrainerRank):
         step = self._store.manifest_of(version).trainer_step
         if step is None:  # another publisher's version
             step = 0
-        difference = resume(self._learner, self._checkpoints, step, fleet_id)
+        difference = resume(self._learner, self._checkpoints, step, fleet_id, self._about_adapter())
+        if self._merged is not None and difference is not None:
+            self._begin_anew(version, step)
+            difference = f"the adapter begins anew on it: {difference}"
         if self._rank != 0:
             return
         if difference is None:
             logger.info("the trainer resumes from version %d, step %d", version, step)
         else:
             logger.warning("the trainer resumes from version %d, step %d; %s", version, step, difference)
+
+    def _begin_anew(self, version: int, step: int) -> None:
+        """With a stored version as the base, and an adapter that changes nothing yet."""
+        assert self._merged is not None
+        self._policy.load_weights(self._store.path_of(version))
+        self._merged.base_version = version
+        self._learner.restart(step, keep_moments=False)
 
     def _write_files(self, directory: Path, dtype: str | None) -> None:
         """All but the weights of a checkpoint, whose weights have `dtype`; None: the trainer's own."""

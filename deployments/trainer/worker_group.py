@@ -58,7 +58,7 @@ class WorkerGroup:
             TimeoutError: Ray did not start rank 0 in time.
         """
         incarnation = uuid.uuid4().hex[:8]
-        actor = _WEIGHTS if spec.config.lora is None else _ADAPTER
+        actor = _WEIGHTS if spec.config.published_adapter is None else _ADAPTER
         group = cls(
             [
                 actor.options(

@@ -86,6 +86,18 @@ def test_the_settings_of_an_adapter_that_cannot_be_right_are_refused(wrong: dict
     assert problem(LoraConfig, **({"name": "math"} | wrong))
 
 
+def test_an_adapter_that_is_merged_has_no_name() -> None:
+    merged = TrainerConfig(lora=LoraConfig(publish="merged", rank=4))
+    assert merged.lora is not None and merged.published_adapter is None
+    alone = TrainerConfig(lora=LoraConfig(name="math"))
+    assert alone.published_adapter is alone.lora and TrainerConfig().published_adapter is None
+    assert problem(LoraConfig) == "Value error, 'name': expected one for the adapter in the fleet, got none"
+    assert problem(LoraConfig, publish="merged", name="math") == (
+        "Value error, 'name': expected none with publish 'merged', got 'math' (what is published is a "
+        "version of the model, under the model's name)"
+    )
+
+
 def test_settings_cannot_change_and_have_no_unknown_names() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         LossConfig().clip_low = 0.1  # type: ignore[misc]

@@ -51,8 +51,9 @@ class LoraWorker(TrainerRank):
 
     @property
     def _lora(self) -> LoraConfig:
-        assert self._spec.config.lora is not None, "this worker trains an adapter"
-        return self._spec.config.lora
+        lora = self._spec.config.published_adapter
+        assert lora is not None, "this worker publishes an adapter"
+        return lora
 
     @property
     def _wire_dtype(self) -> torch.dtype | None:

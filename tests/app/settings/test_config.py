@@ -74,6 +74,12 @@ def test_adapters_are_loaded_from_the_users_roots_and_from_the_trainers_own_dire
     assert parse_config({"model": "m", **users, **adapting}).adapter_roots == (own, Path("/data"))
 
 
+def test_a_merged_adapter_asks_nothing_of_the_engines(tmp_path: Path) -> None:
+    merged = {"trainer": {"lora": {"publish": "merged", "rank": 64}}, "state_dir": str(tmp_path)}
+    made = parse_config({"model": "m", **merged})
+    assert not made.engine.serves_adapters and made.adapter_roots == ()
+
+
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         parse_config({"model": "m"}).engine.num_replicas = 3  # type: ignore[misc]

@@ -186,7 +186,7 @@ LORA = {"enable_lora": True, "max_loras": 2}
         ),
         (
             {"trainer": {"lora": {"rank": 8}}, "engine": {"extra": LORA}},
-            "missing setting 'trainer.lora.name': expected a value, got none",
+            "'trainer.lora.name': expected one for the adapter in the fleet, got none",
         ),
         (
             {"engine": {"num_replicas": "auto"}},

@@ -1,0 +1,70 @@
+"""An adapter whose sum with its base is published: which weights are its base, and where it goes on.
+
+The base is what the trainer was started from: the model, or a stored version. After a restart
+
+    a checkpoint of the stored version's step   the same base and adapter: exactly where it was
+    none that can be used                       the stored version is the base, and the adapter begins anew:
+                                                the policy is what the fleet serves, moments start at zero
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deployments.trainer.checkpoints import Checkpoints
+from deployments.trainer.stored_weights import StoredWeights, of_rank_0
+from deployments.weights.store.versions import Store
+from trainers.lora import Adapter
+from trainers.settings import LoraConfig
+
+
+class MergedAdapter:
+    """The base of an adapter, on one rank of a trainer.
+
+    Args:
+        model: the directory of version 0.
+
+    Attributes:
+        base_version: the version that is the base; 0: the model.
+    """
+
+    def __init__(self, config: LoraConfig, store: Store, stored: StoredWeights, model: Path) -> None:
+        self.config = config
+        self._store, self._stored, self._model = store, stored, model
+        self.base_version = 0
+
+    def find_base(self, checkpoints: Checkpoints, version: int, fleet_id: str | None) -> Path:
+        """Decide on the base of a trainer that starts, and say where it is. Called on every rank.
+
+        Args:
+            version: the newest in the store; 0: there is none.
+        """
+        wanted = None if version == 0 else self._saved_base(checkpoints, version, fleet_id)
+        wanted = of_rank_0(wanted)
+        usable = wanted is not None and (
+            wanted == 0
+            or (wanted in of_rank_0(list(self._store.list())) and not self._stored.problem(wanted))
+        )
+        self.base_version = wanted if wanted is not None and usable else version
+        return self._store.path_of(self.base_version) if self.base_version else self._model
+
+    def about(self, adapter: Adapter) -> Mapping[str, Any]:
+        """What a checkpoint says of it, so that it is not continued as another one."""
+        return self._about(self.base_version, adapter.modules())
+
+    def _saved_base(self, checkpoints: Checkpoints, version: int, fleet_id: str | None) -> int | None:
+        """The base of a checkpoint of the version's step."""
+        step = self._store.manifest_of(version).trainer_step
+        for _, about in checkpoints.complete(fleet_id):
+            saved = about.adapter
+            if saved is not None and about.step == step and isinstance(saved.get("base_version"), int):
+                return int(saved["base_version"])
+        return None
+
+    def _about(self, base_version: int, modules: list[str]) -> Mapping[str, Any]:
+        return {
+            "base_version": base_version,
+            "rank": self.config.rank,
+            "alpha": self.config.alpha,
+            "modules": sorted(modules),
+        }

@@ -1,0 +1,150 @@
+"""A trainer of an adapter whose sum with its base is published: versions of the model, and restarts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.worker import TrainerWorker
+from tests.deployments.fake_controller import FakeController
+from tests.deployments.trainer.one_worker import BATCH, equal, published, small_spec, started
+from tests.deployments.trainer.trainer_specs import with_config
+
+LORA = {"publish": "merged", "rank": 4, "alpha": 8.0}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    return with_config(small_spec(tmp_path), lora=LORA)
+
+
+def go_on(worker: TrainerWorker, steps: int) -> None:
+    """Each step is published, stored and followed by a save of the state."""
+    for _ in range(steps):
+        worker.step(BATCH)
+        worker.publish(None)
+        worker.save_checkpoint()
+        assert worker.flush(30.0)
+
+
+def trained(spec: TrainerSpec, *, steps: int) -> TrainerWorker:
+    worker = started(spec, FakeController())
+    go_on(worker, steps)
+    return worker
+
+
+def saved(worker: TrainerWorker, directory: Path) -> dict[str, torch.Tensor]:
+    worker.save(str(directory))
+    return load_file(directory / "model.safetensors")
+
+
+def stored(spec: TrainerSpec, version: int) -> dict[str, torch.Tensor]:
+    (path,) = Path(spec.store_dir).glob(f"v*{version}/model.safetensors")
+    return load_file(path)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records if record.name == "ray.serve")
+
+
+def test_what_is_published_and_stored_and_saved_is_the_sum(spec: TrainerSpec, tmp_path: Path) -> None:
+    controller = FakeController()
+    worker = started(spec, controller)
+    model = load_file(Path(spec.model) / "model.safetensors")
+    worker.publish("before the first step")
+    assert equal(controller.received, model), "the adapter begins with nothing"
+    worker.step(BATCH)
+    worker.publish(None)
+    assert worker.flush(30.0)
+    sent = dict(controller.received)
+    changed = {name for name in model if not torch.equal(sent[name], model[name])}
+    assert sent.keys() == model.keys() and changed == {name for name in model if "proj" in name}
+    assert equal(stored(spec, 2), sent) and equal(saved(worker, tmp_path / "saved"), sent)
+
+
+def test_a_restarted_trainer_is_exactly_where_it_was(spec: TrainerSpec, tmp_path: Path) -> None:
+    straight = trained(spec, steps=2)
+    resumed = started(spec, FakeController())
+    assert equal(saved(resumed, tmp_path / "resumed"), saved(straight, tmp_path / "straight"))
+    for _ in range(2):
+        assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
+    assert equal(saved(resumed, tmp_path / "resumed on"), saved(straight, tmp_path / "straight on"))
+
+
+def test_master_weights_of_the_adapter_survive_though_sums_are_published_rounded(
+    spec: TrainerSpec, tmp_path: Path
+) -> None:
+    spec = with_config(spec, wire_dtype="bfloat16")
+    before = saved(trained(spec, steps=2), tmp_path / "before")
+    assert equal(saved(started(spec, FakeController()), tmp_path / "after"), before)
+
+
+@pytest.mark.parametrize("case", ["no checkpoint", "another alpha", "damaged", "without its base"])
+def test_without_its_checkpoint_the_adapter_begins_anew_on_what_the_fleet_serves(
+    spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    if case == "no checkpoint":
+        spec = with_config(spec, checkpoint_every=0)
+    trained(spec, steps=2)
+    version = 2
+    checkpoints = Path(spec.store_dir).parent / "trainer" / "checkpoints"
+    if case == "another alpha":
+        spec = with_config(spec, lora={**LORA, "alpha": 9.0})
+    elif case == "damaged":
+        for file in checkpoints.glob("step-*/*.distcp"):
+            file.write_bytes(file.read_bytes()[:100])
+    elif case == "without its base":
+        for file in checkpoints.glob("step-*/checkpoint.json"):
+            file.write_text(file.read_text().replace('"base_version": 0', '"base_version": 7'))
+    with caplog.at_level("WARNING", "ray.serve"):
+        resumed = started(spec, FakeController())
+    assert "step 2; the adapter begins anew on it: moments start at zero: " in lines(caplog)
+    assert equal(saved(resumed, tmp_path / "resumed"), stored(spec, version))
+    metrics = resumed.step(BATCH)
+    assert metrics["step"] == 3 and metrics["learning_rate"] == pytest.approx(1e-3 * 3 / 5)
+    assert not equal(saved(resumed, tmp_path / "a step on"), stored(spec, version))
+
+
+def test_the_base_may_be_a_stored_version(spec: TrainerSpec, tmp_path: Path) -> None:
+    trained(with_config(spec, checkpoint_every=0), steps=1)
+    controller = FakeController()
+    controller.version = 1
+    straight = started(spec, controller)
+    go_on(straight, 2)
+    resumed = started(spec, FakeController())
+    assert equal(saved(resumed, tmp_path / "resumed"), saved(straight, tmp_path / "straight"))
+    assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
+
+
+def test_a_rollback_makes_the_old_version_the_base(spec: TrainerSpec, tmp_path: Path) -> None:
+    controller = FakeController()
+    worker = started(spec, controller)
+    go_on(worker, 2)
+    worker.load_version(1)
+    assert published(worker, "rollback to 1").version == 3
+    assert equal(controller.received, stored(spec, 1))
+    go_on(worker, 1)
+    assert equal(saved(started(spec, FakeController()), tmp_path / "a"), saved(worker, tmp_path / "b"))
+
+
+def test_a_trainer_of_all_weights_takes_no_checkpoint_of_an_adapter(
+    spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(spec, steps=1)
+    with caplog.at_level("WARNING", "ray.serve"):
+        resumed = started(with_config(spec, lora=None), FakeController())
+    assert "moments start at zero" in lines(caplog)
+    assert equal(saved(resumed, tmp_path / "resumed"), stored(spec, 1))
+
+
+def test_the_penalty_compares_with_the_model_whatever_the_base_is(spec: TrainerSpec) -> None:
+    spec = with_config(spec, loss={**spec.config.loss.model_dump(), "kl_coefficient": 0.1})
+    worker = trained(with_config(spec, checkpoint_every=0), steps=2)
+    first = worker.step(BATCH)
+    resumed = started(spec, FakeController())
+    again = resumed.step(BATCH)
+    kl = [name for name in first if "kl" in name]
+    assert kl and all(again[name] == pytest.approx(first[name], rel=1e-3) for name in kl)
+    assert all(first[name] != 0 for name in kl)

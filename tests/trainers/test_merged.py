@@ -1,0 +1,128 @@
+"""An adapter that is added to what a source yields: the sums are peft's own, under the model's names."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import save_tiny_llama
+from tests.two_ranks import both, grouped
+from trainers.fsdp2 import mesh_of_all_ranks
+from trainers.policy import Policy
+from trainers.settings import LoraConfig
+from trainers.sources import ParameterSource
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return save_tiny_llama(tmp_path / "model", 1)
+
+
+def adapted(
+    directory: Path,
+    *,
+    modules: tuple[str, ...] | None = None,
+    dtype: str = "float32",
+    mesh: DeviceMesh | None = None,
+) -> Policy:
+    policy = Policy.load(directory, dtype=dtype, mesh=mesh)
+    policy.adapt(LoraConfig(publish="merged", rank=4, alpha=6.0, target_modules=modules), seed=3)
+    return policy
+
+
+def train(policy: Policy) -> None:
+    """Some values for the half that begins with zeros."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def merged(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    source = ParameterSource(policy.model, adapter=policy.adapter, dtype=dtype)
+    assert source.resident() is None
+    yielded = {name: tensor.clone() for name, tensor in source}  # it may be the model's own memory
+    specs = [(spec.name, spec.dtype, spec.shape) for spec in source.specs()]
+    assert specs == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in yielded.items()]
+    return yielded
+
+
+@pytest.mark.parametrize("modules", [None, ("q_proj", "down_proj")])
+def test_the_sums_are_those_of_peft(directory: Path, tmp_path: Path, modules: tuple[str, ...] | None) -> None:
+    policy = adapted(directory, modules=modules)
+    train(policy)
+    assert policy.adapter is not None
+    (tmp_path / "adapter").mkdir()
+    policy.adapter.write(tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(directory)
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    expected = PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload().state_dict()
+    yielded = merged(policy)
+    assert yielded.keys() == dict(ParameterSource(AutoModelForCausalLM.from_pretrained(directory))).keys()
+    changed = 0
+    for name, tensor in yielded.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+        changed += not torch.equal(tensor, before[name])
+    assert changed == (14 if modules is None else 4)
+
+
+def test_a_sum_is_rounded_once(directory: Path) -> None:
+    policy = adapted(directory)
+    train(policy)
+    exact, rounded = merged(policy), merged(policy, torch.bfloat16)
+    assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in exact)
+
+
+def test_nothing_of_the_model_is_changed_by_it(directory: Path) -> None:
+    policy = adapted(directory, dtype="bfloat16")
+    train(policy)
+    first = merged(policy)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in first.values())
+    second = merged(policy)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_before_the_first_step_and_after_other_weights_it_is_the_base(
+    directory: Path, tmp_path: Path
+) -> None:
+    policy = adapted(directory)
+    base = dict(ParameterSource(AutoModelForCausalLM.from_pretrained(directory)))
+    assert all(torch.equal(merged(policy)[name], base[name]) for name in base)
+    first = [parameter.clone() for parameter in policy.parameters()]
+    train(policy)
+    assert not all(torch.equal(merged(policy)[name], base[name]) for name in base)
+    other = save_tiny_llama(tmp_path / "other", 2)
+    policy.load_weights(other)
+    expected = dict(ParameterSource(AutoModelForCausalLM.from_pretrained(other)))
+    assert all(torch.equal(merged(policy)[name], expected[name]) for name in expected)
+    again = list(policy.parameters())
+    assert [parameter.shape for parameter in first] == [parameter.shape for parameter in again]
+    train(policy)
+    assert all(parameter.abs().sum() > 0 for parameter in again), "both halves learn"
+
+
+def sharded(rank: int, directory: Path) -> None:
+    with grouped(rank, directory):
+        policy = adapted(directory / "model", mesh=mesh_of_all_ranks("cpu"))
+        train(policy)
+        found = [merged(policy), merged(policy, torch.bfloat16)]
+        policy.load_weights(directory / "other")
+        found.append(merged(policy))
+        torch.save(found, directory / f"{rank}.pt")
+
+
+def test_the_sums_of_a_sharded_model_are_the_same_on_every_rank(directory: Path, tmp_path: Path) -> None:
+    policy = adapted(directory)
+    train(policy)
+    expected = [merged(policy), merged(policy, torch.bfloat16)]
+    policy.load_weights(save_tiny_llama(tmp_path / "other", 2))
+    expected.append(merged(policy))
+    both(sharded, tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for own, other, whole in zip(first, second, expected, strict=True):
+        assert own.keys() == other.keys() == whole.keys()
+        assert all(torch.equal(own[name], other[name]) for name in own)
+        torch.testing.assert_close(own, whole)  # one thread may add up in another order than several
