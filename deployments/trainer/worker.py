@@ -227,8 +227,7 @@ class TrainerWorker(TrainerRank):
         return self._read(Path(self._spec.model))
 
     def _about_adapter(self) -> Mapping[str, Any] | None:
-        adapter = self._policy.adapter
-        return None if self._merged is None or adapter is None else self._merged.about(adapter)
+        return None if self._merged is None else self._merged.about()
 
     def _parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._policy.model.parameters())

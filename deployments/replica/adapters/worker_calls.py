@@ -46,7 +46,11 @@ class WorkerCalls:
             else:
                 writer.close()
 
-        server = await asyncio.start_unix_server(accept, path)
+        try:
+            server = await asyncio.start_unix_server(accept, path)
+        except OSError as error:  # no room in shared memory
+            logger.warning("calls about adapters wait for decoding steps: %s: %s", path, error)
+            return
         opened: list[_Connection] = []
         try:
             path.chmod(0o600)
@@ -57,7 +61,12 @@ class WorkerCalls:
                         opened.append(await accepted.get())
                 self._connections, opened = opened, []
         except TimeoutError:
-            logger.warning("%d workers did not connect within %g s", len(shared) - len(opened), CONNECT_S)
+            logger.warning(
+                "calls about adapters wait for decoding steps: %d of %d workers did not connect within %g s",
+                len(shared) - len(opened),
+                len(shared),
+                CONNECT_S,
+            )
         finally:
             server.close()
             path.unlink(missing_ok=True)

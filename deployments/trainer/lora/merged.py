@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from deployments.trainer.checkpoints import Checkpoints
+from deployments.trainer.lora.resume import settings
 from deployments.trainer.stored_weights import StoredWeights, of_rank_0
 from deployments.weights.store.versions import Store
-from trainers.lora import Adapter
 from trainers.settings import LoraConfig
 
 
@@ -39,18 +39,18 @@ class MergedAdapter:
         Args:
             version: the newest in the store; 0: there is none.
         """
-        wanted = None if version == 0 else self._saved_base(checkpoints, version, fleet_id)
-        wanted = of_rank_0(wanted)
-        usable = wanted is not None and (
-            wanted == 0
-            or (wanted in of_rank_0(list(self._store.list())) and not self._stored.problem(wanted))
-        )
-        self.base_version = wanted if wanted is not None and usable else version
+        saved = of_rank_0(None if version == 0 else self._saved_base(checkpoints, version, fleet_id))
+        self.base_version = version if saved is None or not self._is_usable(saved) else saved
         return self._store.path_of(self.base_version) if self.base_version else self._model
 
-    def about(self, adapter: Adapter) -> Mapping[str, Any]:
+    def about(self) -> Mapping[str, Any]:
         """What a checkpoint says of it, so that it is not continued as another one."""
-        return self._about(self.base_version, adapter.modules())
+        return settings(self.config, self.base_version)
+
+    def _is_usable(self, version: int) -> bool:
+        if version == 0:
+            return True
+        return version in of_rank_0(list(self._store.list())) and self._stored.problem(version) is None
 
     def _saved_base(self, checkpoints: Checkpoints, version: int, fleet_id: str | None) -> int | None:
         """The base of a checkpoint of the version's step."""
@@ -60,11 +60,3 @@ class MergedAdapter:
             if saved is not None and about.step == step and isinstance(saved.get("base_version"), int):
                 return int(saved["base_version"])
         return None
-
-    def _about(self, base_version: int, modules: list[str]) -> Mapping[str, Any]:
-        return {
-            "base_version": base_version,
-            "rank": self.config.rank,
-            "alpha": self.config.alpha,
-            "modules": sorted(modules),
-        }
