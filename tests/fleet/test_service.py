@@ -51,7 +51,15 @@ def test_too_many_requests_get_503_and_a_hint_when_to_come_again(fleet: Fleet) -
     async def flood() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=500)
         async with httpx.AsyncClient(base_url=fleet.url, timeout=120, limits=limits) as client:
-            calls = [client.post("/v1/completions", json=body([9, 8], 64)) for _ in range(MAX_IN_FLIGHT + 60)]
+            assert (await client.post("/pause?mode=keep")).status_code == 200  # else the first are answered
+            try:
+                calls = [
+                    asyncio.create_task(client.post("/v1/completions", json=body([9, 8], 4)))
+                    for _ in range(MAX_IN_FLIGHT + 60)
+                ]
+                await asyncio.wait(calls, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                assert (await client.post("/resume")).status_code == 200
             return list(await asyncio.gather(*calls))
 
     answers = asyncio.run(flood())
