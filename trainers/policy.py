@@ -213,8 +213,7 @@ class Policy:
         copy_model_files(self.directory, directory)
 
     def load_weights(self, directory: Path) -> None:
-        """Copy the weights of another checkpoint of the same model into this one, in place. An adapter begins
-        anew on them.
+        """Copy the weights of another checkpoint of this model, in place; an adapter begins anew on them.
 
         Raises:
             ValueError: the checkpoint is of another model; nothing has been changed then.

@@ -166,12 +166,9 @@ class TrainerWorker(TrainerRank):
                 problem = self._stored.problem(version)
                 if problem is not None:
                     raise InvalidRequest(f"version {version} is not loaded: {problem}")
-                self._policy.load_weights(directory)
+                self._begin_anew(version, directory, self._learner.steps_done)
         except FileNotFoundError as error:
             raise InvalidRequest(str(error)) from error
-        if self._merged is not None:
-            self._merged.base_version = version
-        self._learner.restart(self._learner.steps_done, keep_moments=False)
         self._checkpoints.discard()
 
     def save(self, path: str | None) -> SavedCheckpoint:
@@ -238,7 +235,7 @@ class TrainerWorker(TrainerRank):
             step = 0
         difference = resume(self._learner, self._checkpoints, step, fleet_id, self._about_adapter())
         if self._merged is not None and difference is not None:
-            self._begin_anew(version, step)
+            self._begin_anew(version, self._store.path_of(version), step)
             difference = f"the adapter begins anew on it: {difference}"
         if self._rank != 0:
             return
@@ -247,11 +244,11 @@ class TrainerWorker(TrainerRank):
         else:
             logger.warning("the trainer resumes from version %d, step %d; %s", version, step, difference)
 
-    def _begin_anew(self, version: int, step: int) -> None:
-        """With a stored version as the base, and an adapter that changes nothing yet."""
-        assert self._merged is not None
-        self._policy.load_weights(self._store.path_of(version))
-        self._merged.base_version = version
+    def _begin_anew(self, version: int, directory: Path, step: int) -> None:
+        """With the weights of a stored version, and an adapter on them that changes nothing yet."""
+        self._policy.load_weights(directory)
+        if self._merged is not None:
+            self._merged.base_version = version
         self._learner.restart(step, keep_moments=False)
 
     def _write_files(self, directory: Path, dtype: str | None) -> None:
