@@ -4,8 +4,9 @@
     python -m benchmarks.stage_rate --size 30b-a3b --transport nccl --memory 0.95            (2 GPUs)
 
 The limit is measured in the same run: a copy of the same bytes on the device (ipc) or over the link (nccl).
-Over ipc a replica reads the trainer's own tensors; those that are cast (`--trainer-dtype float32`) are copied
-twice, into a buffer and out of it.
+Over ipc a replica reads the trainer's own tensors. Those that are cast (`--trainer-dtype float32`) or summed
+with an adapter (`--adapter RANK`, as `trainer.lora.publish: merged` does) are copied twice, into a buffer and
+out of it.
 """
 
 import argparse
@@ -24,10 +25,13 @@ async def measure(arguments: argparse.Namespace) -> None:
 
     first = arguments.gpu + (arguments.transport == "nccl")
     limit = copy_rate(arguments.gpu, first)
-    trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu, dtype=arguments.trainer_dtype)
+    trainer = TrainerProcess(
+        arguments.size, 0, gpu=arguments.gpu, dtype=arguments.trainer_dtype, adapter=arguments.adapter
+    )
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(arguments.tp))
     print(
         f"{arguments.size} from {arguments.trainer_dtype}, {trainer.size_bytes / 1e9:.2f} GB, "
+        f"{f'adapter of rank {arguments.adapter}, ' * bool(arguments.adapter)}"
         f"{arguments.transport}, TP {arguments.tp}; limit: {limit / 1e9:.0f} GB/s"
     )
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
@@ -80,6 +84,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--chunk-mb", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--trainer-dtype", default="bfloat16", help="of its parameters; sent in bfloat16")
+    parser.add_argument("--adapter", type=int, default=0, metavar="RANK", help="train one, send its sum")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--modes", nargs="+", default=["ours", "native"])
     parser.add_argument("--memory", type=float, default=0.45, help="gpu_memory_utilization of the engine")

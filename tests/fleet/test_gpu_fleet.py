@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from ray import serve
@@ -19,6 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 PORTS = {"device": 8347, "host": 8348, "none": 8349}  # side by side on three GPUs
 SLEEP_PORTS = {"device": 8358, "host": 8359, "none": 8360}
 RESTART_PORT = 8361
+MERGED_PORTS = {"ipc": 8344, "ipc_fsdp_dense": 8345}
 TOKENS = 24
 
 
@@ -69,17 +71,57 @@ def test_a_trainer_that_takes_the_place_of_a_killed_one_shares_its_own_tensors(t
         version = train_and_publish(client)
         until(stored(fleet, version).exists, "the version is stored")
         before = complete(client, max_tokens=TOKENS)
-        handle: Any = serve.get_deployment_handle("trainer", app_name="slipstream")
-        (rank,) = handle.process_ids.remote().result(timeout_s=30)
-        os.kill(rank, signal.SIGKILL)
+        kill_first_rank()
         assert complete(client, max_tokens=TOKENS).token_ids == before.token_ids
-        until(lambda: client.get("/train/status").is_error, "the trainer's end is noticed")
-        until(lambda: client.get("/train/status").is_success, "the trainer is back")
+        until_replaced(client)
         assert client.get("/train/status").json()["version"] == version
         assert train_and_publish(client) == version + 1
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         answer = complete(client, max_tokens=TOKENS)
         assert [answer.token_ids] == fresh_answers(config, saved, [PROMPT], TOKENS) != [before.token_ids]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param("ipc", marks=needs_gpus(1)), pytest.param("ipc_fsdp_dense", marks=needs_gpus(2))]
+)
+def test_the_sum_of_an_adapter_and_its_model_is_the_next_version_also_after_a_kill(
+    tmp_path: Path, layout: str
+) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
+    ranks = 2 if layout == "ipc_fsdp_dense" else 1
+    overrides = {
+        "engine": {"env": INVARIANT, "enforce_eager": True, "num_replicas": ranks},
+        "trainer": {
+            "lora": {"publish": "merged", "rank": 4, "alpha": 16.0},
+            "optimizer": {"learning_rate": 0.05},
+            "world_size": ranks,
+        },
+    }
+    config = configuration(layout, checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, MERGED_PORTS[layout]) as fleet, fleet.client() as client:
+        answers = [complete(client, max_tokens=TOKENS).token_ids]
+        for round_of in ("the first trainer", "its successor"):
+            version = train_and_publish(client)
+            saved = client.post("/train/save", json={"path": str(tmp_path / round_of)}).json()["path"]
+            answers.append(complete(client, max_tokens=TOKENS).token_ids)
+            assert [answers[-1]] == fresh_answers(config, Path(saved), [PROMPT], TOKENS)
+            if round_of == "the first trainer":
+                until(stored(fleet, version).exists, "the version is stored")
+                kill_first_rank()
+                until_replaced(client)
+        assert version == 2 and client.get("/train/status").json()["step"] == 2
+        assert answers[0] != answers[1] != answers[2]
+
+
+def kill_first_rank() -> None:
+    handle: Any = serve.get_deployment_handle("trainer", app_name="slipstream")
+    first, *_ = handle.process_ids.remote().result(timeout_s=30)
+    os.kill(first, signal.SIGKILL)
+
+
+def until_replaced(client: httpx.Client) -> None:
+    until(lambda: client.get("/train/status").is_error, "the trainer's end is noticed")
+    until(lambda: client.get("/train/status").is_success, "the trainer is back")
 
 
 def until(reached: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
