@@ -16,8 +16,9 @@ from vllm.distributed.weight_transfer import (
 )
 
 from deployments.vllm_plugin import register
-from deployments.weights.transports.shm import ShmTrainerInitInfo, create_segment, remove_segment
+from deployments.weights.transports.shm import ShmTrainerInitInfo, block_of
 from deployments.weights.wire.chunk_layout import describe, pack, plan_chunks
+from deployments.weights.wire.segment_pool import Segment
 from tests.fleet.losing import kill_a_replica, members, wait_for_another
 from tests.fleet.session_fleet import Fleet
 from tests.fleet.talk import Reference, complete, on_every_replica, stored, succeeded, train_and_publish
@@ -130,21 +131,22 @@ def test_torn_bytes_are_found_by_their_digest(fleet: Fleet) -> None:
     good = tensors_of(14)
     metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in good.items()]
     (chunk,) = plan_chunks(metadata, 1 << 40)
-    segment, block = create_segment(chunk.size_bytes)
+    segment = Segment(chunk.size_bytes)
+    block = block_of(segment)
     try:
         pack(chunk, iter(good.items()), block)
         block[chunk.entries[3].offset + 5] ^= 1
         with fleet.client() as http:
             version, before = fleet.version(), complete(http).token_ids
             start(http)
-            info = {"segment": segment, **describe(metadata)}
+            info = {"segment": segment.name, **describe(metadata)}
             answer = http.post("/update_weights", json={"update_info": info})
             assert answer.status_code == 400
             message = answer.json()["error"]["message"]
             assert "digest" in message and chunk.entries[3].name in message
             assert unchanged(fleet, http, version, before)
     finally:
-        remove_segment(segment)
+        segment.close()
 
 
 def start(http: httpx.Client) -> None:

@@ -1,12 +1,12 @@
 """Transport `shm`: processes of one host, CPU. One named segment of shared memory per chunk.
 
-The publisher writes a chunk into a new segment and sends its name. Every replica maps the same pages, so a
-version is in host memory once, for any number of replicas. A mapping stays valid after the name is removed:
-the publisher removes each name as soon as all replicas have opened the segment, and if the publisher dies,
-the replicas lose nothing.
+The publisher writes a chunk into a segment and sends its name. Every replica maps the same pages, so a
+version is in host memory once, for any number of replicas. A mapping stays valid after the name is gone: the
+publisher changes each name as soon as all replicas have opened the segment, and if the publisher dies, the
+replicas lose nothing. A segment that no replica maps any more is filled again in the next round
+(`segment_pool`).
 """
 
-import mmap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ from deployments.weights.transports.sender import WeightSender
 from deployments.weights.wire.chunk_layout import Chunk, describe, layout
 from deployments.weights.wire.ownership import remove_orphans
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
-from deployments.weights.wire.shared_memory import create_mapping, open_mapping, remove_segment
+from deployments.weights.wire.segment_pool import Segment, SegmentPool, open_locked
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["shm"].chunk_bytes
 _UNBOUNDED = 1 << 62  # a payload is one chunk of any size
@@ -86,6 +86,7 @@ class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
     init_info_cls = ShmTrainerInitInfo
 
     def connect(self, init_info: ShmTrainerInitInfo) -> None:
+        self._segments = SegmentPool()
         if self.is_sender:
             remove_orphans()
             self.client.init_weight_transfer_engine({})
@@ -96,41 +97,34 @@ class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
             return
         receiving: Future[None] | None = None
         for index, chunk in enumerate(self.packer.chunks):
-            name, block = create_segment(chunk.size_bytes)
-            try:
-                self.packer.pack(index, block)
-                if receiving is not None:
-                    receiving.result()
-            except BaseException:  # no other process knows the segment's name yet
-                remove_segment(name)
-                raise
-            receiving = calls.submit(self._send_segment, name, chunk)
+            segment = self._segments.take(index, chunk.size_bytes)
+            self.packer.pack(index, block_of(segment))
+            if receiving is not None:
+                receiving.result()
+            receiving = calls.submit(self._send_segment, segment, chunk)
         if receiving is not None:
             receiving.result()
 
-    def _send_segment(self, segment: str, chunk: Chunk) -> None:
+    def shutdown(self) -> None:
+        self._segments.close()
+
+    def _send_segment(self, segment: Segment, chunk: Chunk) -> None:
         described = describe([(entry.name, entry.dtype, entry.shape) for entry in chunk.entries])
         try:
-            self.client.update_weights(asdict(ShmUpdateInfo(segment=segment, **described)))
+            self.client.update_weights(asdict(ShmUpdateInfo(segment=segment.name, **described)))
         finally:
-            remove_segment(segment)
+            segment.rename()
 
 
-def create_segment(size_bytes: int) -> tuple[str, torch.Tensor]:
-    """A new named segment, mapped: its name and its bytes (uint8 [size_bytes]).
-
-    Raises:
-        OSError: not enough shared memory; the message has the sizes.
-    """
-    name, mapping = create_mapping(size_bytes)
-    return name, torch.frombuffer(mapping, dtype=torch.uint8)
+def block_of(segment: Segment) -> torch.Tensor:
+    """The bytes of a segment (uint8 [size])."""
+    return torch.frombuffer(segment.mapping, dtype=torch.uint8)
 
 
 def open_segment(name: str, size_bytes: int) -> torch.Tensor:
-    """Map a segment for reading (uint8 [size_bytes]); the tensor stays valid after the name is removed.
+    """Map a segment for reading (uint8 [size_bytes]); the tensor stays valid after the name is gone.
 
     Raises:
         ValueError: as `open_mapping`.
     """
-    # ACCESS_COPY: torch requires a writable buffer; nothing is written, so no page is copied.
-    return torch.frombuffer(open_mapping(name, mmap.ACCESS_COPY, size_bytes), dtype=torch.uint8)
+    return torch.frombuffer(open_locked(name, size_bytes), dtype=torch.uint8)

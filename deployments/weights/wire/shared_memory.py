@@ -1,5 +1,6 @@
 """Named segments of shared memory on one host. A mapping stays valid after its name is removed."""
 
+import fcntl
 import mmap
 import os
 import re
@@ -36,12 +37,13 @@ def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
         os.close(descriptor)
 
 
-def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.mmap:
+def open_mapping(name: str, access: int, size_bytes: int | None = None, *, lock: bool = False) -> mmap.mmap:
     """Map an existing segment.
 
     Args:
         access: one of mmap's ACCESS_ constants.
         size_bytes: the size that it must have; None accepts any.
+        lock: the mapping holds a shared lock; see `segment_pool`.
 
     Raises:
         ValueError: no such segment, one of another size, or a name that is not of a Slipstream segment.
@@ -53,12 +55,23 @@ def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.
     except FileNotFoundError as error:
         raise ValueError(f"segment {name!r} does not exist on this host") from error
     try:
+        if lock and not _locked(name, descriptor):
+            raise ValueError(f"segment {name!r} does not exist on this host any more")
         actual = os.fstat(descriptor).st_size
         if size_bytes is not None and actual != size_bytes:
             raise ValueError(f"segment {name!r} must have {size_bytes} bytes, it has {actual}")
-        return mmap.mmap(descriptor, actual, access=access)
+        return mmap.mmap(descriptor, actual, access=access)  # has a duplicate, which keeps the lock
     finally:
         os.close(descriptor)
+
+
+def _locked(name: str, descriptor: int) -> bool:
+    """Lock a segment; False if it has lost its name since it was opened: its sender may fill it again."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return os.path.samestat(os.stat(DIRECTORY / name), os.fstat(descriptor))
+    except (BlockingIOError, FileNotFoundError):
+        return False
 
 
 class SharedWords:

@@ -14,6 +14,7 @@ from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import StagingState
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
+from deployments.weights.wire.ownership import DIRECTORY, owner
 from deployments.weights.wire.shared_memory import remove_segment
 from tests.deployments.weights.transports.transport_contract import (
     connect,
@@ -61,6 +62,30 @@ def test_a_connection_carries_several_rounds(transport: str, fleet: Fleet) -> No
         assert {state.digest for state in fleet.verify()} == {digest_of(source.tensors)}
         end_round(transport, fleet)
     engine.shutdown()
+
+
+def test_shared_memory_is_filled_again_once_no_receiver_maps_it(checkpoint: Path) -> None:
+    fleet = make_fleet("shm", checkpoint, count=2)
+    source = ListSource(weights(1))
+    engine = connect("shm", fleet, source)
+    segments = [path.stat().st_ino for path in own_segments()]
+    for seed in (1, 2, 3):
+        source.tensors = weights(seed)
+        engine.send_weights()
+        assert {state.digest for state in fleet.verify()} == {digest_of(source.tensors)}
+        held = [receiver.staged() for receiver in fleet.receivers]  # its tensors are in that memory
+        assert held == [digest_of(source.tensors)] * 2
+        end_round("shm", fleet)
+        segments.append(max(path.stat().st_ino for path in own_segments()))
+    assert len(set(segments)) == 1, "of the first round"
+    engine.shutdown()
+    assert not own_segments()
+    for receiver in fleet.receivers:
+        stop(receiver)
+
+
+def own_segments() -> list[Path]:
+    return [path for path in DIRECTORY.glob(owner().name("*")) if path.name != owner().name("owner")]
 
 
 @every_transport
