@@ -37,6 +37,7 @@ class Segment:
         self.name, self.mapping = create_mapping(size_bytes)
         self._descriptor = os.open(DIRECTORY / self.name, os.O_RDONLY | os.O_CLOEXEC)
         self._naming = threading.Lock()
+        self._process = os.getpid()
 
     def is_free(self) -> bool:
         """Whether nobody else maps it. Who opens it by a name of before does not get to map it."""
@@ -55,9 +56,10 @@ class Segment:
             self.name = name
 
     def close(self) -> None:
-        """Remove it; mappings stay valid. Any thread may still rename it."""
+        """Remove it; mappings stay valid. Any thread may still rename it. A fork of the process only lets go."""
         with self._naming:
-            remove_segment(self.name)
+            if os.getpid() == self._process:
+                remove_segment(self.name)
             os.close(self._descriptor)
 
 
@@ -66,7 +68,7 @@ class SegmentPool:
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
-        weakref.finalize(self, _close, self._segments)
+        weakref.finalize(self, _close, self._segments).atexit = False  # the owner of the names sees to that
 
     def take(self, index: int, size_bytes: int) -> Segment:
         """The segment of a chunk, to be filled, under a name that nobody knows yet.

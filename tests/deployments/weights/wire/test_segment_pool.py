@@ -110,6 +110,18 @@ def test_no_name_is_left(pool: SegmentPool) -> None:
     assert not names()
 
 
+def test_a_fork_of_the_sender_removes_nothing(pool: SegmentPool) -> None:
+    segment = pool.take(0, SIZE)
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert names() == {segment.name} and segment.is_free()
+
+
 def test_the_lock_ends_with_the_mapping_and_not_before() -> None:
     segment = Segment(SIZE)
     locked = open_locked(segment.name, SIZE)
