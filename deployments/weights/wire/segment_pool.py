@@ -56,7 +56,7 @@ class Segment:
             self.name = name
 
     def close(self) -> None:
-        """Remove it; mappings stay valid. Any thread may still rename it. A fork of the process only lets go."""
+        """Remove it; mappings stay valid. Any thread may still rename it. A fork only lets go of it."""
         with self._naming:
             if os.getpid() == self._process:
                 remove_segment(self.name)
