@@ -101,19 +101,19 @@ class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
             self.packer.pack(index, block_of(segment))
             if receiving is not None:
                 receiving.result()
-            receiving = calls.submit(self._send_segment, segment, chunk)
+            receiving = calls.submit(self._send_segment, segment, segment.name, chunk)
         if receiving is not None:
             receiving.result()
 
     def shutdown(self) -> None:
         self._segments.close()
 
-    def _send_segment(self, segment: Segment, chunk: Chunk) -> None:
+    def _send_segment(self, segment: Segment, name: str, chunk: Chunk) -> None:
         described = describe([(entry.name, entry.dtype, entry.shape) for entry in chunk.entries])
         try:
-            self.client.update_weights(asdict(ShmUpdateInfo(segment=segment.name, **described)))
+            self.client.update_weights(asdict(ShmUpdateInfo(segment=name, **described)))
         finally:
-            segment.rename()
+            segment.rename(name)
 
 
 def block_of(segment: Segment) -> torch.Tensor:

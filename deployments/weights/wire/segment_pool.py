@@ -48,12 +48,13 @@ class Segment:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return True
 
-    def rename(self) -> None:
-        """Give it a name that nobody knows, unless it is closed. Whoever maps it keeps it."""
-        name = owner().name(uuid.uuid4().hex)
-        with self._naming, suppress(FileNotFoundError):
-            os.rename(DIRECTORY / self.name, DIRECTORY / name)
-            self.name = name
+    def rename(self, former: str) -> None:
+        """Give it a name that nobody knows, unless `former` is its name no more. Whoever maps it keeps it."""
+        with self._naming, suppress(FileNotFoundError):  # it is closed
+            if self.name == former:
+                name = owner().name(uuid.uuid4().hex)
+                os.rename(DIRECTORY / former, DIRECTORY / name)
+                self.name = name
 
     def close(self) -> None:
         """Remove it; mappings stay valid. Any thread may still rename it. A fork only lets go of it."""
@@ -78,6 +79,7 @@ class SegmentPool:
         """
         kept = self._segments.get(index)
         if kept is not None:
+            kept.rename(kept.name)  # a call that was abandoned may still tell it
             if len(kept.mapping) == size_bytes and kept.is_free():
                 return kept
             self._segments.pop(index).close()

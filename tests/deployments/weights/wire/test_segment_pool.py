@@ -42,7 +42,7 @@ def test_memory_that_nobody_maps_is_filled_again_under_another_name(pool: Segmen
     first = sent(pool, b"one")
     name = first.name
     mapping = open_locked(name, SIZE)
-    first.rename()
+    first.rename(first.name)
     del mapping
     second = sent(pool, b"two")
     assert second is first and second.name != name and len(names()) == 1
@@ -52,13 +52,13 @@ def test_memory_that_nobody_maps_is_filled_again_under_another_name(pool: Segmen
 def test_what_a_receiver_still_maps_stays_as_it_is(pool: SegmentPool) -> None:
     first = sent(pool, b"one")
     mapping = open_locked(first.name, SIZE)
-    first.rename()
+    first.rename(first.name)
     view = memoryview(mapping)  # as a tensor has it
     del mapping
     second = sent(pool, b"two")
     assert second is not first and bytes(view[:3]) == b"one" and names() == {second.name}
     del view
-    second.rename()
+    second.rename(second.name)
     assert sent(pool, b"three") is second
 
 
@@ -80,7 +80,7 @@ def test_a_receiver_that_comes_late_finds_nothing(pool: SegmentPool, monkeypatch
 
     def slow(path: os.PathLike[str], flags: int) -> int:
         descriptor = opened(path, flags)
-        segment.rename()  # all others have it, and the next round begins
+        segment.rename(name)  # all others have it, and the next round begins
         return descriptor
 
     monkeypatch.setattr(os, "open", slow)
@@ -92,6 +92,18 @@ def test_a_receiver_that_comes_late_finds_nothing(pool: SegmentPool, monkeypatch
     assert segment.is_free()
 
 
+def test_a_call_that_was_abandoned_tells_no_name_of_the_next_round(pool: SegmentPool) -> None:
+    first = sent(pool, b"one")
+    told = first.name  # and nobody has opened it yet
+    second = sent(pool, b"two")
+    assert second is first and second.name != told
+    with pytest.raises(ValueError, match=f"^segment '{told}' does not exist on this host$"):
+        open_locked(told, SIZE)
+    name = second.name
+    first.rename(told)  # the call has ended now
+    assert second.name == name and open_locked(name, SIZE)[:3] == b"two"
+
+
 def test_a_chunk_of_another_size_gets_other_memory(pool: SegmentPool) -> None:
     first = pool.take(0, SIZE)
     assert len(pool.take(0, 2 * SIZE).mapping) == 2 * SIZE
@@ -101,7 +113,7 @@ def test_a_chunk_of_another_size_gets_other_memory(pool: SegmentPool) -> None:
 def test_no_name_is_left(pool: SegmentPool) -> None:
     segment = pool.take(0, SIZE)
     pool.close()
-    segment.rename()  # on the thread of a call that was abandoned
+    segment.rename(segment.name)  # on the thread of a call that was abandoned
     assert not names()
     unclosed = SegmentPool()
     unclosed.take(0, SIZE)
