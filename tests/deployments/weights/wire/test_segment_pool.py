@@ -20,15 +20,20 @@ sys.stdin.read()
 """
 
 
+OTHERS: set[str] = set()  # of tests before
+
+
 @pytest.fixture
 def pool() -> Iterator[SegmentPool]:
+    OTHERS.clear()
+    OTHERS.update(names())
     pool = SegmentPool()
     yield pool
     pool.close()
 
 
 def names() -> set[str]:
-    return {path.name for path in DIRECTORY.glob(owner().name("*"))} - {owner().name("owner")}
+    return {path.name for path in DIRECTORY.glob(owner().name("*"))} - OTHERS
 
 
 def sent(pool: SegmentPool, content: bytes) -> Segment:
