@@ -105,6 +105,9 @@ class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
         if receiving is not None:
             receiving.result()
 
+    def abandon_round(self) -> None:
+        self._segments.close()
+
     def shutdown(self) -> None:
         self._segments.close()
 

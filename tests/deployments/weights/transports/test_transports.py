@@ -79,6 +79,15 @@ def test_shared_memory_is_filled_again_once_no_receiver_maps_it(checkpoint: Path
         end_round("shm", fleet)
         rounds.append(own_segments() - others)
     assert len(rounds[0]) >= 1 and rounds[1:] == rounds[:1] * 2, "of the first round"
+    source.tensors = [(name, tensor[:1]) for name, tensor in weights(4)]
+    with pytest.raises(ValueError, match="declared"):
+        engine.send_weights()
+    assert not own_segments() - others, "a round that failed leaves none"
+    fleet.drop()
+    source.tensors = weights(5)
+    engine.send_weights()
+    assert {state.digest for state in fleet.verify()} == {digest_of(source.tensors)}
+    end_round("shm", fleet)
     engine.shutdown()
     assert not own_segments() - others
     for receiver in fleet.receivers:
