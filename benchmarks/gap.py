@@ -50,7 +50,8 @@ async def streams(engine: Any, count: int, tokens: int, arrivals: list[list[floa
 
 
 async def measure(arguments: argparse.Namespace, mode: str) -> None:
-    from benchmarks.weight_sync import Native, Ours, TrainerProcess, start_engine
+    from benchmarks.trainer_process import TrainerProcess
+    from benchmarks.weight_sync import Native, Ours, start_engine
 
     colocated = arguments.transport == "ipc"
     trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu, dtype=arguments.trainer_dtype)

@@ -54,7 +54,8 @@ class ReplicaGroup:
 
 async def measure(arguments: argparse.Namespace, mode: str) -> None:
     """Rounds of one kind of engine, with each number of replicas; rows of the table."""
-    from benchmarks.weight_sync import Native, Ours, TrainerProcess, start_engine
+    from benchmarks.trainer_process import TrainerProcess
+    from benchmarks.weight_sync import Native, Ours, start_engine
 
     trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu)
     native = mode == "native"

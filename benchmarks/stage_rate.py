@@ -21,7 +21,7 @@ COLUMNS = ("engine", "chunk (MiB)", "staged (ms)", "GB/s", "of the limit", "comm
 
 async def measure(arguments: argparse.Namespace) -> None:
     from benchmarks.limits import copy_rate
-    from benchmarks.weight_sync import TrainerProcess
+    from benchmarks.trainer_process import TrainerProcess
 
     first = arguments.gpu + (arguments.transport == "nccl")
     limit = copy_rate(arguments.gpu, first)

@@ -1,4 +1,4 @@
-"""A trainer process and one engine, without Ray, for the GPU benchmarks.
+"""Engines of the GPU benchmarks, without Ray, that a trainer process updates through a weight-sync client.
 
 trainer process                     this process (asyncio)
 our trainer engine ───── client ──► StagedMember ──► AsyncLLM        ours: staged, then a commit
@@ -7,12 +7,8 @@ vLLM's trainer engine ── client ──► AsyncLLM                         n
 """
 
 import asyncio
-import multiprocessing
-import os
-import socket
-import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,83 +116,6 @@ class Native:
         self.times.live = time.perf_counter()
 
 
-class TrainerProcess:
-    """A model on one GPU in a process of its own; the calls of its weight-sync client go to a `link`.
-
-    Args:
-        gpu: the trainer's GPU, counted over all of the machine.
-        dtype: of its parameters; they are sent in bfloat16.
-        adapter: the rank of a LoRA adapter, whose sum with the model is sent; 0: none.
-    """
-
-    def __init__(
-        self,
-        size: str,
-        seed: int,
-        *,
-        gpu: int,
-        tied: bool = False,
-        dtype: str = "bfloat16",
-        adapter: int = 0,
-    ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_train, args=(theirs, size, seed, gpu, tied, dtype, adapter), daemon=True
-        )
-        self._process.start()
-        self.size_bytes = int(self._pipe.recv())
-
-    async def connect(
-        self,
-        link: Any,
-        backend: str,
-        workers: int,
-        *,
-        chunk_bytes: int | None = None,
-        wire: dict[str, Any] | None = None,
-    ) -> float:
-        """Make a transfer engine for `backend`; seconds.
-
-        Args:
-            chunk_bytes: None: the backend's default.
-            wire: fields of vLLM's own init info, over what the registry chooses.
-        """
-        return float(await self._command(link, ("connect", backend, workers, chunk_bytes, wire or {})))
-
-    async def send(self, link: Any, seed: int | None = None) -> float:
-        """One round, with other weights if a seed is given; seconds, measured by the trainer."""
-        return float(await self._command(link, ("send", seed)))
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    async def _command(self, link: Any, command: tuple[Any, ...]) -> Any:
-        loop = asyncio.get_running_loop()
-        self._pipe.send(command)
-        done = loop.create_future()
-        threading.Thread(target=self._serve, args=(link, loop, done), daemon=True).start()
-        return await asyncio.wait_for(done, 2 * TIMEOUT_S)
-
-    def _serve(self, link: Any, loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]) -> None:
-        while True:
-            kind, *rest = self._pipe.recv()
-            if kind == "call":
-                call: Callable[..., Awaitable[Any]] = getattr(link, rest[0])
-                try:
-                    asyncio.run_coroutine_threadsafe(call(*rest[1]), loop).result(TIMEOUT_S)  # type: ignore[arg-type]
-                    self._pipe.send("")
-                except Exception as error:  # sent to the trainer, whose engine raises it
-                    self._pipe.send(f"{type(error).__name__}: {error}")
-            elif kind == "done":
-                loop.call_soon_threadsafe(done.set_result, rest[0])
-                return
-            else:
-                loop.call_soon_threadsafe(done.set_exception, RuntimeError(rest[0]))
-                return
-
-
 async def start_engine(model: str, backend: str, staging: str, **arguments: Any) -> Any:
     from deployments.replica.engine import Engine
     from deployments.replica.server.arguments import EngineSpec
@@ -204,115 +123,3 @@ async def start_engine(model: str, backend: str, staging: str, **arguments: Any)
     chosen = {"max_model_len": 4096, "gpu_memory_utilization": 0.5, **arguments}
     spec = EngineSpec(model=model, served_model_name="m", backend=backend, staging=staging, arguments=chosen)
     return await Engine.start(spec, version=0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class _PipeClient:
-    """vLLM's weight-sync client over a pipe to the benchmark's process."""
-
-    def __init__(self, pipe: Any) -> None:
-        self._pipe = pipe
-
-    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        self._call("init_weight_transfer_engine", info)
-
-    def start_weight_update(self) -> None:
-        self._call("start_weight_update")
-
-    def update_weights(self, payload: Any) -> None:
-        self._call("update_weights", payload)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update")
-
-    def _call(self, name: str, *args: Any) -> None:
-        self._pipe.send(("call", name, args))
-        failure = self._pipe.recv()
-        if failure:
-            raise RuntimeError(failure)
-
-
-def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str, adapter: int) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    import torch
-
-    from benchmarks.models import random_model
-
-    torch.cuda.set_device(0)
-    model = random_model(size, seed, "cuda", tied=tied, dtype=dtype)
-    pipe.send(sum(p.numel() * torch.bfloat16.itemsize for p in model.parameters()))
-    trained = _random_adapter(model, adapter) if adapter else None
-    engine: Any = None
-    while True:
-        command, *rest = pipe.recv()
-        start = time.perf_counter()
-        try:
-            if command == "connect":
-                if engine is not None:
-                    engine.shutdown()
-                engine = _trainer_engine(_PipeClient(pipe), model, trained, *rest)
-            else:
-                if rest[0] is not None:
-                    new = random_model(size, rest[0], "cuda", tied=tied, dtype=dtype)
-                    with torch.no_grad():
-                        for old, other in zip(model.parameters(), new.parameters(), strict=True):
-                            old.copy_(other)
-                    del new
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                engine.send_weights()
-            pipe.send(("done", time.perf_counter() - start))
-        except Exception as error:  # the benchmark's process raises it
-            import traceback
-
-            traceback.print_exc()
-            pipe.send(("failed", f"{type(error).__name__}: {error}"))
-
-
-def _random_adapter(model: Any, rank: int) -> Any:
-    """An adapter that changes something: peft begins with zeros."""
-    import torch
-
-    from trainers.lora import Adapter
-    from trainers.settings import LoraConfig
-
-    adapter = Adapter(model, LoraConfig(publish="merged", rank=rank, alpha=rank), seed=0)
-    with torch.no_grad():
-        for half in adapter.parameters():
-            half.normal_(std=0.01)
-    return adapter
-
-
-def _trainer_engine(
-    client: Any,
-    model: Any,
-    adapter: Any,
-    backend: str,
-    workers: int,
-    chunk_bytes: int | None,
-    wire: dict[str, Any],
-) -> Any:
-    from dataclasses import replace
-
-    import torch
-    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-
-    from deployments.trainer.publisher import PublishSource
-    from deployments.vllm_plugin import register
-    from deployments.weights.transports.registry import TrainerFacts, trainer_init_info
-    from trainers.sources import ParameterSource
-
-    register()
-    facts = TrainerFacts(
-        rank=0, workers=workers, address="127.0.0.1", port=free_port(), chunk_bytes=chunk_bytes
-    )
-    parameters = ParameterSource(model, adapter=adapter, dtype=torch.bfloat16)
-    source = PublishSource(parameters, keep_copy=False)
-    source.begin()
-    info: Any = trainer_init_info(backend, facts)
-    return WeightTransferTrainerFactory.trainer_init(replace(info, **wire), client=client, source=source)

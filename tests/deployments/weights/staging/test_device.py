@@ -54,7 +54,8 @@ def gpu_of_this_process() -> int:
 
 
 async def three_rounds(tmp_path: Path, size: str, tied: bool, arguments: dict[str, Any]) -> None:
-    from benchmarks.weight_sync import Ours, TrainerProcess, start_engine
+    from benchmarks.trainer_process import TrainerProcess
+    from benchmarks.weight_sync import Ours, start_engine
 
     chosen = {"enforce_eager": True, "gpu_memory_utilization": 0.15, **arguments}
     # A fixed size: other processes on this GPU would disturb vLLM's profile of free memory.
