@@ -38,27 +38,18 @@ class WorkerCalls:
     async def connect(self) -> None:
         """Once the engine is up."""
         path = DIRECTORY / owner().name("worker-calls")
-        accepted: asyncio.Queue[_Connection] = asyncio.Queue()
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if server.is_serving():
-                accepted.put_nowait(_Connection(reader, writer))
-            else:
-                writer.close()
-
         try:
-            server = await asyncio.start_unix_server(accept, path)
+            listener = _listen(path)
         except OSError as error:  # no room in shared memory
             logger.warning("calls about adapters wait for decoding steps: %s: %s", path, error)
             return
         opened: list[_Connection] = []
         try:
-            path.chmod(0o600)
             shared = await self._workers("adapter_answer_at", path=str(path))
             if all(shared):
                 async with asyncio.timeout(CONNECT_S):
                     while len(opened) < len(shared):
-                        opened.append(await accepted.get())
+                        opened.append(await _accept(listener))
                 self._connections, opened = opened, []
         except TimeoutError:
             logger.warning(
@@ -68,10 +59,8 @@ class WorkerCalls:
                 CONNECT_S,
             )
         finally:
-            server.close()
+            listener.close()  # which ends the connections that were not accepted
             path.unlink(missing_ok=True)
-            while not accepted.empty():
-                opened.append(accepted.get_nowait())
             for each in opened:
                 each.close()
 
@@ -117,6 +106,25 @@ class _Connection:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _listen(path: Path) -> socket.socket:
+    """Not asyncio's server: one that is closed while it takes a connection leaves that one open."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+async def _accept(listener: socket.socket) -> _Connection:
+    accepted, _ = await asyncio.get_running_loop().sock_accept(listener)
+    return _Connection(*await asyncio.open_unix_connection(sock=accepted))
 
 
 def open_connection(path: Path) -> socket.socket:

@@ -23,6 +23,7 @@ class Workers:
         self.ends: list[Any] = []
         self.elsewhere: set[int] = set()  # on another host
         self.silent: set[int] = set()  # say that they have connected, and have not
+        self.turns = 0  # of the replica's event loop, before it has the answer
         self.hold = threading.Event()
         self.modes: list[int] = []
 
@@ -30,7 +31,11 @@ class Workers:
         self.through_vllm.append(method)
         if method != "adapter_answer_at":
             return ["vllm", "vllm"]
-        return [await asyncio.to_thread(self._connect, index, Path(arguments["path"])) for index in range(2)]
+        path = Path(arguments["path"])
+        connected = [await asyncio.to_thread(self._connect, 0, path), self._connect(1, path)]
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+        return connected
 
     def _connect(self, index: int, path: Path) -> bool:
         if index in self.elsewhere:
@@ -127,6 +132,16 @@ async def test_with_a_worker_on_another_host_all_are_called_through_vllm(
     workers.elsewhere = elsewhere
     await calls.connect()
     assert await calls("name") == ["vllm", "vllm"]
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_connection_that_is_not_used_ends_whenever_it_came(
+    calls: WorkerCalls, workers: Workers, turns: int
+) -> None:
+    workers.elsewhere, workers.turns = {0}, turns
+    await calls.connect()
+    await asyncio.to_thread(workers.threads[0].join, 20)
+    assert not workers.threads[0].is_alive()
 
 
 async def test_before_the_engine_is_up_they_are_called_through_vllm(calls: WorkerCalls) -> None:
