@@ -250,7 +250,7 @@ def test_a_successor_has_the_adapters_before_it_answers(
     assert a_replica("adapters")
     kill_a_replica("adapters")
     deadline = time.monotonic() + 240
-    while len(members(client)) < 2 or members(client) == before:
+    while len(now := members(client)) < 2 or now == before:
         answer = client.post(
             "/v1/completions",
             json={
