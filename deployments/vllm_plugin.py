@@ -1,5 +1,5 @@
 """vLLM's plugin entry point: registers the transports in every process that vLLM spawns, and installs the
-commit in its engine cores.
+commit in its engine cores and what seeds need on a CPU.
 
 vLLM's workers are spawned, so an engine registered only in the parent does not exist in them; the
 entry point group `vllm.general_plugins` is loaded everywhere.
@@ -7,6 +7,7 @@ entry point group `vllm.general_plugins` is loaded everywhere.
 
 from deployments.replica import engine_core
 from deployments.replica.parent_death import follow_owner
+from deployments.replica.server import cpu_seeds
 from deployments.weights.transports.registry import TRANSPORTS
 
 
@@ -17,6 +18,7 @@ def register() -> None:
     """
     follow_owner()
     engine_core.install()
+    cpu_seeds.install()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     for transport in TRANSPORTS.values():
