@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
@@ -140,7 +142,10 @@ class FleetRoutes:
     async def _events(self, since: int) -> AsyncIterator[str]:
         yield ": connected\n\n"
         while True:
-            events: list[Event] = await self._controller.events.remote(since, EVENTS_WAIT_S)
+            try:
+                events: list[Event] = await self._controller.events.remote(since, EVENTS_WAIT_S)
+            except (RayError, RayServeException):  # the controller is gone, or the client, which comes again
+                return  # the answer has begun, so its end is all that can be said
             for event in events:
                 since = event.event_id
                 yield f"id: {since}\nevent: {event.name}\ndata: {json.dumps(event.body())}\n\n"

@@ -6,6 +6,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from ray.exceptions import RayActorError, TaskCancelledError
+from ray.serve.exceptions import RequestCancelledError
 from safetensors.torch import save_file
 from starlette.requests import Request
 
@@ -116,6 +118,21 @@ async def test_events_continue_where_the_client_stopped(
     controller.recorded = []
     rest = [await anext(stream) for _ in range(3 - first)]
     assert rest[-1] == ": no new events\n\n"
+
+
+@pytest.mark.parametrize("error", [RayActorError(), TaskCancelledError(), RequestCancelledError("1")])
+async def test_events_end_in_order_with_the_controller_or_the_client(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer has begun: an error would be a stack trace in the log, and nothing that the client reads."""
+
+    async def fail(since: int, wait_s: float) -> list[Event]:
+        raise error
+
+    controller = FakeController()
+    monkeypatch.setattr(controller, "events", fail)
+    stream = (await events(controller)).body_iterator
+    assert [piece async for piece in stream] == [": connected\n\n"]
 
 
 async def test_events_since_what_is_no_number_are_refused() -> None:
