@@ -5,10 +5,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import ray
 
 LINES = 40
 ASK_S = 10.0
-_LOGS = Path("/tmp/ray/session_latest/logs/serve")
+
+
+def serve_logs() -> Path:
+    """Where the processes of this process's cluster write Serve's logs."""
+    context = ray.get_runtime_context()
+    return Path(context.get_temp_dir(), context.get_session_name(), "logs", "serve")
 
 
 def last_events(url: str) -> str:
@@ -29,9 +35,9 @@ def last_events(url: str) -> str:
 
 
 def last_warnings() -> str:
-    """The newest warnings and errors in Serve's logs of this host."""
+    """The newest warnings and errors in Serve's logs; another test process may have a cluster of its own."""
     lines: list[str] = []
-    for path in _LOGS.glob("*.log"):
+    for path in serve_logs().glob("*.log") if ray.is_initialized() else ():
         with suppress(OSError):
             text = path.read_text(errors="replace")
             lines += [

@@ -4,13 +4,12 @@ import asyncio
 import json
 import time
 from dataclasses import asdict
-from pathlib import Path
 
 import httpx
 import pytest
-import ray
 from ray import serve
 
+from tests.fleet.failure_report import serve_logs
 from tests.fleet.losing import kill_a_replica, members, process_of
 from tests.fleet.session_fleet import MAX_IN_FLIGHT, Fleet
 from tests.fleet.talk import (
@@ -123,11 +122,10 @@ def test_a_refused_call_is_one_line_in_serves_logs(fleet: Fleet) -> None:
         refused = client.post("/train/publish", json={})
         assert refused.status_code == 409 and client.post("/wake_up").status_code == 200
         assert client.post("/train/step", json={"trajectories": []}).status_code == 400
-    context = ray.get_runtime_context()
-    logs = Path(context.get_temp_dir(), context.get_session_name(), "logs", "serve")
     for deployment in ("controller", "trainer"):
         # Each replica of a deployment has a file of its own; other tests kill some.
-        said = "".join(log.read_text() for log in logs.glob(f"replica_slipstream_{deployment}_*.log"))
+        logs = serve_logs().glob(f"replica_slipstream_{deployment}_*.log")
+        said = "".join(log.read_text() for log in logs)
         assert f"conflict: {refused.json()['error']['message']}" in said
         assert "deployments.errors." not in said, "the last line of a stack trace"
 
