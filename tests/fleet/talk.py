@@ -15,6 +15,7 @@ from app.client.completions import Answer, join
 from app.client.connection import AsyncFleetClient, FleetClient
 from app.scenarios.fresh_engine import fresh_answers
 from tests.fleet.session_fleet import MODEL, Fleet
+from tests.tiny_models import tiny_llama
 
 T = TypeVar("T")
 PROMPT = [5, 6, 7, 8, 9]
@@ -71,6 +72,13 @@ def train_and_publish(client: httpx.Client, sign: float = 1.0) -> int:
     ]
     fleet.send(calls.step(batch))
     return fleet.send(calls.publish()).version
+
+
+def saved(fleet: Fleet, seed: int, *, shard_size: str = "50GB") -> Path:
+    """A checkpoint of random weights that the fleet may publish, in shards of at most `shard_size`."""
+    directory = fleet.published / f"checkpoint-{seed}"
+    tiny_llama(seed).save_pretrained(directory, max_shard_size=shard_size)
+    return directory
 
 
 def on_every_replica(client: httpx.Client, count: int = 2, **options: Any) -> dict[str, Answer]:

@@ -19,22 +19,17 @@ from tests.fleet.talk import (
     complete,
     fresh_engine,
     on_every_replica,
+    saved,
     stored,
     succeeded,
     train_and_publish,
 )
 from tests.fleet.test_rounds import wait_for
-from tests.tiny_models import save_tokenizer, tiny_llama
+from tests.tiny_models import save_tokenizer
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
 
 TENSOR = "model.layers.0.mlp.up_proj.weight"
-
-
-def saved(fleet: Fleet, seed: int, *, shard_size: str = "50GB") -> Path:
-    directory = fleet.published / f"checkpoint-{seed}"
-    tiny_llama(seed).save_pretrained(directory, max_shard_size=shard_size)
-    return directory
 
 
 def test_a_sharded_directory_is_served_as_a_fresh_engine_serves_it_and_may_be_deleted(fleet: Fleet) -> None:
