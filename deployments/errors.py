@@ -11,7 +11,8 @@ SlipstreamError               an answer to a caller, with an HTTP status
 │   ├── NotFound              name something that exists                           404
 │   └── MethodNotAllowed      another method                                       405
 ├── Conflict                  another caller's turn, or a call out of order        409
-│   └── StalePublisher        take a new lease                                     409
+│   ├── StalePublisher        take a new lease                                     409
+│   └── OtherStep             learn from the batch again                           409
 ├── RoundAborted              the fleet still serves the old version; try again    409
 │   └── TransferAborted       the transfer failed, the replicas are intact: connect and send again   409
 ├── DeadlyRequest             do not send this again: replicas were lost under it  422
@@ -115,6 +116,12 @@ class Conflict(SlipstreamError):
 
 class StalePublisher(Conflict):
     type = "stale_publisher"
+
+
+class OtherStep(Conflict):
+    """`detail` has {"expected": steps, "actual": steps}."""
+
+    type = "other_step"
 
 
 class RoundAborted(SlipstreamError):

@@ -63,7 +63,7 @@ class Learner:
         self.policy = policy
         self.config = config
         self.steps_done = 0
-        self._reference = reference
+        self.reference = reference
         self._loss = load_loss(config.loss)
         self._published: int | None = None  # the version that the policy was after so many steps
         self._published_step: int | None = None
@@ -259,7 +259,7 @@ class Learner:
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor | None:
-        return None if self._reference is None else self._reference.scores(batch).logprobs
+        return None if self.reference is None else self.reference.scores(batch).logprobs
 
     def _average_gradients(self) -> None:
         """FSDP2 averages the gradients of what it shards. An adapter is whole on every rank."""

@@ -87,9 +87,10 @@ def step(trajectories: Sequence[Trajectory]) -> Call[Object]:
     )
 
 
-def publish(label: str | None = None) -> Call[RoundReport | AdapterReport]:
-    """Move the fleet to the trainer's weights, or to the next version of the adapter that it trains."""
-    body = {} if label is None else {"label": label}
+def publish(label: str | None = None, step: int | None = None) -> Call[RoundReport | AdapterReport]:
+    """Move the fleet to the trainer's weights, or to the next version of the adapter that it trains; refused
+    if the trainer has not done `step` optimizer steps."""
+    body = {name: value for name, value in (("label", label), ("step", step)) if value is not None}
     return Call(method="POST", path="/train/publish", body=body, read=_published(), repeatable=False)
 
 

@@ -35,7 +35,10 @@ from app.command.ports import PortBlock, free_ports
 MARK = "SLIPSTREAM_CLUSTER"
 # Ray replaces 127.0.0.1 by the address of a network interface, where others could reach it.
 _NODE_ADDRESS = "127.0.0.2"
-_START_TIMEOUT_S = 300.0
+_START_TIMEOUT_S = 360.0
+# Of one start. Ray's dashboard answers nobody until two workers are up, and once both hung before their first
+# line of Python, beside four engines that started.
+_HANGS_S = 120.0
 _STOP_TIMEOUT_S = 15.0
 # In Ray's log: it gives a node, and parts of it, 30 s; a busy machine needs more.
 _START_SLOW = ("timed out during startup", "Timed out waiting for node info", "Failed to connect to GCS")
@@ -74,15 +77,18 @@ class LocalCluster:
             ClusterError: a port is taken, or Ray did not come up.
         """
         require_free_port(self._dashboard_port, "Ray's dashboard")
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        began = started = time.monotonic()
         self._start_head()
         while not self._answers():
-            if self._head_has_ended() and any(words in self._end_of_log() for words in _START_SLOW):
-                print("Ray took more than its own 30 s to start: starting it again", flush=True)
+            is_slow = self._head_has_ended() and any(words in self._end_of_log() for words in _START_SLOW)
+            if is_slow or time.monotonic() > started + _HANGS_S:
+                reason = "took more than its own 30 s to start" if is_slow else "does not answer"
+                print(f"Ray {reason}: starting it again", flush=True)
                 self._end_processes()
+                started = time.monotonic()
                 self._start_head()
             self.require_alive()
-            if time.monotonic() > deadline_s:
+            if time.monotonic() > began + _START_TIMEOUT_S:
                 raise ClusterError(
                     f"Ray did not come up within {_START_TIMEOUT_S:.0f} s: see {self.directory}"
                 )

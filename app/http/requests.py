@@ -74,6 +74,7 @@ class StepBody(OwnBody):
 
 class PublishBody(OwnBody):
     label: str | None = None
+    step: int | None = None  # optimizer steps that the trainer must have done, else nothing is published
 
 
 class SaveBody(OwnBody):

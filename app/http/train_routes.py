@@ -51,9 +51,10 @@ class TrainRoutes:
         Raises:
             InvalidRequest: no trainer, or the replicas rejected the adapter.
             Conflict: the adapter's name is somebody else's, or the fleet has another base than the trainer.
+            OtherStep: the trainer has not done `step` optimizer steps: it went back to an older version.
             RoundAborted: the fleet still serves the old version; try again.
         """
-        report: RoundReport | AdapterReport = await self._handle().publish.remote(body.label)
+        report: RoundReport | AdapterReport = await self._handle().publish.remote(body.label, body.step)
         return report
 
     async def save(self, body: SaveBody) -> SavedCheckpoint:

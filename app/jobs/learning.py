@@ -8,7 +8,7 @@ are sampled again.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pydantic import JsonValue
@@ -23,7 +23,10 @@ from app.jobs.progress import Progress
 from app.jobs.rollouts import Moved, Unanswered
 from app.jobs.run import Run
 from app.jobs.trackers import Tracker
+from app.jobs.training import StepLost
 from trainers.trajectory import Trajectory
+
+ATTEMPTS = 3  # at a step that the trainer loses before its round
 
 
 async def learn(run: Run, progress: Progress, trackers: Sequence[Tracker]) -> None:
@@ -110,20 +113,34 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
 
 
 async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> StepRecord:
-    """A step and a round; its record.
+    """A step and a round; its record. A step that the trainer loses before its round is made again.
 
     Raises:
-        FleetError: as `learn`.
+        FleetError: as `learn`; or the step was lost each time.
     """
     training = run.training()
-    run.doing = f"the trainer learns from {len(batch)} answers"
-    status = await training.settled()
-    metrics.write_pending(run.path, Pending(record=record, trainer_step=status.step))
-    made: dict[str, JsonValue] = await training.step(batch)
-    began = time.monotonic()
-    run.doing = "the fleet is updated"
-    run.version = await training.publish(f"step {record.step}", newer_than=run.version)
-    return replace(record, version=run.version, trainer=made, publish_s=time.monotonic() - began)
+    for _ in range(ATTEMPTS):
+        run.doing = f"the trainer learns from {len(batch)} answers"
+        status = await training.settled()
+        metrics.write_pending(run.path, Pending(record=record, trainer_step=status.step))
+        made: dict[str, JsonValue] = await training.step(batch)
+        began = time.monotonic()
+        run.doing = "the fleet is updated"
+        try:
+            run.version = await training.publish(
+                f"step {record.step}", newer_than=run.version, step=steps_done(made)
+            )
+        except StepLost as lost:
+            run.say(f"step {record.step} was lost before it was published, it is made again: {lost}")
+            continue
+        return replace(record, version=run.version, trainer=made, publish_s=time.monotonic() - began)
+    raise FleetError(f"step {record.step} was lost {ATTEMPTS} times before it was published")
+
+
+def steps_done(made: Mapping[str, JsonValue]) -> int | None:
+    """Optimizer steps that a trainer had done after a step with these metrics."""
+    step = made.get("step")
+    return step if isinstance(step, int) else None
 
 
 async def evaluated(run: Run, step: int) -> Evaluation | None:
@@ -212,7 +229,11 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
     if last is not None and last.label == label and last.version > left.record.version:
         version = last.version
     else:
-        version = await training.publish(label, newer_than=run.version)
+        try:
+            version = await training.publish(label, newer_than=run.version, step=status.step)
+        except StepLost as lost:
+            run.say(f"{label} was lost, its problems are sampled again: {lost}")
+            return
     record = replace(left.record, version=version, trainer=dict(status.last_step))
     metrics.append(run.path, record)
     continue_after(run, record)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from pydantic import JsonValue, TypeAdapter
 
@@ -111,10 +112,30 @@ def newest_metrics_file(directory: Path = RUNS) -> Path:
 
 
 def append(path: Path, record: StepRecord) -> None:
-    """Write one line; creates the file and its directory."""
+    """Write one line, in place of a truncated last one; creates the file and its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(asdict(record)) + "\n")
+    line = json.dumps(asdict(record)).encode() + b"\n"
+    with path.open("a+b") as stream:
+        _end_last_line(stream)
+        stream.write(line)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _end_last_line(stream: BinaryIO) -> None:
+    """A job that was killed while it wrote, or a full disk, leaves a part of a line: it is removed, unless it
+    is a record that lacks its end alone."""
+    stream.seek(0)
+    content = stream.read()
+    rest = content.rpartition(b"\n")[2]
+    if not rest:
+        return
+    try:
+        _RECORD.validate_json(rest)
+    except ValueError:
+        stream.truncate(len(content) - len(rest))
+    else:
+        stream.write(b"\n")
 
 
 def write_pending(path: Path, pending: Pending) -> None:

@@ -1,6 +1,7 @@
 """A step and a round of the trainer, each done once although its answer may be lost.
 
-the trainer dies     Serve starts another one, which resumes from the newest stored version: ask again
+the trainer dies     Serve starts another one, which resumes from the newest stored version: ask again; if it
+                     died after a step and before its round, learn from the batch again
 the router dies      the call goes on: the trainer's status says whether it was done
 a round is aborted   the fleet serves what it served: publish again
 """
@@ -20,9 +21,14 @@ from trainers.trajectory import Trajectory
 
 PUBLISH_ATTEMPTS = 3
 LOOK_S = 1.0  # how often the trainer is asked whether it still does what it was asked for
+BUSY_S = 3600.0  # with one thing; the trainer's own limits (`step_timeout_s`) end it long before
 
 Result = TypeVar("Result")
 Say = Callable[[str], object]
+
+
+class StepLost(Exception):
+    """The trainer went back since its step: a successor resumed from an older version."""
 
 
 class Training:
@@ -52,14 +58,16 @@ class Training:
 
         return await self._once(calls.step(trajectories), metrics)
 
-    async def publish(self, label: str, newer_than: int) -> int:
+    async def publish(self, label: str, newer_than: int, step: int | None = None) -> int:
         """One round, or the next version of the adapter that is trained; the version that the fleet serves
         after it.
 
         Args:
             newer_than: the version before.
+            step: optimizer steps that the trainer must have done; None: however many.
 
         Raises:
+            StepLost: the trainer has done another number of steps.
             FleetError: the fleet refuses, every attempt was aborted, or nobody answers for too long.
         """
 
@@ -71,8 +79,10 @@ class Training:
 
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
             try:
-                return (await self._once(calls.publish(label), report)).version
+                return (await self._once(calls.publish(label, step), report)).version
             except FleetError as error:
+                if error.type == "other_step":
+                    raise StepLost(error.message) from error
                 if error.type != "round_aborted" or attempt == PUBLISH_ATTEMPTS:
                     raise
                 self._say(f"the round was aborted, trying again: {error}")
@@ -93,12 +103,20 @@ class Training:
                 return found
 
     async def settled(self) -> TrainerStatus:
-        """The trainer's status when it does nothing, at least not for long."""
-        deadline = time.monotonic() + self._patience_s
+        """The trainer's status when it does nothing.
+
+        Raises:
+            FleetError: it has done one thing for too long, or nobody answers.
+        """
         while True:
             status = await self._client.send(calls.train_status())
-            if status.doing is None or time.monotonic() >= deadline:
+            if status.doing is None:
                 return status
+            if status.doing_s > BUSY_S:
+                raise FleetError(
+                    f"the trainer has been busy with {status.doing!r} for {status.doing_s:.0f} s: look at "
+                    "its logs, and go on with --resume when it is free"
+                )
             await asyncio.sleep(LOOK_S)
 
 

@@ -59,6 +59,12 @@ class About:
     fleet_id: str | None
     wire_dtype: Dtype | None
     adapter: Mapping[str, Any] | None = None  # what it is and its base, see `lora.merged`; None: no adapter
+    digest: str | None = None  # of the version with its weights; None: the replicas gave none
+
+    def is_of(self, step: int, digest: str | None) -> bool:
+        """Whether it was made of the weights of a version with this step and this digest. Steps are not
+        enough: a trainer that went on from an older version comes to each of them again."""
+        return self.step == step and self.digest in (None, digest)
 
 
 class Checkpoints:
@@ -69,7 +75,7 @@ class Checkpoints:
         keep: complete ones that stay, the newest.
 
     Attributes:
-        step: of the newest that this process has begun to write, or has resumed from; None: of none.
+        step: of the newest that this process has begun to write, or has resumed from exactly; None: of none.
     """
 
     def __init__(self, directory: Path, *, rank: int, keep: int) -> None:
@@ -108,15 +114,29 @@ class Checkpoints:
         wire_dtype: Dtype | None,
         fleet_id: str | None,
         adapter: Mapping[str, Any] | None = None,
+        digest: str | None = None,
+        due: bool = True,
     ) -> bool:
-        """Begin to write a checkpoint of the learner as it is; False if the former one is being written.
+        """Begin to write a checkpoint of the learner as it is; False if there is nothing to begin.
 
         The learner may change after `wait_until_copied`.
+
+        Args:
+            digest: of the version that was published with these weights; rank 0 says it.
+            due: whether there shall be one; rank 0 says it, for the ranks may differ after a fault of one.
         """
-        agreed = self._agree({"busy": not self._is_idle(), "name": uuid.uuid4().hex[:8]})
-        if any(each["busy"] for each in agreed):
+        agreed = self._agree({"due": due, "busy": not self._is_idle(), "name": uuid.uuid4().hex[:8]})
+        if not agreed[0]["due"]:
             return False
-        about = About(step=learner.steps_done, fleet_id=fleet_id, wire_dtype=wire_dtype, adapter=adapter)
+        if any(each["busy"] for each in agreed):
+            if self._rank == 0:
+                logger.info(
+                    "no checkpoint of step %d: the former one is still being written", learner.steps_done
+                )
+            return False
+        about = About(
+            step=learner.steps_done, fleet_id=fleet_id, wire_dtype=wire_dtype, adapter=adapter, digest=digest
+        )
         dtype = None if wire_dtype is None else DTYPES[wire_dtype]
         tensors = named_moments(learner.policy, learner.optimizer.state) | {
             "weights": named_weights(learner.policy, dtype)
@@ -206,8 +226,18 @@ class Checkpoints:
                 self._remove(final)
             partial.rename(final)
             _sync(self.directory)
-            for path, _ in self.complete(about.fleet_id)[self._keep :]:
-                self._remove(path)
+            try:
+                self._remove_old(about)
+            except OSError as error:
+                logger.warning("an old checkpoint of the trainer cannot be removed: %s", one_line(error))
+
+    def _remove_old(self, newest: About) -> None:
+        """Those of later steps too: the trainer went back, so they are of weights that it never had."""
+        complete = self.complete(newest.fleet_id)
+        later = [path for path, about in complete if about.step > newest.step]
+        earlier = [path for path, about in complete if about.step <= newest.step]
+        for path in later + earlier[self._keep :]:
+            self._remove(path)
 
     def _remove(self, path: Path) -> None:
         """Its name first: half a checkpoint never has it."""

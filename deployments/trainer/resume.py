@@ -51,19 +51,21 @@ def resume(
     step: int,
     fleet_id: str | None,
     adapter: Mapping[str, Any] | None = None,
+    digest: str | None = None,
 ) -> str | None:
     """Continue from the learner's weights with what is in the nearest checkpoint. Called on every rank.
 
     Args:
         step: optimizer steps that the weights have had.
         adapter: what a checkpoint says of the adapter that is trained.
+        digest: of the version with the weights; None: unknown.
 
     Returns:
         None if the learner is exactly what it was after that step. Else in what it differs, for the log.
     """
     found = [each for each in checkpoints.complete(fleet_id) if each[1].adapter == adapter]
     if adapter is not None:
-        found = [each for each in found if each[1].step == step]
+        found = [each for each in found if each[1].is_of(step, digest)]
     problems = []
     for path, about in sorted(found, key=lambda each: (abs(each[1].step - step), each[1].step)):
         own = _look(learner, path)
@@ -72,10 +74,10 @@ def resume(
             problems.append(problem)
             continue
         assert not isinstance(own, str)
-        problem = _read(learner, checkpoints, path, about, own, at_step=about.step == step)
+        problem = _read(learner, checkpoints, path, about, own, exact=about.is_of(step, digest))
         if problem in (None, _OTHER_WEIGHTS):
             learner.restart(step, keep_moments=True)
-            checkpoints.step = about.step
+            checkpoints.step = about.step if problem is None else None  # else the next one is due
             return problem and f"weights as stored, moments of step {about.step}"
         problems.append(problem)
     learner.restart(step, keep_moments=False)
@@ -121,13 +123,16 @@ def _check(stored: Mapping[str, Sequence[int]], moments: NamedMoments) -> None:
 
 
 def _read(
-    learner: Learner, checkpoints: Checkpoints, path: Path, about: About, found: _Found, *, at_step: bool
+    learner: Learner, checkpoints: Checkpoints, path: Path, about: About, found: _Found, *, exact: bool
 ) -> str | None:
-    """Read a checkpoint into the learner: None if its weights were restored too."""
+    """Read a checkpoint into the learner: None if it is then exactly what it was.
+
+    Args:
+        exact: whether the checkpoint says that it is of the learner's weights.
+    """
     weights: dict[str, torch.Tensor] = {}
-    exact = at_step
     is_adapter = learner.policy.adapter is not None
-    if at_step and (is_adapter or about.wire_dtype is not None):
+    if exact and (is_adapter or about.wire_dtype is not None):
         dtype = None if about.wire_dtype is None else DTYPES[about.wire_dtype]
         rounded = named_weights(learner.policy, dtype)
         exact = rounded.keys() == found.weights

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from deployments.logs import serve_logger
@@ -82,9 +83,9 @@ def _problem(path: Path, version: int) -> str | None:
 
 
 def of_rank_0(value: Value) -> Value:
-    """Rank 0's value, on every rank."""
+    """Rank 0's value, on every rank. Called on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values[0]
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import FleetUnavailable, InvalidRequest, SlipstreamError, StalePublisher
+from deployments.errors import FleetUnavailable, InvalidRequest, OtherStep, SlipstreamError, StalePublisher
 from deployments.logs import serve_logger
 from deployments.lost_calls import RESTART_WAIT_S, answered, is_lost
 from deployments.protocol.publishing import RoundReport
@@ -93,18 +93,30 @@ class Trainer:
         """
         return await self._turns.take("step", lambda: self._learn(trajectories))
 
-    async def publish(self, label: str | None = None) -> RoundReport | AdapterReport:
+    async def publish(self, label: str | None = None, step: int | None = None) -> RoundReport | AdapterReport:
         """Move the fleet to the current weights; an adapter becomes the next version of its name.
 
+        Args:
+            step: optimizer steps that were done; None: however many.
+
         Raises:
+            OtherStep: another number was done, for this trainer is the successor of one; nothing changed.
             RoundAborted: the fleet still serves the old version; try again.
             InvalidRequest: the replicas rejected the adapter.
             Conflict: the adapter's name is somebody else's, or the fleet has another base; nothing changed.
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
-        if self._lora is not None:
-            return await self._turns.take("publish", lambda: self._publish_adapter(label))
-        return await self._turns.take("publish", lambda: self._publish(label))
+
+        async def work() -> RoundReport | AdapterReport:
+            if step is not None and step != self._step:
+                raise OtherStep(
+                    f"expected a trainer after step {step}, got one after step {self._step}: nothing was "
+                    "published",
+                    {"expected": step, "actual": self._step},
+                )
+            return await (self._publish(label) if self._lora is None else self._publish_adapter(label))
+
+        return await self._turns.take("publish", work)
 
     async def rollback(self, version: int) -> RoundReport:
         """Load the weights of a stored version, and publish them as an ordinary, newer one.

@@ -53,6 +53,7 @@ class TrainerWorker(TrainerRank):
         if spec.config.lora is not None:
             self._merged = MergedAdapter(spec.config.lora, self._store, self._stored, Path(spec.model))
         self._publish_thread = YieldingThread(NICE)
+        self._digest: str | None = None  # of the version that was published last; on rank 0
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
         """Join the group, load the newest stored version or the model, and be ready for steps.
@@ -124,6 +125,7 @@ class TrainerWorker(TrainerRank):
         report = self._publisher.publish(label)
         if report is None:
             return None
+        self._digest = report.digest
         version = CommittedVersion(
             version=report.version,
             label=report.label,
@@ -142,15 +144,17 @@ class TrainerWorker(TrainerRank):
         step, every = self._learner.steps_done, self._spec.config.checkpoint_every
         if self._merged is not None:
             every = min(every, 1)  # it is small, and without it the adapter begins anew
-        since = step - (self._checkpoints.step or 0)
-        if every == 0 or step == 0 or (since < every and step % every != 0) or since == 0:
+        if every == 0 or step == 0:
             return  # before the first step there are no moments
-        config, fleet_id = self._spec.config, self._publisher.fleet_id
-        wire_dtype, adapter = config.wire_dtype, self._about_adapter()
-        if not self._checkpoints.save(
-            self._learner, wire_dtype=wire_dtype, fleet_id=fleet_id, adapter=adapter
-        ):
-            logger.info("no checkpoint of step %d: the former one is still being written", step)
+        since = step - (self._checkpoints.step or 0)
+        self._checkpoints.save(
+            self._learner,
+            wire_dtype=self._spec.config.wire_dtype,
+            fleet_id=self._publisher.fleet_id,
+            adapter=self._about_adapter(),
+            digest=self._digest,
+            due=since != 0 and (since >= every or step % every == 0),
+        )
 
     def load_version(self, version: int) -> None:
         """Go back to the weights of a stored version; the optimizer's moments start at zero, also after a
@@ -230,10 +234,11 @@ class TrainerWorker(TrainerRank):
         return sum(parameter.numel() for parameter in self._policy.model.parameters())
 
     def _resume(self, version: int, fleet_id: str | None) -> None:
-        step = self._store.manifest_of(version).trainer_step
-        if step is None:  # another publisher's version
-            step = 0
-        difference = resume(self._learner, self._checkpoints, step, fleet_id, self._about_adapter())
+        manifest = self._store.manifest_of(version)
+        step = 0 if manifest.trainer_step is None else manifest.trainer_step  # None: another publisher's
+        difference = resume(
+            self._learner, self._checkpoints, step, fleet_id, self._about_adapter(), manifest.digest
+        )
         if self._merged is not None and difference is not None:
             self._begin_anew(version, self._store.path_of(version), step)
             difference = f"the adapter begins anew on it: {difference}"
@@ -246,6 +251,8 @@ class TrainerWorker(TrainerRank):
 
     def _begin_anew(self, version: int, directory: Path, step: int) -> None:
         """With the weights of a stored version, and an adapter on them that changes nothing yet."""
+        if isinstance(self._learner.reference, BaseOf):  # which will not be the model any more
+            self._learner.reference = self._read(Path(self._spec.model))
         self._policy.load_weights(directory)
         if self._merged is not None:
             self._merged.base_version = version

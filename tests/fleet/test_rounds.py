@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from app.client.completions import Answer
+from app.client.connection import KEPT_S
 from tests.fleet.session_fleet import Fleet
 from tests.fleet.talk import (
     PROMPT,
@@ -49,7 +50,7 @@ def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transforme
 
 
 async def _answers_during_rounds(fleet: Fleet, rounds: int) -> list[tuple[list[int], Answer]]:
-    limits = httpx.Limits(max_connections=300)
+    limits = httpx.Limits(max_connections=300, keepalive_expiry=KEPT_S)
     async with httpx.AsyncClient(base_url=fleet.url, timeout=400, limits=limits) as client:
 
         def publish() -> None:

@@ -53,10 +53,12 @@ class MergedAdapter:
         return version in of_rank_0(list(self._store.list())) and self._stored.problem(version) is None
 
     def _saved_base(self, checkpoints: Checkpoints, version: int, fleet_id: str | None) -> int | None:
-        """The base of a checkpoint of the version's step."""
-        step = self._store.manifest_of(version).trainer_step
+        """The base of a checkpoint of the version's weights."""
+        manifest = self._store.manifest_of(version)
         for _, about in checkpoints.complete(fleet_id):
             saved = about.adapter
-            if saved is not None and about.step == step and isinstance(saved.get("base_version"), int):
+            if manifest.trainer_step is None or not about.is_of(manifest.trainer_step, manifest.digest):
+                continue
+            if saved is not None and isinstance(saved.get("base_version"), int):
                 return int(saved["base_version"])
         return None

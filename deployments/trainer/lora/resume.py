@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from deployments.trainer.lora.publisher import LiveVersion
 from deployments.trainer.lora.state_file import State, StateFile
+from deployments.trainer.stored_weights import of_rank_0
 from trainers.learner import Learner
 from trainers.settings import LoraConfig
 
@@ -73,7 +73,7 @@ def go_on(learner: Learner, found: Found | None) -> str | None:
     Returns:
         None if the learner is exactly what it was, or new. Else in what it differs, for the log.
     """
-    agreed = _of_rank_0(found)
+    agreed = of_rank_0(found)
     assert agreed is not None, "rank 0 has looked"
     adapter, state = learner.policy.adapter, agreed.state
     assert adapter is not None, "only an adapter is continued here"
@@ -117,11 +117,3 @@ def _check(learner: Learner, state: State, file: StateFile, own: Mapping[str, An
             f"{file.path} is the state of another adapter: {error}; choose another 'trainer.lora.name', or "
             "move it away to start anew"
         ) from error
-
-
-def _of_rank_0(found: Found | None) -> Found | None:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return found
-    box = [found]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]

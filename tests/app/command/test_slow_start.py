@@ -1,4 +1,4 @@
-"""Ray gives a node 30 s to start, which a busy machine may exceed: the launcher starts it once more."""
+"""Ray gives a node 30 s to start, which a busy machine may exceed, or hangs: the launcher starts it again."""
 
 import os
 import sys
@@ -47,6 +47,18 @@ def test_a_node_that_ray_gave_up_is_started_again(gives_up: str, capsys: pytest.
     finally:
         cluster.stop(keep_logs=False)
     assert capsys.readouterr().out == "Ray took more than its own 30 s to start: starting it again\n"
+
+
+def test_a_node_that_hangs_is_started_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.command.cluster._HANGS_S", 2.0)
+    cluster = Head("import time; time.sleep(600)", SERVES)
+    try:
+        cluster.start()
+    finally:
+        cluster.stop(keep_logs=False)
+    assert capsys.readouterr().out == "Ray does not answer: starting it again\n"
 
 
 def test_any_other_end_is_an_error_at_once() -> None:

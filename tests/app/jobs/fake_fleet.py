@@ -52,6 +52,8 @@ class FakeFleet:
         self.steps = 3
         self.metrics: dict[str, float] = {"loss": 0.5}  # of each step
         self.restarts = 0  # steps in which the trainer dies
+        self.dies_before_publishing = 0  # rounds: its successor resumes from the step before
+        self.busy = 0  # answers of its status after a lost one in which it still does what it was asked for
         self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
         self.deadly: set[str] = set()  # prompts that it refuses to answer
         self.cut_off_next: dict[str, Any] | None = None  # what is left of the next answer to be cut off
@@ -70,7 +72,14 @@ class FakeFleet:
                 return httpx.Response(200, json={"data": [{"id": "tiny"}]})
             case "/train/status":
                 done = [asdict(report(self.version, self.version, self.labels[-1]))] if self.labels else []
-                current = {"step": self.steps, "doing": None, "last_round": done[0] if done else None}
+                self.busy, doing = max(0, self.busy - 1), "step" if self.busy else None
+                steps = self.steps - 1 if doing else self.steps
+                current = {
+                    "step": steps,
+                    "doing": doing,
+                    "last_step": {**self.metrics, "step": steps},
+                    "last_round": done[0] if done else None,
+                }
                 return httpx.Response(200, json=asdict(STATUS) | current)
             case "/v1/chat/completions":
                 asked = json.loads(request.content)
@@ -87,8 +96,16 @@ class FakeFleet:
                 self.batches.append(from_bytes(request.content))
                 self.steps += 1
                 self.lose("step", request)
-                return httpx.Response(200, json=self.metrics)
+                return httpx.Response(200, json={**self.metrics, "step": self.steps})
             case "/train/publish":
+                if self.dies_before_publishing and json.loads(request.content).get("step") == self.steps:
+                    self.dies_before_publishing -= 1
+                    self.steps -= 1
+                    error = {"type": "fleet_unavailable", "message": "another one is being started"}
+                    return httpx.Response(503, json={"error": error})
+                if json.loads(request.content).get("step", self.steps) != self.steps:
+                    error = {"type": "other_step", "message": f"got one after step {self.steps}"}
+                    return httpx.Response(409, json={"error": error})
                 if self.abort_next:
                     self.abort_next = False
                     return httpx.Response(409, json={"error": {"type": "round_aborted", "message": "x"}})

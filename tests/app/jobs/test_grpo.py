@@ -209,6 +209,46 @@ async def test_a_trainer_that_restarts_is_waited_for_and_the_step_is_done(
     assert out.count("/train/step: trying again for up to 10 s") == 1
 
 
+async def test_a_step_that_the_trainer_lost_before_its_round_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    fleet.dies_before_publishing = 1
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert len(fleet.batches) == 3 and fleet.batches[0] == fleet.batches[1]
+    assert fleet.labels == ["step 1", "step 2"] and [record.version for record in records] == [5, 6]
+    assert [record.trainer["step"] for record in records] == [4, 5]
+    out = capsys.readouterr().out
+    assert "step 1 was lost before it was published, it is made again: got one after step 3" in out
+
+
+async def test_a_trainer_that_loses_each_step_ends_the_run(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    fleet.dies_before_publishing = 3
+    with pytest.raises(FleetError, match="step 1 was lost 3 times before it was published"):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert fleet.labels == []
+
+
+async def test_a_step_that_takes_longer_than_the_runs_patience_is_not_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.run.PATIENCE_S", 0.05)
+    monkeypatch.setattr("app.jobs.training.LOOK_S", 0.02)
+    fleet = BusyFleet()
+    fleet.loses["step"] = 1
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
+    assert len(fleet.batches) == 1 and [record.version for record in records] == [5]
+
+
+class BusyFleet(FakeFleet):
+    """Its trainer goes on with a step whose answer was lost."""
+
+    def lose(self, call: str, request: httpx.Request) -> None:
+        self.busy = 10
+        super().lose(call, request)
+
+
 class Killed(Exception):
     """The job, where a test kills it."""
 

@@ -49,6 +49,19 @@ def test_a_truncated_last_line_is_left_out_and_any_other_is_named(tmp_path: Path
         records(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("kept", [1, 40, -1])
+def test_a_truncated_last_line_does_not_spoil_the_next_one(kept: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    append(path, record(1))
+    first = path.read_text()
+    append(path, record(2))
+    path.write_text(path.read_text()[: len(first) + kept] if kept > 0 else path.read_text()[:kept])
+    append(path, record(3))
+    append(path, record(4))
+    left = [record(1), record(2)] if kept < 0 else [record(1)]  # the second lacked its end alone
+    assert records(path) == [*left, record(3), record(4)]
+
+
 def test_a_record_is_a_line_for_a_person() -> None:
     line = record(3).line()
     assert line.startswith("step   3  reward 0.500  version 7  staleness 1.0  100 tokens/s  loss +0.1250")

@@ -160,7 +160,7 @@ def test_the_nearest_checkpoint_is_taken_and_none_of_another_fleet(tmp_path: Pat
     assert names(kept) == ["step-000001", "step-000002", "step-000003"]  # each fleet keeps its own
     resumed = Learner(Policy.load(tmp_path), CONFIG)
     assert resume(resumed, kept, 1, "f") == "weights as stored, moments of step 2"
-    assert kept.step == 2
+    assert kept.step is None, "the next one is due at once"
     assert "there is no checkpoint in" in str(resume(resumed, kept, 1, "none"))
 
 
@@ -172,6 +172,55 @@ def test_weights_of_the_same_step_that_are_not_those_of_the_checkpoint_stay(tmp_
     before = weights(resumed.policy)
     assert resume(resumed, kept, 1, "f") == "weights as stored, moments of step 1"
     assert equal(weights(resumed.policy), before)
+
+
+def test_a_trainer_that_went_back_keeps_the_checkpoints_that_it_makes_from_then_on(tmp_path: Path) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    learner.step(BATCH)
+    learner.step(BATCH)
+    save(learner, kept)  # of step 3
+    save(learner, kept, fleet_id="other")
+    learner.step(BATCH)
+    save(learner, kept)
+    back, again = Learner(Policy.load(tmp_path), CONFIG), checkpoints(tmp_path)
+    assert resume(back, again, 0, "f") == "weights as stored, moments of step 4"
+    back.step(BATCH)
+    save(back, again)
+    assert names(again) == ["step-000001", "step-000003"], "and those of another fleet"
+    back.step(BATCH)
+    save(back, again)
+    assert names(again) == ["step-000001", "step-000002", "step-000003"]
+
+
+def test_a_checkpoint_of_the_same_step_and_another_version_is_not_exact(tmp_path: Path) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    assert kept.save(learner, wire_dtype=None, fleet_id="f", digest="aa")
+    kept.wait_until_copied()
+    assert kept.wait(60.0)
+    resumed = Learner(Policy.load(tmp_path), CONFIG)
+    assert resume(resumed, kept, 1, "f", digest="bb") == "weights as stored, moments of step 1"
+    assert kept.step is None
+    load(resumed.policy, weights(learner.policy), dtype=torch.float32)
+    assert resume(resumed, kept, 1, "f", digest="aa") is None
+    assert kept.step == 1
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_fault_of_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    for _ in range(2):
+        save(learner, kept)
+        learner.step(BATCH)
+
+    def refuse(path: Path) -> None:
+        raise OSError("read-only")
+
+    monkeypatch.setattr(kept, "_remove", refuse)
+    save(learner, kept)
+    said = [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
+    assert said == ["an old checkpoint of the trainer cannot be removed: OSError: read-only"]
+    assert kept.step == 3 and "step-000003" in names(kept)
 
 
 def test_a_checkpoint_of_another_model_is_not_restored(tmp_path: Path) -> None:

@@ -72,6 +72,38 @@ def _train_and_resume(rank: int, directory: Path) -> dict[str, object]:
     return out
 
 
+def rank_that_may_fail(rank: int, directory: Path) -> None:
+    """The disk refuses rank 0's part of a checkpoint; the others see nothing of it."""
+    with grouped(rank, directory):
+        kept = checkpoints(directory, rank=rank)
+        learner = _sharded(directory)
+        learner.step(BATCH)
+
+        def refuse(*_: object) -> None:
+            raise OSError("no space left on device")
+
+        finish, kept._finish = kept._finish, refuse  # type: ignore[method-assign]
+        save(learner, kept)
+        kept._finish = finish  # type: ignore[method-assign]
+        assert kept.step == (None if rank == 0 else 1)
+        learner.step(BATCH)
+        every = 10  # the ranks do not agree on whether a checkpoint is due
+        begun = kept.save(learner, wire_dtype=None, fleet_id="f", due=2 - (kept.step or 0) >= every)
+        assert not begun
+        begun = kept.save(learner, wire_dtype=None, fleet_id="f", due=kept.step is None)
+        assert begun
+        kept.wait_until_copied()
+        assert kept.wait(60.0)
+        dist.barrier()
+        assert (kept.directory / "step-000002").is_dir()
+
+
+@pytest.mark.timeout(300)
+def test_ranks_agree_on_a_checkpoint_after_a_fault_of_one(tmp_path: Path) -> None:
+    tiny.policy(tmp_path)
+    both(rank_that_may_fail, tmp_path)
+
+
 def _sharded(directory: Path, stored: Weights | None = None) -> Learner:
     policy = Policy.load(directory, mesh=mesh_of_all_ranks("cpu"))
     if stored is not None:

@@ -14,7 +14,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from deployments.errors import FleetUnavailable, InvalidRequest, RoundAborted, TransferAborted
+from deployments.errors import FleetUnavailable, InvalidRequest, OtherStep, RoundAborted, TransferAborted
 from deployments.trainer.spec import TrainerSpec, adapter_directory
 from deployments.trainer.trainer import Trainer
 from deployments.trainer.turns import Turns
@@ -186,6 +186,9 @@ async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes
     async with running(spec) as trainer:
         status = await trainer.status()
         assert (status.version, status.step) == (1, 1)
+        with pytest.raises(OtherStep, match="expected a trainer after step 2, got one after step 1"):
+            await trainer.publish("step 2", 2)  # which died with the worker
+        assert (await trainer.publish("step 1", 1)).label == "step 1"
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [(Strategy.SINGLE, 1), (Strategy.FSDP2, 2)])

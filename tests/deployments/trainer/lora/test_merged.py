@@ -148,3 +148,20 @@ def test_the_penalty_compares_with_the_model_whatever_the_base_is(spec: TrainerS
     kl = [name for name in first if "kl" in name]
     assert kl and all(again[name] == pytest.approx(first[name], rel=1e-3) for name in kl)
     assert all(first[name] != 0 for name in kl)
+
+
+@pytest.mark.parametrize("case", ["rollback", "damaged"])
+def test_the_penalty_compares_with_the_model_when_the_base_becomes_another(
+    spec: TrainerSpec, case: str
+) -> None:
+    spec = with_config(spec, loss={**spec.config.loss.model_dump(), "kl_coefficient": 0.1})
+    worker = trained(spec, steps=2)
+    if case == "rollback":
+        worker.load_version(1)
+    else:
+        for file in (Path(spec.store_dir).parent / "trainer" / "checkpoints").glob("step-*/*.distcp"):
+            file.write_bytes(file.read_bytes()[:100])
+        worker = started(spec, FakeController())
+    metrics = worker.step(BATCH)  # of a policy that is two steps from the model, or one
+    kl = [name for name in metrics if "kl" in name]
+    assert kl and all(metrics[name] != 0 for name in kl)
