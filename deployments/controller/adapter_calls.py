@@ -70,7 +70,7 @@ class AdapterCalls:
         live when both are done."""
         adapters, now = self._ledger.adapters, self._durable.now
         call = adapters.stage(adapter, files, now())
-        self._ledger.tick(now())
+        self._ledger.advance(now())
         self._durable.change()
         completing = asyncio.create_task(self._adapter_files.complete(adapter.adapter_id))
         try:
@@ -83,7 +83,7 @@ class AdapterCalls:
             if failure is not error:
                 raise
         finally:
-            self._ledger.tick(now())
+            self._ledger.advance(now())
             self._durable.change()
         return call
 
@@ -113,7 +113,7 @@ class AdapterCalls:
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
             call = self._ledger.adapters.unload(name, self._durable.now())
-            self._ledger.tick(self._durable.now())
+            self._ledger.advance(self._durable.now())
             await self._durable.result(call)
 
     async def adapters(self) -> list[AdapterStatus]:

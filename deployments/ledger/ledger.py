@@ -175,7 +175,8 @@ class Ledger(PublisherCalls):
         """Time has passed: check deadlines and the lease.
 
         Returns:
-            Ids of replicas that are lost because they were silent: their processes may still exist.
+            Ids of replicas that are lost because they were silent: the caller ends their processes, which may
+            still exist. Nobody else learns of them.
         """
         silent = self._membership.check_deadlines(now)
         self.advance(now)

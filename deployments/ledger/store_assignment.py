@@ -3,6 +3,7 @@
     RECEIVE(retain_version) ─► every replica retains what it receives ─► committed ─► STORE to one of them
     its report says stored ─► FORGET to all; or a problem, or it is gone ─► STORE to another one
     nobody could ─► the status says so, and it is tried again every `RETRY_S`: the disk may have space then
+    it is late ─► the status says so, and another one gets STORE after `RETRY_S`, or at once if it is gone
 
 Off the critical path: STORE is acknowledged when the write has begun, and rounds go on meanwhile. Which
 version a replica retains is in every report, so a restarted controller continues where its predecessor was.
@@ -59,8 +60,8 @@ class StoreAssignment:
         self._failed: dict[str, str] = {}  # replica id -> why it could not write the committed version
         self._subject = 0  # the version that `_failed` and `problem` are about
         self._problem: str | None = None
-        self._given_up = False  # until `_retry_at`; None: for good
-        self._retry_at: float | None = None
+        self._late: list[Member] = []  # writers that did not end in time, and may yet
+        self._retry_at: float | None = None  # nobody is asked before; None: it is not given up
         self._last_writer: Member | None = None
 
     @property
@@ -120,25 +121,25 @@ class StoreAssignment:
         current = self._versions.current
         if current is not None and current.decided:
             return
-        if self._retry_at is not None and now >= self._retry_at:
-            self._failed, self._retry_at, self._given_up = {}, None, False
-        if not self._given_up:
+        late = [each for each in self._late if each.alive and each.replica_id not in self._failed]
+        if len(late) < len(self._late):
+            self._late, self._retry_at = late, None  # one will not end any more
+        elif self._retry_at is not None and now >= self._retry_at:
+            self._failed, self._retry_at = {}, None
+        if self._retry_at is None:
             self._assign(version, now)
 
     def _assign(self, version: int, now: float) -> None:
         if self._membership.returning():
             return  # one that has not polled since a restart may retain it
         holders = [each for each in self._membership.live() if each.retained_version == version]
-        candidates = [each for each in holders if each.replica_id not in self._failed]
+        # One that is late still writes: asked again, it could only wait for the same disk.
+        candidates = [
+            each for each in holders if each.replica_id not in self._failed and each not in self._late
+        ]
         assert self._location is not None, "nothing is assigned without a location"
         if not candidates:
-            why = (
-                join_reasons(dict(sorted(self._failed.items())))
-                if self._failed
-                else "no replica retains its tensors"
-            )
-            self._give_up(version, why, now)
-            self._retry_at = now + RETRY_S if holders else None
+            self._give_up(version, now)
             return
         candidates.sort(key=lambda each: each is self._last_writer)  # after a failure, another one first
         self._last_writer = candidates[0]
@@ -162,13 +163,14 @@ class StoreAssignment:
                 self._record_failure(call.result, member, reason)
 
     def _has_ended(self, write: _Write, version: int, now: float) -> bool:
-        if write.version != version or not write.writer.alive:
+        writer = write.writer
+        if write.version != version or not writer.alive or writer.replica_id in self._failed:
             return True
         if now > write.due:
-            # Not assigned to another one: two would write the same directory. If it ends late, it counts.
-            limit_s = self._membership.config.store_timeout_s
-            self._give_up(version, f"{write.writer.replica_id} did not end within {limit_s:g} s", now)
-        return now > write.due or write.writer.replica_id in self._failed
+            # If it ends late, it counts. Two may write at once: each has a directory of its own.
+            self._late.append(writer)
+            self._give_up(version, now)
+        return now > write.due
 
     def _concerns(self, member: Member) -> bool:
         """Whether what it retains is to be freed, or could be written now."""
@@ -187,16 +189,19 @@ class StoreAssignment:
         self._failed[member.replica_id] = reason
         return True
 
-    def _give_up(self, version: int, why: str, now: float) -> None:
+    def _give_up(self, version: int, now: float) -> None:
+        late = f"did not end within {self._membership.config.store_timeout_s:g} s"
+        reasons = {each.replica_id: late for each in self._late} | self._failed
+        why = join_reasons(dict(sorted(reasons.items()))) if reasons else "no replica retains its tensors"
         before, self._problem = self._problem, f"version {version} is not in the store: {why}"
-        self._given_up = True
+        self._retry_at = now + RETRY_S
         if self._problem != before:
             self._events.record("not_stored", now, version=version, reason=why)
 
     def _start_over(self, version: int) -> None:
         if version != self._subject or self._versions.unstored is None:
             self._subject, self._problem, self._failed = version, None, {}
-            self._given_up, self._retry_at, self._last_writer = False, None, None
+            self._late, self._retry_at, self._last_writer = [], None, None
 
     def _is_newest(self, result: StoreResult) -> bool:
         return self._versions.stored is None or result.version > self._versions.stored.version

@@ -116,7 +116,7 @@ def with_files(adapter: Adapter, files: AdapterFiles) -> Adapter:
 def with_live(catalog: AdapterCatalog, adapter: Adapter, keep: int) -> AdapterCatalog:
     """The adapter is live; of its name only the newest `keep` versions stay."""
     own = [each for each in catalog.live if each.name == adapter.name]
-    out = {each.adapter_id for each in own[: len(own) + 1 - keep]}
+    out = {each.adapter_id for each in own[: max(0, len(own) + 1 - keep)]}
     grown = replace(catalog, live=(*catalog.live, adapter))
     return without(grown, out)
 

@@ -4,7 +4,8 @@
     .v00000013.a1b2c3d4.partial/  being written; renamed when everything is on the disk
 
 A writer that was taken for lost may go on beside the one that took its place: no two share a directory, and
-the first that is complete counts.
+the first that is complete counts. A complete version ends the writes of older ones, which nobody needs any
+more, and leaves those of newer ones alone.
 
 The trainer or a replica writes, after the commit and off the critical path; starting replicas read. The
 controller removes versions, because it alone knows which of them a replica was told to load. A trainer that
@@ -28,11 +29,11 @@ LOCK_S = 60.0  # a version is renamed and removed in less
 _LOCK_POLL_S = 0.05
 
 _NAME = re.compile(r"v(\d{8,})")
-_PARTIAL = re.compile(r"\.v\d{8,}(\.[0-9a-f]{8})?\.partial")
+_PARTIAL = re.compile(r"\.v(\d{8,})(?:\.[0-9a-f]{8})?\.partial")
 
 
 class Store:
-    """A directory of versions. Safe for one writer and any number of readers, in any processes of one host or
+    """A directory of versions. Safe for any number of writers and readers, in any processes of one host or
     shared disk."""
 
     def __init__(self, directory: Path) -> None:
@@ -78,7 +79,7 @@ class Store:
 
         Raises:
             FileExistsError: the version is complete already, or another writer was quicker.
-            OSError: the directory cannot be written.
+            OSError: the directory cannot be written, or a newer version was complete first.
         """
         final = self._path(manifest.version)
         if final.exists():
@@ -96,7 +97,7 @@ class Store:
             if isinstance(error, OSError) and final.exists():  # whose writer removed what is partial
                 raise FileExistsError(f"version {manifest.version} is in {self.directory} already") from error
             raise
-        self._remove_partial()
+        self._remove_partial(manifest.version)
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
@@ -133,10 +134,12 @@ class Store:
             os.close(descriptor)
         return True
 
-    def _remove_partial(self) -> None:
-        """There is one writer: after its rename, whatever is partial was left by a crash."""
+    def _remove_partial(self, complete: int) -> None:
+        """Remove what is partial up to this version: a crash left it, or its writer is too late. A newer one
+        may be in the middle of its write."""
         for entry in self.directory.iterdir():
-            if _PARTIAL.fullmatch(entry.name):
+            name = _PARTIAL.fullmatch(entry.name)
+            if name is not None and int(name[1]) <= complete:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def _path(self, version: int) -> Path:

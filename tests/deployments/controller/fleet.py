@@ -26,6 +26,7 @@ class Fleet:
         config: LedgerConfig = CONFIG,
         model: str | None = None,
         adapters: AdapterLimits | None = None,
+        tick_s: float = 0.02,
     ) -> None:
         self.now = 1000.0
         self.config = config
@@ -49,7 +50,7 @@ class Fleet:
             adapter_roots=[directory],
             poll_s=0.05,
             silent_s=2.0,
-            tick_s=0.02,
+            tick_s=tick_s,
             clock=lambda: self.now,
             disk=self.disk,
         )

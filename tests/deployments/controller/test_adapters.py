@@ -221,3 +221,23 @@ async def test_a_successor_knows_what_is_live(tmp_path: Path) -> None:
     [status] = await successor.controller.adapters()
     await successor.aclose()
     assert (status.name, status.version, status.state) == ("math", 1, "live")
+
+
+@pytest.mark.parametrize("operation", ["load", "unload"])
+async def test_a_process_that_is_lost_during_a_call_is_ended(operation: str, tmp_path: Path) -> None:
+    save_tiny_adapter(tmp_path / "adapter-1", 1)
+    fleet = Fleet(tmp_path, tick_s=2.0)  # the call is quicker
+    fleet.start("a", "b")
+    await fleet.admitted("a", "b")
+    if operation == "unload":
+        await load(fleet, tmp_path)
+    fleet.hang("b")
+    await fleet.elapse(4.5)
+    await fleet.polled("a")
+    await fleet.elapse(1.0)
+    calling = load(fleet, tmp_path) if operation == "load" else fleet.controller.unload_adapter("math")
+    try:
+        await asyncio.gather(calling, fleet.until(lambda: fleet.ended == ["b"]))
+        assert [each.replica_id for each in (await fleet.controller.fleet()).members] == ["a"]
+    finally:
+        await fleet.aclose()

@@ -185,6 +185,18 @@ def test_the_newest_versions_of_a_name_stay() -> None:
     assert names(scene) == ["math@3", "math@4", "code@1"] == live(scene.replicas[0])
 
 
+@pytest.mark.parametrize("keep", range(1, 8))
+def test_no_version_retires_before_there_are_more_than_may_stay(keep: int) -> None:
+    scene = AdapterScene(1)
+    scene.limits = AdapterLimits(keep=keep)
+    scene.restart()
+    scene.poll(2)
+    for newest in range(1, 13):
+        ended(scene.load("math", in_place=True))
+        expected = [f"math@{version}" for version in range(max(1, newest + 1 - keep), newest + 1)]
+        assert names(scene) == expected == live(scene.replicas[0])
+
+
 def test_unloading_a_name_unloads_all_its_versions_everywhere() -> None:
     scene = AdapterScene(2)
     scene.load("math")

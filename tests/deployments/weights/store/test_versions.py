@@ -63,6 +63,24 @@ def test_two_writers_of_a_version_share_nothing(store: Store, first_ends_first: 
     assert [entry.name for entry in store.directory.iterdir()] == ["v00000001"]
 
 
+@pytest.mark.parametrize("older_ends_first", [True, False])
+def test_a_writer_leaves_a_newer_version_to_its_writer(store: Store, older_ends_first: bool) -> None:
+    """The trainer and a replica, or a replica that was taken for lost and its successor."""
+    older, newer = store.writing(manifest_of(12)), store.writing(manifest_of(13))
+    older.__enter__()
+    (newer.__enter__() / "weights.bin").write_bytes(b"whole")
+    if older_ends_first:
+        older.__exit__(None, None, None)
+        newer.__exit__(None, None, None)
+    else:
+        newer.__exit__(None, None, None)
+        with pytest.raises(FileNotFoundError):  # nobody needs it any more
+            older.__exit__(None, None, None)
+    assert list(store.list()) == ([12, 13] if older_ends_first else [13])
+    assert (store.path_of(13) / "weights.bin").read_bytes() == b"whole"
+    assert not list(store.directory.glob(".*"))
+
+
 def test_what_a_crashed_writer_left_is_removed_by_the_next(store: Store) -> None:
     (store.directory / ".v00000001.partial").mkdir(parents=True)  # half removed
     (store.directory / ".v00000001.0a1b2c3d.partial").mkdir()
