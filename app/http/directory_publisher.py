@@ -3,6 +3,9 @@
     router    lease ─► headers ─► open ─► digests of part 1 ─► send ─► ... ─► close
     replica                                                    reads part 1 by itself, compares, stages
 
+The digests are of the files as they are now. Those of a stored version must be the ones that its manifest
+has: else a file that rotted would be committed as verified.
+
 The router waits for the disk in a thread. While replicas read one part, it reads the next. Whatever fails
 before the close, the fleet keeps its version; `close` is asked again of a controller's successor.
 """
@@ -66,7 +69,8 @@ class DirectoryPublisher:
         """Make the weights in a directory the fleet's next version.
 
         Raises:
-            InvalidRequest: it is outside the roots, is no whole checkpoint of this model, or holds NaN.
+            InvalidRequest: it is outside the roots, is no whole checkpoint of this model, holds NaN, or is a
+                stored version that is damaged.
             Conflict: another publisher holds the lease, or the weights sleep.
             RoundAborted: it changed while it was read, not every replica reads the same, or a disk hangs.
             TransferAborted: the controller or the lease was lost; publish again.
@@ -118,7 +122,7 @@ class DirectoryPublisher:
         sending: asyncio.Future[None] | None = None
         try:
             for part in checkpoint.parts:
-                ready = await self._disk.run(partial(stated, part), part.path)
+                ready = await self._disk.run(partial(stated, part, checkpoint.written), part.path)
                 if sending is not None:
                     await sending
                 sending = asyncio.ensure_future(_sent(self._controller.send.remote(token, round_id, ready)))

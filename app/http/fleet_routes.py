@@ -112,7 +112,7 @@ class FleetRoutes:
         """Publish a stored version again, as an ordinary round. A trainer goes on from there.
 
         Raises:
-            InvalidRequest: the version is not in the store.
+            InvalidRequest: the version is not in the store, or is damaged.
         """
         if self._trainer is None:
             path: str = await self._controller.rollback_source.remote(body.version)

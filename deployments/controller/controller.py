@@ -202,7 +202,8 @@ class Controller(PublisherCalls, AdapterCalls):
         """The directory of a stored version, to be published as an ordinary round.
 
         Raises:
-            InvalidRequest: the version is not in the store, or another fleet's.
+            InvalidRequest: the version is not in the store, is another fleet's, or has no manifest that can
+                be read.
         """
         return await asyncio.to_thread(self._keeper.source, version)
 

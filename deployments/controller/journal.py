@@ -1,7 +1,8 @@
 """The decisions on disk: JSON lines in a state directory, each synced before anybody acts on it.
 
-A line that a crash truncated is dropped: nobody acted on it. On opening, the file is rewritten without
-what later decisions supersede.
+A line that a crash truncated is dropped: nobody acted on it. On opening, and each time that the file has
+grown to a multiple of its size, it is rewritten without what later decisions supersede: a new file takes its
+place once it is complete. A controller that starts reads all of it, and the fleet waits.
 
     header \\n decision \\n decision \\n ... 0 0 0 0     zero bytes: space reserved for what comes next
 
@@ -27,6 +28,8 @@ from deployments.logs import serve_logger
 SCHEMA = 1
 NAME = "decisions.jsonl"
 RESERVE_BYTES = 1 << 20  # some thousand decisions
+REWRITE_BYTES = 8 << 20  # read in a second or two; a shorter file is left alone
+REWRITE_GROWTH = 2  # and one that is shorter than so many times what was left the last time
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota or a limit of the process
 COMPACT_AFTER = 4096  # decisions kept in memory, beyond twice those that were left the last time
 
@@ -50,6 +53,7 @@ class Journal:
         self._path = directory / NAME
         self._disk: Disk = LocalDisk() if disk is None else disk
         self._size = self._end = 0  # of the file; of what is written in it
+        self._rewrite_at = 0  # bytes written in it
         try:
             self._lock = self._disk.lock(directory, lock_wait_s)
             try:
@@ -86,12 +90,13 @@ class Journal:
         self._disk.replace(self._path, content, RESERVE_BYTES)
         file = self._disk.open(self._path)
         self._end, self._size = len(content), file.size()
+        self._rewrite_at = max(REWRITE_BYTES, REWRITE_GROWTH * self._end)
         return file
 
     def _continue(self, size: int, cut: Sequence[Decision]) -> File:
         """There is no space for a new file: go on in the old one, which has some reserved."""
         file = self._disk.open(self._path)
-        self._size = size
+        self._size, self._rewrite_at = size, self._end + REWRITE_BYTES
         file.write(bytes(size - self._end), self._end)  # a shorter line would not cover a longer one
         self._write(file, cut)
         return file
@@ -109,6 +114,8 @@ class Journal:
         self._keep(new)
         self._write(self._file, new)
         self.stay()
+        if self._end > self._rewrite_at:
+            self._shorten()
 
     def reserve(self) -> str | None:
         """Have space for decisions to come. Returns why not, for a person; None if there is enough."""
@@ -147,6 +154,25 @@ class Journal:
         self._file.close()
         self._file = self._rewrite()
         logger.error("%s was moved or removed while in use: it is written again", self._path)
+
+    def _shorten(self) -> None:
+        """Write a new file without what is superseded; if there is no space for one, go on in the old file.
+
+        Raises:
+            OSError: the new file has its place, and cannot be used; it has every decision.
+        """
+        self._kept = compact(self._kept)
+        self._compact_at = len(self._kept)
+        old = self._file
+        try:
+            self._file = self._rewrite()
+        except OSError as error:
+            if not old.is_at(self._path):
+                raise
+            self._rewrite_at = self._end + REWRITE_BYTES
+            logger.warning("%s is not written anew, and grows: %s", self._path, error)
+        else:
+            old.close()
 
     def _keep(self, decisions: Sequence[Decision]) -> None:
         self._kept += decisions

@@ -55,9 +55,11 @@ class StoreKeeper:
         """The directory of a stored version of this fleet. Reads the disk.
 
         Raises:
-            InvalidRequest: it is not in the store, or is another fleet's.
+            InvalidRequest: it is not in the store, is another fleet's, or its manifest cannot be read.
         """
         stored = list(self._store.list())
+        if version in stored:
+            self._check_manifest(version)
         own = [each for each in stored if each not in self._promises.foreign(self._owners())]
         if version not in own:
             others = f"; {sorted({*stored} - {*own})} are another fleet's" if own != stored else ""
@@ -66,6 +68,19 @@ class StoreKeeper:
                 {"expected": own, "actual": version},
             )
         return str(self._store.path_of(version))
+
+    def _check_manifest(self, version: int) -> None:
+        """Whose a version is and what was written, the manifest alone says. Reads it again: it may have been
+        damaged since."""
+        try:
+            stated = self._store.manifest_of(version).version
+            problem = None if stated == version else f"its manifest is of version {stated}"
+        except (OSError, ValueError) as error:
+            problem = f"its manifest cannot be read: {error}"
+        if problem is not None:
+            raise InvalidRequest(
+                f"version {version} cannot be rolled back to: {problem}; roll back to another one"
+            )
 
     def start(self) -> None:
         """Begin to remove what nobody needs, unless that goes on."""

@@ -2,7 +2,8 @@
 
     confined     the directory is below a configured root, whatever links lead to it
     open         which files it consists of, and whether each is complete, by their headers alone
-    stated       the digests of a part's tensors, which each replica's own reading must equal
+    stated       the digests of a part's tensors, which each replica's own reading must equal; of a stored
+                 version they must be those of its manifest
 
 Nothing here loads torch: it runs in a router, beside requests. It blocks as long as the disk does.
 """
@@ -21,6 +22,8 @@ import numpy as np
 from deployments.protocol.files import FilePart
 from deployments.weights.store.checkpoint_files import files_of, parts_of
 from deployments.weights.store.file_bytes import open_file, read_into
+from deployments.weights.store.manifest import VersionManifest
+from deployments.weights.store.versions import MANIFEST
 from deployments.weights.wire.digest_host import digest_bytes
 
 PART_BYTES = 256 << 20  # what a replica stages at a time, and what one deadline is for
@@ -57,6 +60,7 @@ class Checkpoint:
     parts: Sequence[FilePart]  # without digests
     identities: Mapping[Path, Identity]  # of the files, when their headers were read
     lock: "DirectoryLock"
+    written: VersionManifest | None = None  # what a stored version must hold; None: it is no stored version
 
     @property
     def size_bytes(self) -> int:
@@ -68,7 +72,7 @@ class Checkpoint:
 
         Raises:
             ValueError: outside the roots, no directory, no or not all safetensors files, a file that is cut
-                off or has no header; says what was expected.
+                off or has no header, or other tensors than the manifest has; says what was expected.
             OSError: it cannot be read.
         """
         directory = confined(path, roots)
@@ -83,10 +87,13 @@ class Checkpoint:
             parts = list(parts_of(directory, files, part_bytes))
             if not parts:
                 raise ValueError(f"{directory} has no tensors")
+            written = _manifest_in(directory, roots)
+            if written is not None:
+                _check_names(parts, written)
         except BaseException:  # whatever it was: nobody else would release the lock
             lock.close()
             raise
-        return cls(directory=directory, parts=parts, identities=identities, lock=lock)
+        return cls(directory=directory, parts=parts, identities=identities, lock=lock, written=written)
 
     def changed(self) -> str | None:
         """Which file is not the one whose header was read; None: all are."""
@@ -131,11 +138,14 @@ class DirectoryLock:
             self.close()
 
 
-def stated(part: FilePart) -> FilePart:
+def stated(part: FilePart, written: VersionManifest | None = None) -> FilePart:
     """The same part with the digests of its tensors. Reads their bytes, one tensor at a time.
 
+    Args:
+        written: with which digests the tensors were written; None: not known.
+
     Raises:
-        ValueError: the file ends before a tensor does.
+        ValueError: the file ends before a tensor does, or a tensor is not the one that was written.
         OSError: it cannot be read.
     """
     buffer = np.empty(max((end - begin for begin, end in part.ranges), default=0), dtype=np.uint8)
@@ -148,7 +158,41 @@ def stated(part: FilePart) -> FilePart:
             except ValueError as error:
                 raise ValueError(f"{part.path}: {error}") from error
             digests.append(f"{digest_bytes(data):016x}")
+    if written is not None:
+        _check_digests(part, digests, written)
     return replace(part, digests=tuple(digests))
+
+
+def _manifest_in(directory: Path, roots: Sequence[Path]) -> VersionManifest | None:
+    """Other programs may write a file of that name, which states nothing here."""
+    file = directory / MANIFEST
+    with suppress(FileNotFoundError, ValueError), open_file(_confined_file(file, roots)) as content:
+        return VersionManifest.decode(content.readall())
+    return None
+
+
+def _check_names(parts: Sequence[FilePart], written: VersionManifest) -> None:
+    if not any(tensor.digest for tensor in written.tensors.values()):
+        return  # release 0.1 computed none
+    found = {name for part in parts for name in part.names}
+    for name in sorted(found ^ written.tensors.keys()):
+        problem = "is not in its manifest" if name in found else "was written and is gone"
+        raise ValueError(_damaged(parts[0], written, f"{name!r} {problem}"))
+
+
+def _check_digests(part: FilePart, digests: Sequence[str], written: VersionManifest) -> None:
+    for name, found in zip(part.names, digests, strict=True):
+        tensor = written.tensors.get(name)
+        if tensor is not None and tensor.digest not in (None, found):
+            problem = f"{name!r} was written with digest {tensor.digest} and has {found}"
+            raise ValueError(_damaged(part, written, problem))
+
+
+def _damaged(part: FilePart, written: VersionManifest, problem: str) -> str:
+    return (
+        f"version {written.version} in {part.directory} is damaged: {problem}; publish another version. If "
+        f"its files were changed on purpose, publish a copy without {MANIFEST}"
+    )
 
 
 def _confined_file(file: Path, roots: Sequence[Path]) -> Path:

@@ -23,6 +23,8 @@ from deployments.errors import (
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Receive, Verify
 from deployments.protocol.reports import Outcome, Verification
+from deployments.weights.store.version_writer import CommittedVersion, write_version
+from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.deployments.controller.fleet import Fleet
@@ -126,6 +128,33 @@ async def test_a_directory_that_is_written_meanwhile_is_said_to_be(fleet: Fleet,
         RoundAborted, match=r"model\.safetensors was changed while it was read; publish it again"
     ):
         await publishing
+
+
+@pytest.mark.parametrize("rotten", [None, 0, 1])
+async def test_a_stored_version_is_published_only_as_it_was_written(
+    fleet: Fleet, tmp_path: Path, rotten: int | None
+) -> None:
+    """The digests that replicas compare are of the files as they are: with those alone one that rotted is as
+    good as any other."""
+    store = Store(tmp_path / "root")
+    directory = write_version(CommittedVersion(version=1, label=None, tensors=TENSORS), store, lambda _: None)
+    file = directory / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    publisher = publisher_of(fleet.controller, directory)
+    if rotten is None:
+        report = await publisher.publish(str(directory), "rollback to 1")
+        assert (report.version, report.verification) == (1, Verification.PUBLISHER)
+        return
+    content[[-1, -4 * 6 - 1][rotten]] ^= 1  # the last byte of the file; the last before the larger tensor
+    file.write_bytes(content)
+    with pytest.raises(InvalidRequest, match=r"version 1 in .* is damaged: '[wb]' was written with digest"):
+        await publisher.publish(str(directory), "rollback to 1")
+    assert [each.phase for each in await fleet.controller.rounds()] == ["aborted"]
+    assert "is damaged" in (await fleet.controller.rounds())[0].reason
+    status = await fleet.controller.fleet()
+    assert (status.committed_version, status.lease, status.round) == (0, None, None)
+    assert [replica.version for replica in fleet.replicas.values()] == [0, 0]
+    assert all(replica.fenced is None for replica in fleet.replicas.values())
 
 
 async def test_one_publisher_at_a_time(fleet: Fleet, directory: Path) -> None:

@@ -13,7 +13,7 @@ from deployments.errors import InvalidRequest, JournalError
 from deployments.ledger.decisions import Decision, Stored
 from deployments.ledger.ledger import Ledger
 from deployments.weights.store.manifest import VersionManifest
-from deployments.weights.store.versions import Store
+from deployments.weights.store.versions import MANIFEST, Store
 from tests.deployments.controller.fleet import Fleet, publish
 
 OURS = "fleet"
@@ -114,6 +114,28 @@ async def test_another_fleet_is_never_rolled_back_to(tmp_path: Path) -> None:
     assert keeper(store).source(1) == str(store.path_of(1))
     with pytest.raises(InvalidRequest, match=r"in the store \[1\], got 10; \[10\] are another fleet's"):
         keeper(store).source(10)
+
+
+@pytest.mark.parametrize("spoilt", ["{}", "", '{"version": 3, "tensors": {}}', None])
+async def test_a_version_whose_manifest_cannot_be_read_is_never_rolled_back_to(
+    tmp_path: Path, spoilt: str | None
+) -> None:
+    """Whose it is and what was written are not known."""
+    store = Store(tmp_path / "store")
+    for version in (1, 2):
+        write(store, version)
+    known = keeper(store)
+    assert known.source(2) == str(store.path_of(2))
+    manifest = store.path_of(2) / MANIFEST
+    manifest.unlink()
+    if spoilt is not None:
+        manifest.write_text(spoilt)
+    for each in (known, keeper(store)):  # one that has read it before, and one that has not
+        with pytest.raises(
+            InvalidRequest, match=r"version 2 cannot be rolled back to: .*; roll back to another one"
+        ):
+            each.source(2)
+        assert each.source(1) == str(store.path_of(1))
 
 
 async def test_a_controller_with_a_new_journal_refuses_an_old_store(tmp_path: Path) -> None:
