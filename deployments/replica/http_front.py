@@ -116,7 +116,7 @@ class ReplicaFront:
                 demand_of({name.decode(): text.decode("latin-1") for name, text in headers.items()}, 0)
             )
             recorder, part = SpanRecorder(self._version()), part_of(headers.get(PART_HEADER))
-            answer = _Answer(send, recorder, self._replica_id, self._refused, part)
+            answer = _Answer(send, recorder, self._replica_id, self._refused, part, lambda: self._in_order)
             self._running[task] = answer
             await answer.run(self._app, scope, receive)
         except SlipstreamError as error:
@@ -139,12 +139,16 @@ class ReplicaFront:
 
 
 class _EngineLost(Exception):
-    """The engine failed in the middle of a stream: the connection is closed, as that of a replica that is
-    gone, so that the router knows."""
+    """The engine is gone in the middle of a stream. If it failed, the connection is closed, as that of a
+    replica that is gone, so that the router knows."""
 
 
 class _Answer:
-    """One answer: versions are added, and it becomes a refusal if the engine failed."""
+    """One answer: versions are added, and it becomes a refusal if the engine failed.
+
+    Args:
+        in_order: whether the replica has been stopped because it is no longer wanted.
+    """
 
     def __init__(
         self,
@@ -153,6 +157,7 @@ class _Answer:
         replica_id: str,
         refused: Callable[[], ReplicaUnavailable | None],
         part: Part | None,
+        in_order: Callable[[], bool],
     ) -> None:
         self._send = send
         self._recorder = recorder
@@ -160,6 +165,7 @@ class _Answer:
         self._annotate = StreamAnnotator(recorder, part)
         self._replica_id = replica_id
         self._refused = refused
+        self._in_order = in_order
         self._start: Message | None = None  # held back until the first part of the body
         self.begun = False  # something was sent
         self._is_json = self._is_stream = False
@@ -172,13 +178,23 @@ class _Answer:
             await app(scope, receive, self._on_message)
         except Exception as error:  # whatever failed in vLLM's application, another replica may be intact
             if self.begun:
-                raise  # the connection is closed, and the router reports it to the client
+                await self._cut_off(error)
+                return
             refusal = ReplicaUnavailable(f"replica {self._replica_id} failed: {error}")
             raise self._replacement or self._refused() or refusal from error
         finally:
             self._recorder.end()
         if self._replacement is not None:
             raise self._replacement
+
+    async def _cut_off(self, error: Exception) -> None:
+        """End a stream with an error event if the replica is stopped in order: the request is not to blame.
+        Else raise the error: the connection is closed, and the router reports it to the client."""
+        refused = self._refused() if self._is_stream and self._in_order() else None
+        if refused is None:
+            raise error
+        event = b"data: " + json.dumps(refused.body()).encode() + b"\n\n"
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _on_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -31,7 +31,7 @@ class Engine:
         self.refusal: str | None = None
         self.left = 0  # streams that were not read to their end
         self.asked: list[str] = []  # paths of the requests that passed the front
-        self.lives = asyncio.Event()  # answers of /late wait for it
+        self.lives = asyncio.Event()  # answers of /late and /long wait for it
         self.completions = FakeCompletions(self.fail)
         self.in_flight: Callable[[], int] = lambda: 0
         self.app = Starlette(
@@ -42,6 +42,7 @@ class Engine:
                 Route("/die-in-stream", self.die_in_stream, methods=["POST"]),
                 Route("/die-late", self.die_late, methods=["POST"]),
                 Route("/late", self.late, methods=["POST"]),
+                Route("/long", self.long, methods=["POST"]),
                 Route("/text", self.text),
                 Route("/metrics", self.metrics),
                 Route("/v1/completions", self.completions.completions, methods=["POST"]),
@@ -103,6 +104,18 @@ class Engine:
         self.asked.append(request.url.path)
         await self.lives.wait()
         return PlainTextResponse("late")
+
+    async def long(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[str]:
+            yield 'data: {"n": 0, "choices": []}\n\n'
+            await self.lives.wait()
+            if self.refusal is not None and "raises" in request.query_params:
+                raise RuntimeError("EngineDeadError")  # as on /v1/responses
+            if self.refusal is not None:
+                yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
 
     async def text(self, request: Request) -> Response:
         return PlainTextResponse("plain", headers={"x-own": "kept"})
