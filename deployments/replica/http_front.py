@@ -11,14 +11,16 @@ import json
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from starlette.types import Message, Receive, Send
 
 from deployments.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.passed_routes import require_passed
+from deployments.replica.server.waiting import ClientLeft, while_connected
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 from deployments.request_headers import (
     KEY_HEADER,
@@ -37,9 +39,6 @@ from deployments.request_headers import (
 METRICS = "/metrics"  # vLLM's; the fleet answers a route of that name itself, with those of all replicas
 KEEP_ALIVE_S = 75  # longer than the router reuses a connection, so that it never uses a closed one
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -112,15 +111,19 @@ class ReplicaFront:
         self._load[router] += load
         try:
             self._require_passed(scope["method"], scope["path"])
-            await self._gate(
-                demand_of({name.decode(): text.decode("latin-1") for name, text in headers.items()}, 0)
-            )
+            demand = demand_of({name.decode(): text.decode("latin-1") for name, text in headers.items()}, 0)
+            if demand.min_version > self._version():  # it may wait long
+                receive = await while_connected(self._gate(demand), receive)
+            else:
+                await self._gate(demand)
             recorder, part = SpanRecorder(self._version()), part_of(headers.get(PART_HEADER))
             answer = _Answer(send, recorder, self._replica_id, self._refused, part, lambda: self._in_order)
             self._running[task] = answer
             await answer.run(self._app, scope, receive)
         except SlipstreamError as error:
             await _send_error(send, error, self._refusal_of(answer))
+        except ClientLeft:
+            pass  # nobody reads an answer
         except asyncio.CancelledError:
             if not self._stopped or (answer is not None and answer.begun):
                 raise
