@@ -36,6 +36,7 @@ from deployments.request_headers import (
     router_of,
 )
 
+ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # vLLM's, when its engine is dead
 METRICS = "/metrics"  # vLLM's; the fleet answers a route of that name itself, with those of all replicas
 KEEP_ALIVE_S = 75  # longer than the router reuses a connection, so that it never uses a closed one
 
@@ -171,7 +172,7 @@ class _Answer:
         self._in_order = in_order
         self._start: Message | None = None  # held back until the first part of the body
         self.begun = False  # something was sent
-        self._is_json = self._is_stream = False
+        self._is_json = self._is_stream = self._is_named = False  # named: its events, as on /v1/messages
         self._replacement: ReplicaUnavailable | None = None  # of the engine's own answer
         self._body = bytearray()  # of a JSON answer
 
@@ -196,7 +197,8 @@ class _Answer:
         refused = self._refused() if self._is_stream and self._in_order() else None
         if refused is None:
             raise error
-        event = b"data: " + json.dumps(refused.body()).encode() + b"\n\n"
+        name, kind = (b"event: error\n", {"type": "error"}) if self._is_named else (b"", {})
+        event = name + b"data: " + json.dumps(kind | refused.body()).encode() + b"\n\n"
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _on_message(self, message: Message) -> None:
@@ -218,7 +220,7 @@ class _Answer:
             assert self._start is not None
             piece = annotate_json(bytes(self._body), self._recorder, self._start["status"], self._part)
         elif self._is_stream:
-            if piece.startswith(b'data: {"error"'):  # vLLM's, when its engine is dead
+            if piece.startswith(ERROR_EVENTS):
                 refused = self._refused()
                 if refused is not None and self.begun:
                     raise _EngineLost(refused.message)
@@ -227,7 +229,7 @@ class _Answer:
                     return
             piece = self._annotate(piece)
         if not self.begun:
-            self.begun = True
+            self.begun, self._is_named = True, piece.startswith(b"event: ")
             await self._send_start(len(piece) if self._is_json else None)
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 

@@ -22,6 +22,11 @@ from deployments.router.router import Router
 from tests.deployments.fake_completions import FakeCompletions
 
 SPANS = [{"version": 7, "start": 0, "end": 3}]
+# vLLM's when its engine is dead; the second one is that of /v1/messages.
+ERROR = 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+NAMED_ERROR = (
+    'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"EngineDeadError"}}\n\n'
+)
 
 
 class Engine:
@@ -85,7 +90,7 @@ class Engine:
         async def events() -> AsyncIterator[str]:
             self.asked.append(request.url.path)
             self.refusal = "the engine is dead"
-            yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+            yield NAMED_ERROR if "named" in request.query_params else ERROR
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -95,7 +100,7 @@ class Engine:
             self.asked.append(request.url.path)
             yield 'data: {"n": 0, "choices": []}\n\n'
             self.refusal = "the engine is dead"
-            yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+            yield ERROR
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -106,13 +111,15 @@ class Engine:
         return PlainTextResponse("late")
 
     async def long(self, request: Request) -> Response:
+        named = "named" in request.query_params
+
         async def events() -> AsyncIterator[str]:
-            yield 'data: {"n": 0, "choices": []}\n\n'
+            yield ("event: message_start\n" if named else "") + 'data: {"n": 0, "choices": []}\n\n'
             await self.lives.wait()
             if self.refusal is not None and "raises" in request.query_params:
                 raise RuntimeError("EngineDeadError")  # as on /v1/responses
             if self.refusal is not None:
-                yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+                yield NAMED_ERROR if named else ERROR
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
