@@ -11,14 +11,16 @@ import json
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from starlette.types import Message, Receive, Send
 
 from deployments.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.passed_routes import require_passed
+from deployments.replica.server.waiting import ClientLeft, while_connected
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 from deployments.request_headers import (
     KEY_HEADER,
@@ -34,12 +36,10 @@ from deployments.request_headers import (
     router_of,
 )
 
+ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # vLLM's, when its engine is dead
 METRICS = "/metrics"  # vLLM's; the fleet answers a route of that name itself, with those of all replicas
 KEEP_ALIVE_S = 75  # longer than the router reuses a connection, so that it never uses a closed one
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -112,15 +112,19 @@ class ReplicaFront:
         self._load[router] += load
         try:
             self._require_passed(scope["method"], scope["path"])
-            await self._gate(
-                demand_of({name.decode(): text.decode("latin-1") for name, text in headers.items()}, 0)
-            )
+            demand = demand_of({name.decode(): text.decode("latin-1") for name, text in headers.items()}, 0)
+            if demand.min_version > self._version():  # it may wait long
+                receive = await while_connected(self._gate(demand), receive)
+            else:
+                await self._gate(demand)
             recorder, part = SpanRecorder(self._version()), part_of(headers.get(PART_HEADER))
-            answer = _Answer(send, recorder, self._replica_id, self._refused, part)
+            answer = _Answer(send, recorder, self._replica_id, self._refused, part, lambda: self._in_order)
             self._running[task] = answer
             await answer.run(self._app, scope, receive)
         except SlipstreamError as error:
             await _send_error(send, error, self._refusal_of(answer))
+        except ClientLeft:
+            pass  # nobody reads an answer
         except asyncio.CancelledError:
             if not self._stopped or (answer is not None and answer.begun):
                 raise
@@ -139,12 +143,16 @@ class ReplicaFront:
 
 
 class _EngineLost(Exception):
-    """The engine failed in the middle of a stream: the connection is closed, as that of a replica that is
-    gone, so that the router knows."""
+    """The engine is gone in the middle of a stream. If it failed, the connection is closed, as that of a
+    replica that is gone, so that the router knows."""
 
 
 class _Answer:
-    """One answer: versions are added, and it becomes a refusal if the engine failed."""
+    """One answer: versions are added, and it becomes a refusal if the engine failed.
+
+    Args:
+        in_order: whether the replica has been stopped because it is no longer wanted.
+    """
 
     def __init__(
         self,
@@ -153,6 +161,7 @@ class _Answer:
         replica_id: str,
         refused: Callable[[], ReplicaUnavailable | None],
         part: Part | None,
+        in_order: Callable[[], bool],
     ) -> None:
         self._send = send
         self._recorder = recorder
@@ -160,9 +169,10 @@ class _Answer:
         self._annotate = StreamAnnotator(recorder, part)
         self._replica_id = replica_id
         self._refused = refused
+        self._in_order = in_order
         self._start: Message | None = None  # held back until the first part of the body
         self.begun = False  # something was sent
-        self._is_json = self._is_stream = False
+        self._is_json = self._is_stream = self._is_named = False  # named: its events, as on /v1/messages
         self._replacement: ReplicaUnavailable | None = None  # of the engine's own answer
         self._body = bytearray()  # of a JSON answer
 
@@ -172,13 +182,24 @@ class _Answer:
             await app(scope, receive, self._on_message)
         except Exception as error:  # whatever failed in vLLM's application, another replica may be intact
             if self.begun:
-                raise  # the connection is closed, and the router reports it to the client
+                await self._cut_off(error)
+                return
             refusal = ReplicaUnavailable(f"replica {self._replica_id} failed: {error}")
             raise self._replacement or self._refused() or refusal from error
         finally:
             self._recorder.end()
         if self._replacement is not None:
             raise self._replacement
+
+    async def _cut_off(self, error: Exception) -> None:
+        """End a stream with an error event if the replica is stopped in order: the request is not to blame.
+        Else raise the error: the connection is closed, and the router reports it to the client."""
+        refused = self._refused() if self._is_stream and self._in_order() else None
+        if refused is None:
+            raise error
+        name, kind = (b"event: error\n", {"type": "error"}) if self._is_named else (b"", {})
+        event = name + b"data: " + json.dumps(kind | refused.body()).encode() + b"\n\n"
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _on_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -199,7 +220,7 @@ class _Answer:
             assert self._start is not None
             piece = annotate_json(bytes(self._body), self._recorder, self._start["status"], self._part)
         elif self._is_stream:
-            if piece.startswith(b'data: {"error"'):  # vLLM's, when its engine is dead
+            if piece.startswith(ERROR_EVENTS):
                 refused = self._refused()
                 if refused is not None and self.begun:
                     raise _EngineLost(refused.message)
@@ -208,7 +229,7 @@ class _Answer:
                     return
             piece = self._annotate(piece)
         if not self.begun:
-            self.begun = True
+            self.begun, self._is_named = True, piece.startswith(b"event: ")
             await self._send_start(len(piece) if self._is_json else None)
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 

@@ -78,6 +78,7 @@ class NativeMember(EngineMember):
         self._reading: FileRead | None = None  # of a round whose weights come from files
         self._directory: str | None = None  # where they are
         self._options = StagingOptions()
+        self._pausing = False  # for a round that has loaded nothing yet; else its commit ends the hold
         self._paused_at = 0.0
         self._stage_s = 0.0
 
@@ -177,9 +178,16 @@ class NativeMember(EngineMember):
         return Swapped(swap_s=end - begin, gap_s=end - self._paused_at)
 
     async def drop(self, body: Drop) -> None:
-        """Raises RuntimeError if the weights are partially updated."""
+        """Go on if the round was interrupted while it paused the engine.
+
+        Raises:
+            RuntimeError: the weights are partially updated.
+        """
         self._check_unchanged()
         self._receiving = None
+        if self._pausing:
+            self._pausing = False
+            await self._engine.release()
 
     def _check_unchanged(self) -> None:
         if self.partially_updated:
@@ -220,11 +228,12 @@ class NativeMember(EngineMember):
     async def _hold(self, options: StagingOptions) -> None:
         """Stop generating: the weights are about to change."""
         self._paused_at = time.perf_counter()
+        self._pausing |= not self._engine.held  # the hold of an earlier commit has a release of its own
         self._engine.held = True  # a user's resume would let it generate with a mixture of two versions
         # With `wait` it was drained before.
         mode = InFlight.ABORT if options.in_flight is InFlight.ABORT else InFlight.KEEP
         await self._engine.llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
-        self.partially_updated, self.staged_round = True, self._receiving
+        self.partially_updated, self.staged_round, self._pausing = True, self._receiving, False
 
     def _check(self, offered: Offered, *, complete: bool) -> None:
         if self._expected is not None:

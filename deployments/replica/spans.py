@@ -16,6 +16,9 @@ from deployments.request_headers import Part
 
 Span = dict[str, int]
 
+# On /v1/messages and /v1/responses events have names; these are the ends of answers.
+_NAMED_ENDS = (b"event: message_delta\ndata: {", b"event: response.completed\ndata: {")
+
 RECORDER: ContextVar["SpanRecorder | None"] = ContextVar("span_recorder", default=None)
 
 
@@ -110,7 +113,10 @@ class StreamAnnotator:
 
     def _event(self, event: bytes) -> bytes:
         if not event.startswith(b"data: {"):
-            return event
+            if not event.startswith(_NAMED_ENDS):
+                return event
+            name, newline, event = event.partition(b"\n")
+            return name + newline + self._event(event)
         try:
             data = json.loads(event[len(b"data: ") :])
         except (ValueError, RecursionError):  # an event that the transport split: leave it as it is
@@ -139,9 +145,11 @@ def _encode(answer: Any) -> bytes:
 
 
 def _annotate(answer: dict[str, Any], recorder: SpanRecorder) -> None:
-    answer["weight_version"] = recorder.version
-    if recorder.adapter is not None:
-        answer["adapter"] = recorder.adapter
+    for each in (answer, answer.get("response")):  # which is the whole answer, at the end of /v1/responses
+        if isinstance(each, dict):
+            each["weight_version"] = recorder.version
+            if recorder.adapter is not None:
+                each["adapter"] = recorder.adapter
     for choice in _choices(answer):
         if recorder.adapter is not None:
             choice["adapter"] = recorder.adapter

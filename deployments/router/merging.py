@@ -9,8 +9,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from deployments.errors import ReplicaUnavailable
+
 _EVENT = b"data: "
 _DONE = b"[DONE]"
+_STOPPED = _EVENT + json.dumps({"error": {"type": ReplicaUnavailable.type}}).encode().rstrip(b"}")
 
 
 class PartFailed(Exception):
@@ -23,6 +26,11 @@ class PartFailed(Exception):
     def __init__(self, event: bytes) -> None:
         super().__init__(event.decode(errors="replace"))
         self.event = event
+
+
+def is_stop(event: bytes) -> bool:
+    """Whether this ended the stream of a replica that is stopped in order: another one may answer."""
+    return event.startswith(_STOPPED)
 
 
 def merge_answers(parts: Sequence[bytes]) -> bytes:

@@ -22,7 +22,7 @@ from deployments.errors import ReplicaUnavailable, SlipstreamError
 from deployments.logs import serve_logger
 from deployments.router.forwarding import Begun, Forwarder, Interrupted, Outgoing, Trail
 from deployments.router.limits import RouterLimits
-from deployments.router.merging import MergedStream, PartFailed, merge_answers
+from deployments.router.merging import MergedStream, PartFailed, is_stop, merge_answers
 
 NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
 MAX_WAITING_EVENTS = 256  # of one part, that the client has not taken yet
@@ -79,6 +79,10 @@ class _Refused(Exception):
     def __init__(self, response: Response) -> None:
         super().__init__(response.status_code)
         self.response = response
+
+
+class _Stopped(Exception):
+    """A replica was stopped in order while the client had nothing of its part."""
 
 
 class _Part:
@@ -144,6 +148,9 @@ class _Part:
             else:
                 self.waiting.append(await begun.body())
             self.ended = True
+        except _Stopped:
+            self.waiting.clear()
+            self._trail.refused(begun.replica_id)
         except Interrupted as error:
             if self.taken:
                 self._forwarder.deadly.cut_off(self._request.identity, begun.replica_id)
@@ -155,6 +162,8 @@ class _Part:
         rest = b""
         async for piece in begun.pieces():
             *events, rest = (rest + piece).split(b"\n\n")
+            if not self.taken and any(map(is_stop, events)):
+                raise _Stopped
             self.waiting.extend(events)
             self._news.set()
             while self.all_begun and len(self.waiting) > MAX_WAITING_EVENTS:

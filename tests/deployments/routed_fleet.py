@@ -22,6 +22,11 @@ from deployments.router.router import Router
 from tests.deployments.fake_completions import FakeCompletions
 
 SPANS = [{"version": 7, "start": 0, "end": 3}]
+# vLLM's when its engine is dead; the second one is that of /v1/messages.
+ERROR = 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+NAMED_ERROR = (
+    'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"EngineDeadError"}}\n\n'
+)
 
 
 class Engine:
@@ -31,7 +36,7 @@ class Engine:
         self.refusal: str | None = None
         self.left = 0  # streams that were not read to their end
         self.asked: list[str] = []  # paths of the requests that passed the front
-        self.lives = asyncio.Event()  # answers of /late wait for it
+        self.lives = asyncio.Event()  # answers of /late and /long wait for it
         self.completions = FakeCompletions(self.fail)
         self.in_flight: Callable[[], int] = lambda: 0
         self.app = Starlette(
@@ -42,6 +47,7 @@ class Engine:
                 Route("/die-in-stream", self.die_in_stream, methods=["POST"]),
                 Route("/die-late", self.die_late, methods=["POST"]),
                 Route("/late", self.late, methods=["POST"]),
+                Route("/long", self.long, methods=["POST"]),
                 Route("/text", self.text),
                 Route("/metrics", self.metrics),
                 Route("/v1/completions", self.completions.completions, methods=["POST"]),
@@ -84,7 +90,7 @@ class Engine:
         async def events() -> AsyncIterator[str]:
             self.asked.append(request.url.path)
             self.refusal = "the engine is dead"
-            yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+            yield NAMED_ERROR if "named" in request.query_params else ERROR
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -94,7 +100,7 @@ class Engine:
             self.asked.append(request.url.path)
             yield 'data: {"n": 0, "choices": []}\n\n'
             self.refusal = "the engine is dead"
-            yield 'data: {"error": {"message": "EngineDeadError", "code": 500}}\n\n'
+            yield ERROR
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -103,6 +109,20 @@ class Engine:
         self.asked.append(request.url.path)
         await self.lives.wait()
         return PlainTextResponse("late")
+
+    async def long(self, request: Request) -> Response:
+        named = "named" in request.query_params
+
+        async def events() -> AsyncIterator[str]:
+            yield ("event: message_start\n" if named else "") + 'data: {"n": 0, "choices": []}\n\n'
+            await self.lives.wait()
+            if self.refusal is not None and "raises" in request.query_params:
+                raise RuntimeError("EngineDeadError")  # as on /v1/responses
+            if self.refusal is not None:
+                yield NAMED_ERROR if named else ERROR
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
 
     async def text(self, request: Request) -> Response:
         return PlainTextResponse("plain", headers={"x-own": "kept"})

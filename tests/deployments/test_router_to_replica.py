@@ -61,7 +61,7 @@ async def test_a_replica_that_dies_before_it_answers_is_nobodys_business() -> No
             assert (await client.get("/text")).headers["x-slipstream-replica"] in ("a", "b")
 
 
-@pytest.mark.parametrize("path", ["/die", "/die-in-stream"])
+@pytest.mark.parametrize("path", ["/die", "/die-in-stream", "/die-in-stream?named=1"])
 async def test_a_request_that_kills_its_engine_kills_two_at_most(path: str) -> None:
     async with service("a", "b", "c") as (fleet, _, client):
         # The engine of whoever is asked first dies of it, and says so; the next one's dies as well.
@@ -100,6 +100,30 @@ async def test_a_replica_that_is_stopped_in_order_gives_its_requests_away_and_th
         name = await _asked(fleet)
         fleet.engines[name].lives.set()
         assert (await asked).text == "late"
+
+
+@pytest.mark.parametrize("path", ["/long", "/long?raises=1", "/long?named=1"])
+async def test_a_stream_that_a_stop_in_order_cuts_off_is_not_counted(path: str) -> None:
+    async with service("a", "b", "c") as (fleet, router, client):
+        for _ in range(2):
+            async with client.stream("POST", path, content=b"long") as answer:
+                pieces = answer.aiter_raw()
+                text = await anext(pieces)
+                name = answer.headers["x-slipstream-replica"]
+                fleet.engines[name].refusal = "it is being stopped"
+                fleet.fronts[name].stop(in_order=True)
+                fleet.engines[name].lives.set()
+                text += b"".join([piece async for piece in pieces])
+            _, last, end = text.split(b"\n\n")
+            name, _, data = last.rpartition(b"data: ")
+            assert name == (b"event: error\n" if "named" in path else b"")
+            error = json.loads(data)["error"]
+            assert error["type"] == "replica_unavailable" and "is being stopped" in error["message"]
+            assert end == b""
+        for engine in fleet.engines.values():
+            engine.lives.set()
+        assert (await client.post(path, content=b"long")).text.endswith("data: [DONE]\n\n")
+        assert len(router._forwarder.deadly) == 0
 
 
 async def test_the_requests_of_a_replica_that_failed_are_counted_when_it_is_stopped() -> None:

@@ -164,10 +164,12 @@ async def test_a_part_whose_replica_is_lost_goes_elsewhere() -> None:
         assert sum(PROMPTS[:4] in lists for lists in asked_of(fleet).values()) == 1, "asked once"
 
 
-async def test_so_does_one_that_had_begun_while_the_client_has_nothing_of_it() -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+async def test_so_does_one_that_had_begun_while_the_client_has_nothing_of_it(in_order: bool) -> None:
     async with service("a", "b", "c", **ROOM) as (fleet, _, client):
         fleet.loads = {"c": 100}
         fleet.engines["b"].completions.dies = True
+        fleet.fronts["b"].stop(in_order=in_order)
         prompts = ["slow", *PROMPTS[1:]]
         posted = asyncio.create_task(client.post("/v1/completions", json={"prompt": prompts, "stream": True}))
         await until(lambda: sum(PROMPTS[4:] in lists for lists in asked_of(fleet).values()) == 2)

@@ -2,7 +2,8 @@
 
 Runs in each replica of the `rollout` Serve deployment: vLLM's own server arguments, routes that are added to
 vLLM's FastAPI application and say of the engine what a client of one vLLM server would read there, and what
-vLLM's answers lack for clients that were written for an earlier one. `cpu_seeds` runs in vLLM's workers.
+vLLM's answers lack for clients that were written for an earlier one. `waiting` has a request
+wait as long as its client does; `cpu_seeds` runs in vLLM's workers.
 
 Not here: vLLM's own routes, and which routes pass to a replica at all (`deployments.passed_routes`).
 

@@ -1,5 +1,6 @@
 """How a native update pauses, loads and resumes; partially updated weights are never trusted."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +32,13 @@ class RecordingEngine:
         )
         self.llm = SimpleNamespace(engine_core=core)
         self.fails = ""
+        self.answers = asyncio.Event()  # calls of the engine core wait for it
+        self.answers.set()
 
     def _core(self, name: str) -> Any:
         async def call(*args: Any, **options: Any) -> None:
             self.did.append(" ".join([name, *map(str, args), *map(str, options.values())]))
+            await self.answers.wait()
 
         return call
 
@@ -189,6 +193,24 @@ async def test_after_the_first_byte_nothing_can_be_undone(model: Path) -> None:
         await member.execute(receive(payload()))
     with pytest.raises(RuntimeError, match="a mixture of two versions"):
         await member.execute(DROP)
+
+
+@pytest.mark.parametrize("held_before", [False, True])
+async def test_a_pause_that_is_interrupted_is_taken_back(model: Path, held_before: bool) -> None:
+    """The hold of an earlier commit stays: its release is on the way."""
+    member, engine = member_of(model)
+    engine.held = held_before
+    engine.answers.clear()
+    receiving = asyncio.create_task(member.execute(receive(payload())))
+    while not engine.did:
+        await asyncio.sleep(0)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving  # whether the engine answers or not
+    engine.answers.set()
+    await member.execute(DROP)
+    assert engine.held is held_before and not member.partially_updated
+    assert engine.did == ["pause keep False", *([] if held_before else ["release"])]
 
 
 # -- weights that come from files ------------------------------------------------------------------

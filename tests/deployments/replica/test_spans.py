@@ -65,6 +65,27 @@ def test_a_stream_is_touched_only_after_a_choice_has_finished() -> None:
     assert events[2:] == [b"data: [DONE]", b""]
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        (b"message_delta", b'{"type":"message_delta","delta":{"stop_reason":"end_turn"}}'),
+        (b"response.completed", b'{"type":"response.completed","response":{"id":"r","error":null}}'),
+    ],
+)
+def test_named_events_have_the_version_where_the_answer_ends(name: bytes, data: bytes) -> None:
+    annotate = StreamAnnotator(recorder())
+    before = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
+    assert annotate(before) == before
+    named, _, annotated = annotate(b"event: " + name + b"\ndata: " + data + b"\n\n").partition(b"\n")
+    assert named == b"event: " + name and annotated.startswith(b"data: {") and annotated.endswith(b"}\n\n")
+    answer, expected = json.loads(annotated[len(b"data: ") :]), json.loads(data) | {"weight_version": 4}
+    if "response" in expected:  # clients keep this object alone: it is as it is without a stream
+        expected["response"]["weight_version"] = 4
+    assert answer == expected
+    half = b"event: " + name + b'\ndata: {"type'
+    assert annotate(half) == half
+
+
 def test_an_event_that_is_cut_in_two_passes_whole() -> None:
     annotate = StreamAnnotator(recorder())
     half = b'data: {"choices": [{"ind'
