@@ -16,6 +16,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Fixtures of several folders; they load Ray, which reads its environment.
 from deployments.weights.wire.ownership import disown, remove_orphans
+from tests.fake_hub import hub as hub
 from tests.fleet.adapter_fleet import adapted as adapted
 from tests.fleet.session_fleet import fleet as fleet
 

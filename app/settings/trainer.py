@@ -10,7 +10,7 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
     """The spec of a trainer.
 
     Args:
-        model: the checkpoint directory that `args.model` resolved to.
+        model: the checkpoint directory or hub id that `args.model` resolved to.
     """
     return TrainerSpec(
         model=model,
@@ -21,4 +21,5 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
         device=args.device.value,
         config=trainer,
         trust_remote_code=args.trust_remote_code,
+        revision=args.engine.extra.get("revision"),  # of the replicas: version 0 is the same everywhere
     )

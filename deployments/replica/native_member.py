@@ -15,7 +15,6 @@ engine unseen, so nothing is retained for the store.
 import asyncio
 import time
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,8 @@ from deployments.replica.server.arguments import EngineSpec
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.staged_update import compare
 from deployments.weights.store.file_read import FileRead
-from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, read_schema, repeated, torn
+from deployments.weights.store.hub import cached, schema_of
+from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, repeated, torn
 from deployments.weights.wire.chunk_layout import parse
 from deployments.weights.wire.digest import inspect
 
@@ -60,16 +60,19 @@ class NativeMember(EngineMember):
     """Drives vLLM's own transfer engines.
 
     Args:
-        model: the checkpoint that the engine was started from; it says which tensors an update must have.
+        spec: its model says which tensors an update must have.
         one_payload: a version comes as one payload, so what is missing is known before the first byte.
     """
 
     updates_in_place = True
 
-    def __init__(self, engine: Engine, model: str, *, one_payload: bool) -> None:
+    def __init__(self, engine: Engine, spec: EngineSpec, *, one_payload: bool) -> None:
         super().__init__(engine)
-        self._model = Path(model)
-        self._expected = read_schema(self._model)
+        arguments = spec.arguments
+        self._model = cached(spec.model, arguments.get("revision"), arguments.get("download_dir"))
+        self._expected = schema_of(
+            self._model, arguments.get("load_format", "auto"), of_hub=str(self._model) != spec.model
+        )
         self._one_payload = one_payload
         self._receiving: int | None = None
         self._loaded: int | None = None  # the round whose loading ended
@@ -253,7 +256,7 @@ def member_of(engine: Engine, spec: EngineSpec) -> EngineMember:
     """The member for an engine, by how its updates are staged."""
     if spec.staging != "none":
         return StagedMember(engine)
-    return NativeMember(engine, spec.model, one_payload=spec.backend == "nccl")
+    return NativeMember(engine, spec, one_payload=spec.backend == "nccl")
 
 
 def _compared(reading: FileRead) -> Offered:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -13,8 +14,10 @@ from deployments.logs import serve_logger
 from deployments.lost_calls import repeated
 from deployments.protocol.status import FleetStatus
 from deployments.trainer.addresses import free_port, own_address
+from deployments.trainer.checkpoint import BaseCheckpoint
 from deployments.trainer.spec import TrainerSpec
 from deployments.unary import UnaryHandle
+from deployments.weights.store.hub import downloaded
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
 from trainers.policy import Policy
@@ -31,6 +34,7 @@ class TrainerRank:
     """The part of a Ray actor that both kinds of worker have. Every method is called on all ranks alike,
     except `rendezvous_address` (rank 0) and `process_id`."""
 
+    _base: BaseCheckpoint
     _policy: Policy
     _learner: Learner
 
@@ -83,7 +87,14 @@ class TrainerRank:
         return metrics
 
     def _begin(self, rendezvous_address: tuple[str, int]) -> None:
-        """Seed, and join the other ranks."""
+        """Find the model on this rank's host, seed, and join the other ranks.
+
+        Raises:
+            ValueError: the model is no directory, and cannot be downloaded.
+        """
+        # Before the group, whose other ranks would wait for the download in it.
+        self._spec = replace(self._spec, model=str(downloaded(self._spec.model, self._spec.revision)))
+        self._base = BaseCheckpoint(Path(self._spec.model))
         torch.manual_seed(self._spec.config.seed)
         if self._spec.config.compute_dtype is not None and self._spec.device == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32, for products that autocast leaves

@@ -19,7 +19,8 @@ class TrainerSpec:
 
     Attributes:
         config: the section `trainer` of the configuration.
-        model: a checkpoint directory, loaded when the store has no version yet.
+        model: a checkpoint directory or a hub id, loaded when the store has no version yet.
+        revision: of the hub's repository; None: its main branch.
         device: "cpu" or "cuda".
         store_dir: the store of committed versions, shared with the controller.
         transport: its name in deployments.weights.transports.registry.
@@ -36,4 +37,5 @@ class TrainerSpec:
     chunk_bytes: int
     native: bool
     trust_remote_code: bool = False
+    revision: str | None = None
     publish_timeout_s: float = 900.0

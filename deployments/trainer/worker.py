@@ -16,7 +16,7 @@ from deployments.lost_calls import repeated
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.reports import StoreResult
 from deployments.thread_priority import YieldingThread
-from deployments.trainer.checkpoint import BaseCheckpoint, summary
+from deployments.trainer.checkpoint import summary
 from deployments.trainer.checkpoints import Checkpoints
 from deployments.trainer.lora.merged import MergedAdapter
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
@@ -48,10 +48,9 @@ class TrainerWorker(TrainerRank):
         super().__init__(spec, rank, controller)
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)
-        self._base = BaseCheckpoint(Path(spec.model))
         self._merged: MergedAdapter | None = None
         if spec.config.lora is not None:
-            self._merged = MergedAdapter(spec.config.lora, self._store, self._stored, Path(spec.model))
+            self._merged = MergedAdapter(spec.config.lora, self._store, self._stored)
         self._publish_thread = YieldingThread(NICE)
         self._digest: str | None = None  # of the version that was published last; on rank 0
 
@@ -62,8 +61,8 @@ class TrainerWorker(TrainerRank):
             ValueError: the model does not suit the trainer, or no version in the store can be used.
             OSError: the checkpoint cannot be read.
         """
-        spec = self._spec
         self._begin(rendezvous_address)
+        spec = self._spec
         fleet_id = self._fleet().fleet_id
         version = self._stored.newest(fleet_id)
         self._checkpoints = Checkpoints(
@@ -74,7 +73,7 @@ class TrainerWorker(TrainerRank):
         if self._merged is None:
             self._policy = self._read(self._store.path_of(version) if version else Path(spec.model))
         else:
-            base = self._merged.find_base(self._checkpoints, version, fleet_id)
+            base = self._merged.find_base(self._checkpoints, version, fleet_id, self._base.directory)
             self._policy = self._read(base, self._merged.config)
         self._learner = Learner(self._policy, spec.config, reference=self._reference())
         if version:

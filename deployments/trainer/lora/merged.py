@@ -21,27 +21,25 @@ from trainers.settings import LoraConfig
 class MergedAdapter:
     """The base of an adapter, on one rank of a trainer.
 
-    Args:
-        model: the directory of version 0.
-
     Attributes:
         base_version: the version that is the base; 0: the model.
     """
 
-    def __init__(self, config: LoraConfig, store: Store, stored: StoredWeights, model: Path) -> None:
+    def __init__(self, config: LoraConfig, store: Store, stored: StoredWeights) -> None:
         self.config = config
-        self._store, self._stored, self._model = store, stored, model
+        self._store, self._stored = store, stored
         self.base_version = 0
 
-    def find_base(self, checkpoints: Checkpoints, version: int, fleet_id: str | None) -> Path:
+    def find_base(self, checkpoints: Checkpoints, version: int, fleet_id: str | None, model: Path) -> Path:
         """Decide on the base of a trainer that starts, and say where it is. Called on every rank.
 
         Args:
             version: the newest in the store; 0: there is none.
+            model: the directory of version 0.
         """
         saved = of_rank_0(None if version == 0 else self._saved_base(checkpoints, version, fleet_id))
         self.base_version = version if saved is None or not self._is_usable(saved) else saved
-        return self._store.path_of(self.base_version) if self.base_version else self._model
+        return self._store.path_of(self.base_version) if self.base_version else model
 
     def about(self) -> Mapping[str, Any]:
         """What a checkpoint says of it, so that it is not continued as another one."""

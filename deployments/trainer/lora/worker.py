@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deployments.errors import Conflict, InvalidRequest
 from deployments.logs import serve_logger
-from deployments.trainer.checkpoint import BaseCheckpoint
 from deployments.trainer.lora.host_copies import host_copies
 from deployments.trainer.lora.publisher import AdapterPublisher, adapter_files
 from deployments.trainer.lora.resume import go_on, look, settings
@@ -45,7 +44,6 @@ class LoraWorker(TrainerRank):
     def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
         super().__init__(spec, rank, controller)
         self._store = Store(Path(spec.store_dir))
-        self._base = BaseCheckpoint(Path(spec.model))
         directory = self._store.directory.parent / "trainer" / f"lora-{_short(self._lora.name)}"
         self._state_file = StateFile(directory, 0)
 

@@ -39,10 +39,10 @@ from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread
 from deployments.weights.staging.throttle import Throttle
 from deployments.weights.store.file_read import FileRead
+from deployments.weights.store.hub import cached, schema_of
 from deployments.weights.store.model_files import copy_model_files
 from deployments.weights.store.retained import RetainedVersions
 from deployments.weights.store.version_writer import SHARE_OF_A_CORE, VersionWriter
-from deployments.weights.wire.checkpoint_schema import read_schema
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.received_chunk import ReceivedChunk
 from deployments.weights.wire.received_files import ReceivedFiles
@@ -74,14 +74,19 @@ class StagedWeightTransferEngine(PayloadStaging, WeightTransferEngine[Init, Upda
         super().__init__(config, vllm_config, device, model)
         # Not `model_config.model`: for a replica that caught up that is a version in the store, which will be
         # removed.
-        self.checkpoint = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
+        started_from = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
+        loading = vllm_config.load_config
+        checkpoint = cached(started_from, vllm_config.model_config.revision, loading.download_dir)
+        self.checkpoint = str(checkpoint)
         self.staging = make_staging(vllm_config, self.device, model)
         self.retained = RetainedVersions()
         self.version_writer = VersionWriter(
             write_files=partial(copy_model_files, self.checkpoint),
             share=SHARE_OF_A_CORE if self.device.type == "cpu" else 1.0,
         )
-        self.schema = read_schema(Path(self.checkpoint))
+        # One that caught up may be on a host without the hub's files: a version in the store is complete too.
+        source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
+        self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)
         self._lacking: frozenset[str] = frozenset()  # what this connection's publisher does not have
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
         self._update: StagedUpdate | None = None

@@ -123,9 +123,9 @@ class StagingWorkerExtension:
         """Where the tensors are that no publisher has sent: what this engine was loaded from, or else, since
         versions in the store are complete, the newest of them."""
         loaded, versions = Path(self.vllm_config.model_config.model), store.list()
-        if loaded.is_dir() or not versions:
+        if loaded.is_dir():
             return loaded
-        return store.path_of(versions[-1])
+        return store.path_of(versions[-1]) if versions else Path(self._staging_engine.checkpoint)
 
     def staging_store_state(self) -> dict[str, Any] | None:
         """How the last write to the store ended, a `StoreResult`; None if none has ended on this worker."""

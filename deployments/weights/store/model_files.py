@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from deployments.weights.store.hub import cached
 from deployments.weights.store.versions import MANIFEST
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", MANIFEST)
@@ -17,11 +18,6 @@ def copy_model_files(model: str, directory: Path) -> None:
     Raises:
         OSError: a file cannot be copied, or the hub's cache does not have the model.
     """
-    source = Path(model)
-    if not source.is_dir():
-        from huggingface_hub import snapshot_download
-
-        source = Path(snapshot_download(model, local_files_only=True))
-    for file in source.iterdir():
+    for file in cached(model).iterdir():
         if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
             shutil.copyfile(file, directory / file.name)

@@ -28,3 +28,9 @@ def test_without_staging_the_trainer_sends_with_vllms_own_engine() -> None:
     assert config.trainer is not None
     spec = trainer_spec(config, config.trainer, "/models/m")
     assert (spec.native, spec.chunk_bytes) == (True, 1 << 20)
+
+
+def test_the_trainer_begins_with_the_revision_that_the_replicas_load() -> None:
+    config = parse_config({"model": "org/m", **SEPARATE, "engine": {"extra": {"revision": "v2"}}})
+    assert config.trainer is not None
+    assert trainer_spec(config, config.trainer, "org/m").revision == "v2"

@@ -18,6 +18,7 @@ from deployments.protocol.reports import Outcome, Report
 from deployments.replica.follower import Follower
 from deployments.replica.member import EngineMember
 from deployments.replica.native_member import NativeMember
+from deployments.replica.server.arguments import EngineSpec
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.wire.chunk_layout import describe
 from tests.deployments.ledger.fake_replica import FakeReplica
@@ -27,6 +28,7 @@ from tests.simulation.work import Work
 
 FIRST_VERSION = 3
 LIMIT_S = 10.0
+SPEC = EngineSpec(model="no/such/directory", served_model_name="m", backend="ipc", staging="none")
 
 
 def payload(round_id: int) -> JsonValue:
@@ -158,7 +160,7 @@ class OverEngine(Following):
         engine = FakeEngine(self._llm, FastAPI(), FIRST_VERSION)  # type: ignore[arg-type]
         member: EngineMember = StagedMember(engine)
         if in_place:
-            member = NativeMember(engine, "no/such/directory", one_payload=False)
+            member = NativeMember(engine, SPEC, one_payload=False)
         super().__init__(member)
 
     @property

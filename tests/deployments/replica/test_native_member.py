@@ -14,8 +14,10 @@ from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Staged, Swapped
 from deployments.replica.native_member import NativeMember
+from deployments.replica.server.arguments import EngineSpec
 from deployments.weights.store.checkpoint import Checkpoint, stated
 from deployments.weights.wire.chunk_layout import describe
+from tests.fake_hub import FakeHub
 from tests.tiny_models import tiny_llama
 
 
@@ -83,9 +85,14 @@ def commit(*, hold: bool = False, kv_cache: KvCache = KvCache.RECOMPUTE) -> Comm
     return Commit(round_id=9, version=5, hold=hold, kv_cache=kv_cache, in_flight=InFlight.KEEP)
 
 
-def member_of(model: Path, *, one_payload: bool = True) -> tuple[NativeMember, RecordingEngine]:
+def member_of(
+    model: Path | str, *, one_payload: bool = True, **arguments: str
+) -> tuple[NativeMember, RecordingEngine]:
     engine = RecordingEngine()
-    return NativeMember(engine, str(model), one_payload=one_payload), engine  # type: ignore[arg-type]
+    spec = EngineSpec(
+        model=str(model), served_model_name="m", backend="nccl", staging="none", arguments=arguments
+    )
+    return NativeMember(engine, spec, one_payload=one_payload), engine  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("hold", "last"), [(True, []), (False, ["release"])])
@@ -146,6 +153,16 @@ async def test_what_does_not_fit_is_rejected_before_the_first_byte(
         await member.execute(receive(sent))
     assert engine.did == [] and not member.partially_updated
     await member.execute(DROP)
+
+
+async def test_what_does_not_fit_a_model_of_the_hub_is_rejected_too(model: Path, hub: FakeHub) -> None:
+    hub.repositories["org/tiny"] = model
+    member, engine = member_of("org/tiny", revision="v2", download_dir="/large")
+    ((_, options),) = hub.asked
+    assert (options["revision"], options["cache_dir"], options["local_files_only"]) == ("v2", "/large", True)
+    with pytest.raises(PayloadRejected, match=r"'model\.norm\.weight' is missing"):
+        await member.execute(receive(payload(without="model.norm.weight")))
+    assert engine.did == []
 
 
 async def test_a_tensor_that_never_came_is_found_at_the_end_and_breaks_the_replica(model: Path) -> None:

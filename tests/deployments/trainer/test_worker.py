@@ -1,6 +1,7 @@
 """One rank without Ray and without a fleet: what is published and what is stored."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from deployments.weights.wire.digest import digest
 from tests.deployments.fake_controller import FakeController
 from tests.deployments.trainer.one_worker import BATCH, equal, published, small_spec, started
 from tests.deployments.trainer.trainer_specs import with_config
+from tests.fake_hub import FakeHub
 
 
 @pytest.fixture
@@ -199,3 +201,25 @@ def test_a_checkpoint_is_never_saved_over_what_is_there(spec: TrainerSpec, tmp_p
         with pytest.raises(InvalidRequest, match="path must be a"):
             worker.save(str(path))
     assert (taken / "config.json").read_text() == "mine" and len(list(taken.iterdir())) == 1
+
+
+def test_a_model_of_the_hub_is_trained_from_where_it_was_downloaded_to(
+    spec: TrainerSpec, tmp_path: Path, hub: FakeHub
+) -> None:
+    hub.repositories["org/tiny"] = Path(spec.model)
+    controller = FakeController()
+    worker = started(replace(spec, model="org/tiny", revision="v2"), controller)
+    assert [(model, options["revision"]) for model, options in hub.asked] == [("org/tiny", "v2")]
+    worker.step(BATCH)
+    published(worker)
+    assert worker.flush(30.0)
+    stored = Path(controller.stored_versions[1])
+    assert equal(load_file(stored / "model.safetensors"), controller.received)
+    assert (stored / "config.json").is_file() and (stored / "tokenizer.json").is_file()
+    again = started(replace(spec, model="org/tiny"), controller)
+    assert again.save(str(tmp_path / "saved")).step == 1, "it goes on from the store"
+
+
+def test_a_model_that_cannot_be_downloaded_is_named(spec: TrainerSpec, hub: FakeHub) -> None:
+    with pytest.raises(ValueError, match="a Hugging Face id that can be downloaded, got 'org/tiny'"):
+        started(replace(spec, model="org/tiny"), FakeController())

@@ -1,6 +1,7 @@
 """One rank that trains an adapter, without Ray and without a fleet: what is published."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.deployments.trainer.lora.one_adapter import (
 )
 from tests.deployments.trainer.one_worker import BATCH, equal
 from tests.deployments.trainer.trainer_specs import with_config
+from tests.fake_hub import FakeHub
 from tests.tiny_adapters import save_tiny_adapter
 
 pytestmark = pytest.mark.timeout(300)
@@ -203,3 +205,12 @@ def test_an_adapter_is_saved_beside_the_store_and_not_just_anywhere(
     for wrong in ("relative", "/proc/1/x/y"):
         with pytest.raises(InvalidRequest, match="path must be"):
             worker.save(wrong)
+
+
+def test_the_base_may_be_a_model_of_the_hub(
+    spec: TrainerSpec, controller: FakeAdapterController, hub: FakeHub
+) -> None:
+    hub.repositories["org/tiny"] = Path(spec.model)
+    worker = started(replace(spec, model="org/tiny"), controller)
+    worker.step(BATCH)
+    assert published(worker).version == 1

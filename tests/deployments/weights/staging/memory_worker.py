@@ -112,18 +112,21 @@ class MemoryWorker(CPUWorker, StagingWorkerExtension):  # in the order in which 
     """A worker that was never started: no device, no distributed environment."""
 
     def __init__(
-        self, checkpoint: Path, *, index: int = 0, loaded: Path | None = None, shadow: bool = False
+        self, checkpoint: Path | str, *, index: int = 0, loaded: Path | None = None, shadow: bool = False
     ) -> None:
         """One that was loaded from the checkpoint of the fleet, or from a version in the store.
 
         Args:
+            checkpoint: a directory, or a hub id.
             shadow: the next version is prepared beside the one that serves.
         """
         self.model = Model()
         record_metadata_for_reloading(self.model)  # as vLLM's loader does it
         self.rank = index
         self.vllm_config = VllmConfig()
-        self.vllm_config.model_config = SimpleNamespace(model=str(loaded or checkpoint), dtype=torch.float32)
+        self.vllm_config.model_config = SimpleNamespace(
+            model=str(loaded or checkpoint), revision=None, dtype=torch.float32
+        )
         self.vllm_config.additional_config = {"checkpoint": str(checkpoint)}
         self.vllm_config.parallel_config.rank = index
         self.vllm_config.parallel_config.world_size = 2

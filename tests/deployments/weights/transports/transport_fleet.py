@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config import LoadConfig
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from deployments.protocol.publishing import LACKING
@@ -245,7 +246,8 @@ def _until(states: Callable[[], list[Any]], reached: Callable[[Any], bool]) -> N
 def _engine(transport: str, directory: str, device: torch.device, corrupt: bool) -> Engine:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
-        model_config=SimpleNamespace(model=directory),
+        model_config=SimpleNamespace(model=directory, revision=None),
+        load_config=LoadConfig(),
         additional_config={},
         speculative_config=None,
     )

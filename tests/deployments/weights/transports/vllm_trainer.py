@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 from torch.multiprocessing import reductions
+from vllm.config import LoadConfig
 from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 from vllm.distributed.weight_transfer import ipc_engine, nccl_common, nccl_engine, packed_tensor
@@ -255,7 +256,8 @@ class VllmReceiver(Receiver):
     def __init__(self, wire: str, directory: str) -> None:
         config = SimpleNamespace(
             parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
-            model_config=SimpleNamespace(model=directory),
+            model_config=SimpleNamespace(model=directory, revision=None),
+            load_config=LoadConfig(),
             additional_config={},
             speculative_config=None,
         )

@@ -1,10 +1,13 @@
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from deployments.weights.wire.checkpoint_schema import (
+    INDEX,
     MAX_NAMED,
     TensorSpec,
     join_reasons,
@@ -34,6 +37,29 @@ def test_a_file_without_a_header_is_named(tmp_path: Path, content: bytes) -> Non
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=f"{file} has no safetensors header that can be read"):
+        read_schema(tmp_path)
+
+
+def test_the_same_weights_in_another_format_beside_them_are_no_tensors_of_the_model(tmp_path: Path) -> None:
+    """As Mistral's repositories have them, and those that keep the file that was sharded."""
+    directory = save_tiny_llama(tmp_path, 1)
+    expected = read_schema(directory)
+    save_file({"layers.0.attention.wq.weight": torch.ones(1)}, directory / "consolidated.safetensors")
+    assert read_schema(directory) == expected
+    save_file({"old": torch.ones(1)}, directory / "old.safetensors")
+    weight_map = dict.fromkeys(expected or {}, "model.safetensors")
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert read_schema(directory) == expected
+
+
+def test_mistrals_own_format_alone_is_the_model(tmp_path: Path) -> None:
+    save_file({"norm.weight": torch.ones(1)}, tmp_path / "consolidated.safetensors")
+    assert read_schema(tmp_path) == {"norm.weight": TensorSpec(dtype="float32", shape=(1,))}
+
+
+def test_an_index_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text("[]")
+    with pytest.raises(ValueError, match=r"index\.json is not an index that can be read"):
         read_schema(tmp_path)
 
 

@@ -1,0 +1,105 @@
+"""Where a model's files are on this host, also if its name is a Hugging Face id.
+
+downloaded   a trainer's: all that a checkpoint needs
+cached       an engine's: vLLM has downloaded what it loads
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from deployments.logs import serve_logger
+from deployments.weights.store.checkpoint_files import files_of
+from deployments.weights.wire.checkpoint_schema import MISTRAL, Schema, read_schema
+
+CONFIG = "config.json"
+# Not *.bin and the like, of which a repository may have as many bytes again.
+_NEEDED: Sequence[str] = (
+    *("*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja", "*.tiktoken"),
+    *("tokenizer*", "chat_template*"),
+)
+_NOT_NEEDED = ("*/*", f"{MISTRAL}*")  # other formats, many of them in folders
+logger = serve_logger()
+
+
+def downloaded(model: str, revision: str | None = None) -> Path:
+    """The directory of a checkpoint; downloaded, if the hub's cache does not have it. The hub's own locks
+    make processes of one host wait for each other.
+
+    Args:
+        model: a directory, which is left alone, or a hub id.
+        revision: of the hub's repository; None: its main branch.
+
+    Raises:
+        ValueError: it is neither, or cannot be downloaded.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=[*_NEEDED], ignore_patterns=[*_NOT_NEEDED]
+            )
+        )
+    except Exception as error:  # the hub's errors and those of its HTTP library have no base in common
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"'model': expected a checkpoint directory, or a Hugging Face id that can be downloaded, got "
+            f"{model!r}: {type(error).__name__}: {reason:.500}"
+        ) from error
+
+
+def cached(model: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
+    """The directory of what an engine of this host was loaded from; the name itself, as a path, if the hub's
+    cache does not have it. Asks no network.
+
+    Args:
+        model: a directory, or a hub id.
+        cache_dir: the engine's `download_dir`; None: the hub's own.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        # One pattern: the cache lacks files that vLLM had no use for, and the hub calls that incomplete.
+        found = snapshot_download(
+            model, revision=revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=[CONFIG]
+        )
+    except (OSError, ValueError):  # not there, or no hub id: a GGUF file, an address of object storage
+        return Path(model)
+    return Path(found)
+
+
+def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | None:
+    """The tensors that an update of an engine must have.
+
+    None if nobody here can say, with a warning: of a checkpoint in another format vLLM alone knows the names.
+
+    Args:
+        directory: what the engine was loaded from.
+        load_format: the engine's; with `dummy` weights there need not be any files.
+        of_hub: whether it is the hub's, which may hold a part of the checkpoint.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file has no safetensors header.
+    """
+    schema = None if of_hub and not _is_whole(directory) else read_schema(directory)
+    if schema is None and load_format != "dummy":
+        logger.warning(
+            "names, shapes and completeness of updates are not checked: %s has no complete checkpoint in "
+            "safetensors on this host (load_format %s)",
+            directory,
+            load_format,
+        )
+    return schema
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether all files of a checkpoint with Hugging Face's names are there."""
+    try:
+        return any(not file.name.startswith(MISTRAL) for file in files_of(directory))
+    except ValueError:
+        return False

@@ -1,0 +1,129 @@
+"""Where the files of a hub id are on this host."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import snapshot_download
+from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
+from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
+
+from deployments.logs import serve_logger
+from deployments.weights.store.hub import cached, downloaded, schema_of
+from deployments.weights.wire.checkpoint_schema import INDEX, read_schema
+from tests.fake_hub import FakeHub
+from tests.tiny_models import save_tiny_llama
+
+
+def test_a_directory_is_left_alone(tmp_path: Path, hub: FakeHub) -> None:
+    assert downloaded(str(tmp_path)) == tmp_path
+    assert hub.asked == []
+
+
+def test_a_hub_id_is_downloaded_without_weights_in_other_formats(tmp_path: Path, hub: FakeHub) -> None:
+    hub.repositories["org/tiny"] = tmp_path
+    assert downloaded("org/tiny", "v2") == tmp_path
+    ((model, options),) = hub.asked
+    assert (model, options["revision"]) == ("org/tiny", "v2")
+    assert {"*.safetensors", "*.json", "*.model", "tokenizer*"} <= set(options["allow_patterns"])
+    assert options["ignore_patterns"] == ["*/*", "consolidated*"]
+
+
+@pytest.mark.parametrize("model", ["org/other", "/no/such/directory", "a/b/c"])
+def test_what_cannot_be_downloaded_gets_a_sentence(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's own library says it; it has no network here."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=re.escape(f"can be downloaded, got {model!r}: ")) as caught:
+        downloaded(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_of_the_hubs_http_library_is_a_sentence_too(hub: FakeHub) -> None:
+    class ProxyError(Exception):
+        """As of httpx2: no OSError."""
+
+    def fails(*args: Any, **options: Any) -> str:
+        raise ProxyError("407 Proxy\n Authentication Required")
+
+    hub.download = fails
+    with pytest.raises(ValueError, match="ProxyError: 407 Proxy Authentication Required"):
+        downloaded("org/tiny")
+    hub.download = lambda *args, **options: _raise(LocalEntryNotFoundError("no network"))
+    with pytest.raises(ValueError, match="LocalEntryNotFoundError: no network"):
+        downloaded("org/tiny")
+
+
+def test_what_an_engine_was_loaded_from_is_looked_for_in_its_cache_alone(
+    tmp_path: Path, hub: FakeHub
+) -> None:
+    hub.repositories["org/tiny"] = tmp_path
+    assert cached("org/tiny", "v2", "/large") == tmp_path
+    ((_, options),) = hub.asked
+    assert (options["revision"], options["cache_dir"], options["local_files_only"]) == ("v2", "/large", True)
+    assert cached(str(tmp_path)) == tmp_path
+    assert cached("org/other") == Path("org/other"), "not there"
+    assert len(hub.asked) == 2
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/model", "org/repo:Q4_K_M", "/no/such/model.gguf"])
+def test_a_name_that_is_no_hub_id_is_left_to_vllm(name: str) -> None:
+    assert cached(name) == Path(name)
+
+
+def test_files_that_an_engine_had_no_use_for_may_be_lacking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's own library, and a cache as vLLM leaves it: the list of all files, and not all of them."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository, commit = tmp_path / "models--org--tiny", "a" * 40
+    snapshot = save_tiny_llama(repository / "snapshots" / commit, 1)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    names = [file.name for file in snapshot.iterdir()] + ["README.md"]
+    write_tree_cache(str(repository), commit, {name: TreeCacheEntry(size=1, blob_id="b") for name in names})
+    with pytest.raises(IncompleteSnapshotError):
+        snapshot_download("org/tiny", cache_dir=tmp_path, local_files_only=True)
+    assert cached("org/tiny", cache_dir=str(tmp_path)) == snapshot
+
+
+def test_the_schema_of_a_whole_checkpoint_is_known(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    directory = save_tiny_llama(tmp_path, 1)
+    assert schema_of(directory, "auto", of_hub=True) == read_schema(directory) is not None
+    assert log.messages == []
+
+
+def test_a_part_of_a_checkpoint_in_the_hubs_cache_is_not_taken_for_the_whole(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """A trainer of the same host may be downloading it."""
+    directory = save_tiny_llama(tmp_path, 1)
+    weight_map = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert schema_of(directory, "auto", of_hub=True) is None
+    assert "names, shapes and completeness of updates are not checked" in log.text
+
+
+def test_mistrals_own_names_say_nothing_of_an_update(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    file = save_tiny_llama(tmp_path, 1) / "model.safetensors"
+    file.rename(tmp_path / "consolidated.safetensors")
+    assert schema_of(tmp_path, "auto", of_hub=True) is None
+    assert schema_of(tmp_path, "auto", of_hub=False) is not None
+
+
+def test_nobody_is_warned_of_dummy_weights(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    assert schema_of(tmp_path, "dummy", of_hub=False) is None and log.messages == []
+    assert schema_of(tmp_path, "auto", of_hub=False) is None and len(log.messages) == 1
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    serve_logger().addHandler(caplog.handler)  # Ray's logger does not pass its records on
+    yield caplog
+    serve_logger().removeHandler(caplog.handler)
+
+
+def _raise(error: Exception) -> str:
+    raise error

@@ -1,0 +1,34 @@
+"""Stands where Hugging Face's hub does."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+
+class FakeHub:
+    """Repositories that are in its cache, by their ids; others cannot be reached."""
+
+    def __init__(self) -> None:
+        self.repositories: dict[str, Path] = {}
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.download: Callable[..., str] = self._download
+
+    def snapshot_download(self, repo_id: str, **options: Any) -> str:
+        """As `huggingface_hub.snapshot_download`."""
+        self.asked.append((repo_id, options))
+        return self.download(repo_id, **options)
+
+    def _download(self, repo_id: str, **options: Any) -> str:
+        if repo_id not in self.repositories:
+            raise LocalEntryNotFoundError(f"{repo_id} is not in the cache, and the hub cannot be reached")
+        return str(self.repositories[repo_id])
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    hub = FakeHub()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    return hub
