@@ -184,8 +184,7 @@ async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes
         with pytest.raises(RuntimeError, match="worker group is broken"):
             await trainer.check_health()
     async with running(spec) as trainer:
-        status = await trainer.status()
-        assert (status.version, status.step) == (1, 1)
+        assert ((status := await trainer.status()).version, status.step) == (1, 1)
         with pytest.raises(OtherStep, match="expected a trainer after step 2, got one after step 1"):
             await trainer.publish("step 2", 2)  # which died with the worker
         assert (await trainer.publish("step 1", 1)).label == "step 1"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from deployments.weights.store.checkpoint import Checkpoint, confined, stated
 from deployments.weights.store.checkpoint_files import INDEX
 from deployments.weights.store.version_writer import CommittedVersion, write_version
-from deployments.weights.store.versions import MANIFEST, Store
+from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
 
 TENSORS = {
@@ -233,76 +233,6 @@ def test_a_file_that_leads_out_of_the_roots_is_refused_and_one_that_stays_is_not
     (root / "snapshot" / "model.safetensors").symlink_to(out / "aa")
     with pytest.raises(ValueError, match="is a link to a file outside of"):
         Checkpoint.open(str(root / "snapshot"), [root])
-
-
-# -- what a manifest states ------------------------------------------------------------------------
-
-
-def version_of(tmp_path: Path) -> Path:
-    store = Store(tmp_path / "store")
-    return write_version(CommittedVersion(version=3, label=None, tensors=TENSORS), store, lambda _: None)
-
-
-def rotten(directory: Path, name: str) -> None:
-    """One byte of this tensor is another one."""
-    (part,) = [part for part in opened(directory, 1).parts if name in part.names]
-    with Path(part.path).open("r+b") as file:
-        file.seek(part.ranges[0][0])
-        byte = file.read(1)[0]
-        file.seek(part.ranges[0][0])
-        file.write(bytes([byte ^ 1]))
-
-
-def test_a_stored_version_has_the_digests_that_its_manifest_states(tmp_path: Path) -> None:
-    checkpoint = opened(version_of(tmp_path))
-    assert checkpoint.written is not None and checkpoint.written.version == 3
-    for part in checkpoint.parts:
-        assert stated(part, checkpoint.written) == stated(part)
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_that_is_not_the_one_that_was_written_is_named(tmp_path: Path, name: str) -> None:
-    directory = version_of(tmp_path)
-    rotten(directory, name)
-    checkpoint = opened(directory)
-    with pytest.raises(
-        ValueError, match=f"^version 3 in {directory} is damaged: '{name}' was written with digest .* and has"
-    ):
-        [stated(part, checkpoint.written) for part in checkpoint.parts]
-
-
-def test_tensors_that_a_manifest_does_not_name_or_that_are_gone_are_named(tmp_path: Path) -> None:
-    directory = version_of(tmp_path)
-    tensors = {name: TENSORS[name] for name in TENSORS if name != "odd"}
-    save_file({**tensors, "more": torch.ones(2)}, directory / "model.safetensors")
-    with pytest.raises(ValueError, match="is damaged: 'more' is not in its manifest"):
-        opened(directory)
-    save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(ValueError, match="is damaged: 'odd' was written and is gone"):
-        opened(directory)
-
-
-def test_a_manifest_without_digests_is_not_compared(tmp_path: Path) -> None:
-    """As trainers wrote it in release 0.1."""
-    directory = version_of(tmp_path)
-    manifest = json.loads((directory / MANIFEST).read_text())
-    for tensor in manifest["tensors"].values():
-        del tensor["digest"]
-    (directory / MANIFEST).write_text(json.dumps(manifest))
-    rotten(directory, "w")
-    save_file({**TENSORS, "more": torch.ones(2)}, directory / "model.safetensors")
-    checkpoint = opened(directory)
-    assert {name for part in checkpoint.parts for name in stated(part, checkpoint.written).names} > {"more"}
-
-
-def test_another_programs_file_of_that_name_states_nothing(tmp_path: Path) -> None:
-    directory = whole(tmp_path / "model")
-    assert opened(directory).written is None
-    (directory / MANIFEST).write_text('{"version": "1.2", "files": []}')
-    assert opened(directory).written is None
-    (directory / MANIFEST).unlink()
-    os.mkfifo(directory / MANIFEST)  # would wait for a writer
-    assert opened(directory).written is None
 
 
 # -- while it is read ------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""A job whose trainer or answers are lost, or which is killed: each step is made once."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.client.connection import FleetError
+from app.jobs import metrics
+from tests.app.jobs.fake_fleet import FakeFleet, run_job
+
+
+@pytest.mark.parametrize("call", ["step", "publish"])
+async def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
+    tmp_path: Path, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    fleet.loses[call] = 1
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert len(fleet.batches) == 2 and fleet.labels == ["step 1", "step 2"]
+    assert [record.version for record in records] == [5, 6]
+    assert capsys.readouterr().out.count("asking the trainer whether it was done") == 1
+
+
+async def test_a_trainer_that_restarts_is_waited_for_and_the_step_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    fleet.restarts = 2
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert [record.version for record in records] == [5, 6] and len(fleet.batches) == 2
+    out = capsys.readouterr().out
+    assert out.count("/train/step: trying again for up to 10 s") == 1
+
+
+async def test_a_step_that_the_trainer_lost_before_its_round_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    fleet.dies_before_publishing = 1
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert len(fleet.batches) == 3 and fleet.batches[0] == fleet.batches[1]
+    assert fleet.labels == ["step 1", "step 2"] and [record.version for record in records] == [5, 6]
+    assert [record.trainer["step"] for record in records] == [4, 5]
+    out = capsys.readouterr().out
+    assert "step 1 was lost before it was published, it is made again: got one after step 3" in out
+
+
+async def test_a_trainer_that_loses_each_step_ends_the_run(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    fleet.dies_before_publishing = 3
+    with pytest.raises(FleetError, match="step 1 was lost 3 times before it was published"):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert fleet.labels == []
+
+
+async def test_a_step_that_takes_longer_than_the_runs_patience_is_not_made_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.run.PATIENCE_S", 0.05)
+    monkeypatch.setattr("app.jobs.training.LOOK_S", 0.02)
+    fleet = BusyFleet()
+    fleet.loses["step"] = 1
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
+    assert len(fleet.batches) == 1 and [record.version for record in records] == [5]
+
+
+class BusyFleet(FakeFleet):
+    """Its trainer goes on with a step whose answer was lost."""
+
+    def lose(self, call: str, request: httpx.Request) -> None:
+        self.busy = 10
+        super().lose(call, request)
+
+
+class Killed(Exception):
+    """The job, where a test kills it."""
+
+
+class KillingFleet(FakeFleet):
+    """The job does not live to see the answer to one of its calls, done or not."""
+
+    def __init__(self, path: str, *, done: bool) -> None:
+        super().__init__()
+        self.kills: str | None = path
+        self.done = done
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        kills = self.kills == request.url.path and len(self.labels) == 1
+        answer = await super().answer(request) if self.done or not kills else None
+        if answer is None or kills:
+            self.kills = None
+            raise Killed
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "done"),
+    [("/train/step", True), ("/train/step", False), ("/train/publish", True), ("/train/publish", False)],
+)
+async def test_a_job_that_was_killed_in_a_step_learns_from_each_problem_once(
+    path: str, done: bool, tmp_path: Path
+) -> None:
+    fleet = KillingFleet(path, done=done)
+    with pytest.raises(Killed):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4")
+    assert len(metrics.records(tmp_path / "m.jsonl")) == 1
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4", resuming=True)
+    assert [record.step for record in records] == [1, 2, 3, 4]
+    assert len(fleet.batches) == 4, "one batch a step, and none twice"
+    assert fleet.labels == ["step 1", "step 2", "step 3", "step 4"]
+    assert [record.version for record in records] == [5, 6, 7, 8]
+    assert records[-1].next_problem + len(records[-1].consumed_ahead) == 8, "four steps of two problems"
