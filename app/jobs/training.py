@@ -21,7 +21,7 @@ from trainers.trajectory import Trajectory
 
 PUBLISH_ATTEMPTS = 3
 LOOK_S = 1.0  # how often the trainer is asked whether it still does what it was asked for
-BUSY_S = 3600.0  # with one thing; the trainer's own limits (`step_timeout_s`) end it long before
+BUSY_S = 3600.0  # the trainer's own limits (`step_timeout_s`) end what it does long before
 
 Result = TypeVar("Result")
 Say = Callable[[str], object]
@@ -106,16 +106,17 @@ class Training:
         """The trainer's status when it does nothing.
 
         Raises:
-            FleetError: it has done one thing for too long, or nobody answers.
+            FleetError: it is busy for too long, or nobody answers.
         """
+        deadline = time.monotonic() + BUSY_S
         while True:
             status = await self._client.send(calls.train_status())
             if status.doing is None:
                 return status
-            if status.doing_s > BUSY_S:
+            if status.doing_s > BUSY_S or time.monotonic() > deadline:
                 raise FleetError(
-                    f"the trainer has been busy with {status.doing!r} for {status.doing_s:.0f} s: look at "
-                    "its logs, and go on with --resume when it is free"
+                    f"the trainer is not free, and has been busy with {status.doing!r} for "
+                    f"{status.doing_s:.0f} s: look at its logs, and go on with --resume when it is free"
                 )
             await asyncio.sleep(LOOK_S)
 

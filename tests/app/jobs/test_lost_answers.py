@@ -65,6 +65,18 @@ async def test_a_step_that_takes_longer_than_the_runs_patience_is_not_made_twice
     assert len(fleet.batches) == 1 and [record.version for record in records] == [5]
 
 
+async def test_a_trainer_that_is_never_free_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.training.BUSY_S", 0.1)
+    monkeypatch.setattr("app.jobs.training.LOOK_S", 0.02)
+    fleet = FakeFleet()
+    fleet.busy = 1000
+    with pytest.raises(FleetError, match="the trainer is not free, and has been busy with 'step' for"):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
+    assert fleet.batches == []
+
+
 class BusyFleet(FakeFleet):
     """Its trainer goes on with a step whose answer was lost."""
 
