@@ -125,11 +125,14 @@ def append(path: Path, record: StepRecord) -> None:
 def _end_last_line(stream: BinaryIO) -> None:
     """A job that was killed while it wrote, or a full disk, leaves a part of a line: it is removed, unless it
     is a record that lacks its end alone."""
+    if stream.seek(0, os.SEEK_END) == 0:
+        return
+    stream.seek(-1, os.SEEK_END)
+    if stream.read() == b"\n":
+        return
     stream.seek(0)
     content = stream.read()
     rest = content.rpartition(b"\n")[2]
-    if not rest:
-        return
     try:
         _RECORD.validate_json(rest)
     except ValueError:
