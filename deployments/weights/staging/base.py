@@ -60,6 +60,9 @@ class Staging(Protocol):
         queued.
         """
 
+    def live_loaded(self) -> None:
+        """The live model was loaded otherwise. Called as `swap`, while no version is staged."""
+
     def retire(self) -> None:
         """Free what the swap has replaced. Called on the staging thread, after the swap."""
 

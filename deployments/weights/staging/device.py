@@ -62,12 +62,12 @@ class DeviceStaging:
         self._poison = NanPoison(self._shadow, model)
         warm_up(device)
         self._poison.warm_up()
-        with torch.no_grad():
-            self._pairs.copy_to_shadow()
         self._plans = LoadPlans()
         self._received: set[Chunk] = set()
         self._open = False
-        self._swapped = torch.cuda.Event()
+        # Whether it differs from the live model. A round that lacks tensors leaves those of the shadow.
+        self._differs = True
+        self._live_written = torch.cuda.Event()
         torch.cuda.current_stream(device).synchronize()
 
     def begin(self) -> None:
@@ -117,7 +117,12 @@ class DeviceStaging:
         # is prepared meanwhile. If the device fails, the next step fails too.
         self._pairs.copy_to_live()
         self._derived.swap()
-        self._swapped.record()
+        self._differs = False
+        self._live_written.record()
+
+    def live_loaded(self) -> None:
+        self._differs = True
+        self._live_written.record()
 
     def retire(self) -> None:
         pass  # the memory is the next version's
@@ -133,7 +138,11 @@ class DeviceStaging:
 
     def _start(self) -> None:
         self._open = True
-        torch.cuda.current_stream().wait_event(self._swapped)  # the shadow may still be read
+        torch.cuda.current_stream().wait_event(self._live_written)  # by the swap, which reads the shadow
+        if self._differs:  # its first round, or what an abandoned one left, or the live model was loaded
+            self._pairs.copy_to_shadow()
+            self._derived.copy_to_shadow()
+        self._differs = True
         if self._layerwise:
             with self._config():
                 initialize_layerwise_reload(self._shadow)
@@ -169,7 +178,7 @@ class DeviceStaging:
         return unfilled
 
     def _abandon_layers(self) -> None:
-        """Give the shadow its own tensors back. Their content is undefined until the next round fills it."""
+        """Give the shadow its own tensors back, whatever is in them."""
         for layer in self._shadow.modules():
             info = get_layerwise_info(layer)
             if info.can_load():

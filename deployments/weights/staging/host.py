@@ -103,6 +103,9 @@ class HostStaging:
             finalize_layerwise_reload(self._model, self._model_config)
         self.drop()
 
+    def live_loaded(self) -> None:
+        pass
+
     def retire(self) -> None:
         pass
 

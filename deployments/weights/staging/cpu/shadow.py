@@ -92,6 +92,9 @@ class CpuShadowStaging:
     def swap(self) -> None:
         self._exchange.swap()
 
+    def live_loaded(self) -> None:
+        pass
+
     def retire(self) -> None:
         self._open = False
         self._exchange.release()

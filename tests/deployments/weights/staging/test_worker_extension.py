@@ -282,6 +282,12 @@ def test_host_staging_has_no_load_plans(worker: MemoryWorker) -> None:
     assert from_wire(LoadPlanSummary, worker.staging_plans()) == LoadPlanSummary(chunks=0, refused=())
 
 
-def test_a_checkpoint_is_loaded_by_the_model_runner(worker: MemoryWorker) -> None:
+def test_a_checkpoint_is_loaded_by_the_model_runner_and_the_staging_learns_of_it(
+    worker: MemoryWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str | None] = []
+    monkeypatch.setattr(
+        worker.engine.staging, "live_loaded", lambda: loaded.append(worker.model_runner.loaded_from)
+    )
     worker.load_checkpoint("/store/v00000005")
-    assert worker.model_runner.loaded_from == "/store/v00000005"
+    assert loaded == ["/store/v00000005"]

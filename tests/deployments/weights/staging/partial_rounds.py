@@ -1,0 +1,195 @@
+"""Rounds that lack a layer, on real vLLM models; prints what differs from a fresh load, a line of JSON each.
+
+    python -m tests.deployments.weights.staging.partial_rounds DIRECTORY host|shadow|device
+
+A process of its own: vLLM's parallel state and current configuration are global.
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PretrainedConfig
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+from deployments.weights.staging.base import Staging
+from deployments.weights.staging.host import HostStaging, replacing_all
+from deployments.weights.staging.model_state.observation import changed, observe, same
+from deployments.weights.staging.model_state.reachable import name_of
+from deployments.weights.wire.chunk_layout import describe, layout, pack
+from deployments.weights.wire.received_chunk import packed_chunk
+from tests.deployments.weights.staging.families import FAMILIES, GPU_FAMILIES, MLA, MLA_SIZES, SMALL
+
+Tensors = dict[str, torch.Tensor]
+
+LACKING = "model.layers.0."
+_MLA = DeepseekV3Config(
+    **SMALL, **{**MLA, **MLA_SIZES}, topk_method="noaux_tc", architectures=["DeepseekV3ForCausalLM"]
+)
+_ON_CPU: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
+    name: FAMILIES[name] for name in ("experts", "dense")
+}
+_ON_GPU: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
+    "fp8-experts": GPU_FAMILIES["fp8-experts"],  # experts first: vLLM makes their group then
+    "experts": GPU_FAMILIES["experts"],
+    "dense": GPU_FAMILIES["dense"],
+    "mla": (_MLA, {}),
+    "fp8": GPU_FAMILIES["fp8"],
+}
+
+
+class Scene:
+    """One family: its checkpoints, the model that serves, and its staging."""
+
+    def __init__(self, directory: Path, kind: str, description: PretrainedConfig, arguments: Any) -> None:
+        self._directory, self._arguments = directory, {"enforce_eager": True, **arguments}
+        self._device = torch.device("cuda" if kind == "device" else "cpu")
+        self.versions: dict[str, Tensors] = {}
+        for seed, name in enumerate("abc"):
+            self.versions[name] = self._save(name, description, seed)
+        self._config = self._configure("a")
+        if not torch.distributed.is_initialized():
+            backend = "nccl" if kind == "device" else "gloo"
+            with set_current_vllm_config(self._config):
+                init_distributed_environment(1, 0, f"file://{directory / 'rendezvous'}", 0, backend)
+                initialize_model_parallel(1, 1)
+        self._live = self._load(self._config)
+        self._staging = self._make_staging(kind)
+
+    def _save(self, name: str, description: PretrainedConfig, seed: int) -> Tensors:
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(description).save_pretrained(self._directory / name)
+        file = self._directory / name / "model.safetensors"
+        tensors = {each: t + 0.05 * torch.randn_like(t) for each, t in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+        return tensors
+
+    def _configure(self, name: str) -> VllmConfig:
+        return EngineArgs(
+            model=str(self._directory / name), skip_tokenizer_init=True, max_model_len=64, **self._arguments
+        ).create_engine_config()
+
+    def _load(self, config: VllmConfig) -> torch.nn.Module:
+        config.compilation_config.static_forward_context.clear()
+        with set_current_vllm_config(config):
+            return get_model(vllm_config=config)
+
+    def _make_staging(self, kind: str) -> Staging:
+        if kind == "host":
+            return HostStaging(self._live, self._config.model_config)
+        if kind == "shadow":
+            from deployments.weights.staging.cpu.shadow import shadow_staging
+
+            return shadow_staging(self._config, self._live)
+        from deployments.weights.staging.device import DeviceStaging
+
+        return DeviceStaging(self._config, self._device, self._live)
+
+    @torch.no_grad()
+    def stage(self, name: str, *, partial: bool, finalize: bool = True) -> None:
+        tensors = {
+            each: tensor
+            for each, tensor in self.versions[name].items()
+            if not (partial and each.startswith(LACKING))
+        }
+        self._staging.begin()
+        described = describe([(each, tensor.dtype, tensor.shape) for each, tensor in tensors.items()])
+        for chunk in layout(*described.values(), 1 << 16):  # type: ignore[arg-type]
+            block = torch.zeros(chunk.size_bytes, dtype=torch.uint8, device=self._device)
+            pack(chunk, ((entry.name, tensors[entry.name]) for entry in chunk.entries), block)
+            received = packed_chunk(chunk, block)
+            if self._staging.replay(received) is None:
+                self._staging.add(chunk, received.named())
+        if finalize:
+            unfilled = self._staging.finalize(complete=True, partial=partial, rest=lambda: None)
+            assert not unfilled, unfilled
+
+    def drop(self) -> None:
+        self._staging.drop()
+
+    def swap(self) -> None:
+        with set_current_vllm_config(self._config), torch.inference_mode():
+            self._staging.swap()
+        self._staging.retire()
+
+    def load(self, name: str) -> None:
+        """As a replica does that catches up."""
+        with set_current_vllm_config(self._config), replacing_all(self._live):
+            reload_weights(
+                self._config,
+                self._live,
+                weights_iterator=None,
+                weights_path=str(self._directory / name),
+                is_checkpoint_format=True,
+            )
+        self._staging.live_loaded()
+
+    def behind(self, layer: str, rest: str) -> list[str]:
+        """What differs from a fresh load of one version's layer 0, and another's rest."""
+        mixed = self._directory / f"{layer}{rest}"
+        tensors = self.versions[rest] | {
+            name: tensor for name, tensor in self.versions[layer].items() if name.startswith(LACKING)
+        }
+        mixed.mkdir(exist_ok=True)
+        (mixed / "config.json").write_text((self._directory / rest / "config.json").read_text())
+        save_file(tensors, mixed / "model.safetensors", metadata={"format": "pt"})
+        found, expected = observe(self._live), observe(self._load(self._configure(mixed.name)))
+        names = changed(found.tensors | found.parameters, expected.tensors | expected.parameters)
+        names += [
+            way
+            for way, number in found.numbers.items()
+            if way in expected.numbers and not same(number, expected.numbers[way])
+        ]
+        return sorted(map(name_of, names))
+
+
+def outcomes(scene: Scene) -> dict[str, list[str]]:
+    found = {}
+    scene.stage("b", partial=True)
+    scene.swap()
+    found["the first round"] = scene.behind("a", "b")
+    scene.stage("c", partial=False, finalize=False)
+    scene.drop()
+    scene.stage("c", partial=True)
+    scene.swap()
+    found["after a round that was dropped"] = scene.behind("a", "c")
+    scene.stage("b", partial=False)
+    scene.drop()
+    scene.stage("b", partial=True)
+    scene.swap()
+    found["after a round that was dropped when it was complete"] = scene.behind("a", "b")
+    scene.load("c")
+    scene.stage("a", partial=True)
+    scene.swap()
+    found["after the live model was loaded"] = scene.behind("c", "a")
+    scene.stage("b", partial=False)
+    scene.swap()
+    found["a complete round"] = scene.behind("b", "b")
+    return found
+
+
+def main(directory: Path, kind: str) -> None:
+    if kind != "device":
+        torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on a CPU
+    for family, (description, arguments) in (_ON_GPU if kind == "device" else _ON_CPU).items():
+        try:
+            (directory / family).mkdir()
+            found: dict[str, Any] = {
+                "behind": outcomes(Scene(directory / family, kind, description, arguments))
+            }
+        except Exception as error:  # whatever it is: the other families are to be seen as well
+            traceback.print_exc()
+            found = {"failed": f"{type(error).__name__}: {error}"}
+        print("FOUND " + json.dumps({"family": family, "kind": kind, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
