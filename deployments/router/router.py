@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.errors import FleetUnavailable, ReplicaUnavailable
+from deployments.errors import FleetUnavailable, ReplicaUnavailable, SlipstreamError
 from deployments.logs import serve_logger
 from deployments.passed_routes import keeps_state, route_path
 from deployments.request_headers import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
@@ -165,8 +165,19 @@ class Router:
             logger.error("%s; %s %s is refused from now on", text, identity.method, identity.path)
         else:
             logger.warning(text)
-        lost = ReplicaUnavailable("the replica that streamed this answer was lost")
-        return b"data: " + json.dumps(lost.body()).encode() + b"\n\n"
+        return _last_event(
+            identity.path, ReplicaUnavailable("the replica that streamed this answer was lost")
+        )
+
+
+def _last_event(path: str, error: SlipstreamError) -> bytes:
+    """An error as clients of this stream expect it. Anthropic's skip events that have no name, and would take
+    what came before for the whole answer."""
+    body, name = error.body(), b""
+    if path == "/v1/messages":
+        body, name = {"type": "error", **body}, b"event: error\n"
+    # An event that was cut off in the middle ends here.
+    return b"\n\n" + name + b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 def _outgoing(request: Request, trail: Trail, path: str, body: bytes, asked_for: int) -> Outgoing:

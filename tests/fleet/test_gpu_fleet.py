@@ -16,7 +16,7 @@ from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, need
 from tests.fleet.talk import PROMPT, complete, stored, succeeded, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(520)]
 PORTS = {"device": 8347, "host": 8348, "none": 8349}  # side by side on three GPUs
 SLEEP_PORTS = {"device": 8358, "host": 8359, "none": 8360}
 RESTART_PORT = 8361

@@ -7,7 +7,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import anthropic
 import httpx
+import httpx2
 import pytest
 
 from deployments.request_headers import Demand
@@ -62,7 +64,7 @@ class Slow(StubReplica):
 
 
 @asynccontextmanager
-async def fleet(*replicas: StubReplica) -> AsyncIterator[httpx.AsyncClient]:
+async def fleet(*replicas: StubReplica, library: Any = httpx) -> AsyncIterator[Any]:
     async with AsyncExitStack() as stack:
         addresses = []
         for replica in replicas:
@@ -72,9 +74,9 @@ async def fleet(*replicas: StubReplica) -> AsyncIterator[httpx.AsyncClient]:
             addresses.append(f"{host}:{port}")
         router = Router(InTurn(*addresses), LIMITS, silence_s=0.1, probe_timeout_s=1.0)
         stack.push_async_callback(router.close)
-        transport = httpx.ASGITransport(app=router)
+        transport = library.ASGITransport(app=router)
         yield await stack.enter_async_context(
-            httpx.AsyncClient(transport=transport, base_url="http://fleet", timeout=10)
+            library.AsyncClient(transport=transport, base_url="http://fleet", timeout=10)
         )
 
 
@@ -95,6 +97,22 @@ async def test_a_stream_that_was_forwarded_ends_with_an_error() -> None:
     async with fleet(Stops(BEGUN)) as client:
         answer = await asyncio.wait_for(client.get("/v1/models"), 5)
     assert answer.text.startswith("one") and "the replica that streamed this answer was lost" in answer.text
+
+
+@pytest.mark.parametrize("torn", ["", "event: content_bl", 'event: content_block_delta\ndata: {"type": "con'])
+async def test_anthropics_client_learns_that_an_answer_was_cut_off(torn: str) -> None:
+    event = 'event: content_block_delta\ndata: {"type": "content_block_delta", "index": 0}\n\n' + torn
+    chunk = f"{len(event):x}\r\n{event}\r\n".encode()
+    async with fleet(Stops(BEGUN.replace(b"3\r\none\r\n", chunk)), library=httpx2) as http:
+        client = anthropic.AsyncAnthropic(
+            api_key="k", base_url="http://fleet", http_client=http, max_retries=0
+        )
+        question: Any = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "q"}]}
+        events = []
+        with pytest.raises((anthropic.APIStatusError, ValueError), match="was lost|JSON|Unterminated"):
+            async for each in await client.messages.create(**question, stream=True):
+                events.append(each.type)
+    assert events == ["content_block_delta"]
 
 
 async def test_a_replica_that_takes_its_time_is_waited_for() -> None:
