@@ -109,7 +109,7 @@ async def test_anthropics_client_learns_that_an_answer_was_cut_off(torn: str) ->
         )
         question: Any = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "q"}]}
         events = []
-        with pytest.raises((anthropic.APIStatusError, ValueError), match="was lost|JSON|Unterminated"):
+        with pytest.raises((anthropic.APIStatusError, ValueError), match=r"was lost|JSON|Unterminated"):
             async for each in await client.messages.create(**question, stream=True):
                 events.append(each.type)
     assert events == ["content_block_delta"]
