@@ -8,7 +8,7 @@ them. The workers on that GPU open it when they connect. A round is one payload,
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
 The model's own tensors are published all at once, with their digests, and taken all at once. Every wait ends
-when the other side aborts. (Copying while the trainer computes its digests is not faster.)
+when the other side aborts or another trainer rank fails. (Copying beside the digests is not faster.)
 """
 
 import threading
@@ -40,6 +40,7 @@ from deployments.weights.transports.ipc_channel import (
     open_page,
 )
 from deployments.weights.transports.ipc_memory import gpu_uuid, open_memory, share_memory
+from deployments.weights.transports.ipc_ranks import TrainerRanks, raise_together, require_workers
 from deployments.weights.transports.ipc_tensors import OpenedTensors, SharedTensors
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
 from deployments.weights.transports.sender import OnePayloadSender, gather_from_ranks
@@ -179,11 +180,15 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
     _round_id = 0
     _shared: SharedTensors | None = None
     _page: Page | None = None
-    _page_of_rank_0: Page | None = None  # on the other ranks: they see there that a round is abandoned
+    _ranks: TrainerRanks  # once connected
 
     def send_weights(self) -> None:
         self._round_id += 1
-        super().send_weights()
+        try:
+            super().send_weights()
+        except BaseException:  # whatever it was, and however early: the other ranks wait for this one's part
+            self.abandon_round()
+            raise
 
     def is_current(self) -> bool:
         self.packer.refresh_resident()
@@ -224,13 +229,18 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
                 torch.cuda.current_stream().synchronize()
                 page[PUBLISHED] = start + index + 1
         self._wait_taken(page, start + len(chunks), receiving)
+        if receiving is not None:
+            self._ranks.finish(receiving, self._round_id)
 
     def abandon_round(self) -> None:
-        if self._page is not None:
-            self._page[ABANDONED] = self._round_id
+        self.shutdown()
+        self._ranks.say_failed(self._round_id)
 
     def shutdown(self) -> None:
-        self.abandon_round()
+        if (
+            self._page is not None
+        ):  # other ranks may still complete a round in which this one has done its part
+            self._page[ABANDONED] = self._round_id
 
     def _wait_taken(self, page: Page, count: int, receiving: Future[None] | None) -> None:
         def taken() -> bool:
@@ -239,9 +249,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
             if receiving is not None and receiving.done():
                 receiving.result()
                 return True  # the replicas that remain have received everything
-            if self._page_of_rank_0 is not None and self._page_of_rank_0[ABANDONED] == self._round_id:
-                raise TransferFailed("rank 0 of the trainer has abandoned this round")
-            return False
+            return self._ranks.have_ended(self._round_id)
 
         page.wait(taken, f"the workers on GPU {self._uuid}")
 
@@ -253,16 +261,11 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         memory = self._share()
         name, self._page = create_page(init_info.world_size, init_info.timeout_s)
         try:
-            self._open_to_workers(init_info, Channel(page=name, memory=memory))
+            self._open(init_info, self._page, Channel(page=name, memory=memory))
         finally:
             remove_segment(name)  # the mappings stay valid
         self._workers = self._page.workers()
-        without = [gpu for gpu, count in gather_from_ranks((self._uuid, len(self._workers))) if not count]
-        if without:
-            raise ValueError(
-                f"no replica's worker is on GPU {', '.join(without)}, where a trainer rank is: transport "
-                "'ipc' needs one on the GPU of each trainer rank"
-            )
+        require_workers(self._uuid, len(self._workers))
 
     def _share(self) -> PackedBuffers | ResidentTensors:
         tensors = self._readable()
@@ -274,27 +277,22 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         first, second = map(share_memory, self._buffers)
         return PackedBuffers(buffers=(first, second))
 
-    def _open_to_workers(self, init_info: IpcTrainerInitInfo, channel: Channel) -> None:
-        ranks = gather_from_ranks((self._uuid, channel))
+    def _open(self, init_info: IpcTrainerInitInfo, page: Page, channel: Channel) -> None:
+        """Open the channel to the workers and to the other ranks."""
+        channels = gather_from_ranks((self._uuid, channel))
         failure: Exception | None = None
-        if self.is_sender:
-            info = IpcInitInfo(
-                channels=dict(ranks),
-                rank_offset=1,
-                world_size=init_info.world_size,
-                chunk_bytes=init_info.chunk_bytes,
-                timeout_s=init_info.timeout_s,
-                **describe(self.packer.metadata),
-            )
-            try:
+        try:
+            self._ranks = TrainerRanks(init_info.rank, page, [each.page for _, each in channels])
+            if self.is_sender:
+                info = IpcInitInfo(
+                    channels=dict(channels),
+                    rank_offset=1,
+                    world_size=init_info.world_size,
+                    chunk_bytes=init_info.chunk_bytes,
+                    timeout_s=init_info.timeout_s,
+                    **describe(self.packer.metadata),
+                )
                 self.client.init_weight_transfer_engine(info.to_wire())
-            except Exception as error:  # raised below, after the other ranks have received it
-                failure = error
-        else:
-            page = ranks[0][1].page
-            self._page_of_rank_0 = open_page(page, init_info.world_size, init_info.timeout_s)
-        reasons = gather_from_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        if reasons[0] is not None:
-            raise TransferFailed(f"rank 0 of the trainer did not connect: {reasons[0]}")
+        except Exception as error:  # raised below, after the other ranks have received it
+            failure = error
+        raise_together(failure)

@@ -120,7 +120,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
 
 
 # Slots of a page. From TAKEN on there is one for each rank; that of rank 0 is not used.
-PUBLISHED, ABANDONED, TAKEN = 0, 1, 2
+PUBLISHED, ABANDONED, ENDED, FAILED, TAKEN = range(5)
 _ABSENT = -1  # until its writer has opened the page
 _COUNTER_BYTES = 8
 _POLL_S = 0.0001  # each poll takes the interpreter's lock, for which the decoding thread waits
@@ -130,8 +130,11 @@ class Page:
     """The counters of a channel, in shared memory that the trainer rank and its workers map.
 
     Each counter has one writer. PUBLISHED and TAKEN are `round << 32 | chunks`, so that what an aborted round
-    left is never mistaken for the next round's. ABANDONED is the last round that the
-    publisher abandoned.
+    left is never mistaken for the next round's. The other trainer ranks read ENDED and FAILED (`ipc_ranks`).
+
+        ABANDONED   the last round that the trainer rank abandoned, or after which it closed the channel
+        ENDED       the last round in which all replicas that remained received everything; rank 0's page
+        FAILED      the last round in which the trainer rank failed
 
     Args:
         timeout_s: of every wait.

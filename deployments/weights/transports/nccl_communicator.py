@@ -5,7 +5,6 @@ finished: then a dead peer leaves no stream stuck, and the group is aborted. Bef
 synchronize on the host: a kernel blocked on a peer occupies SMs that the model needs.
 """
 
-import ctypes
 import math
 import threading
 import time
@@ -15,18 +14,19 @@ from typing import NoReturn
 
 import torch
 from torch.distributed import PrefixStore
-from vllm import envs
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-from vllm.distributed.utils import StatelessProcessGroup
-from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env
 
 from deployments.errors import TransferFailed
-from deployments.weights.transports.rendezvous import RendezvousInfo, rendezvous
+from deployments.weights.transports.nccl_creation import (
+    Create,
+    by_store,
+    create_in_time,
+    rendezvous_with_nccl,
+)
+from deployments.weights.transports.rendezvous import RendezvousInfo
 from deployments.weights.transports.roll_call import RollCall
 
 BUFFERS = 2
-MINIMUM_NCCL = (2, 29, 7)
 _POLL_S = 0.0001
 _CALL_S = 0.2  # an abort waits this long for a call in progress
 _STARTED = "started"  # key of the number of broadcasts that members have started, over all members
@@ -52,9 +52,10 @@ class NcclGroup:
         self._device = device
         self._world_size = info.world_size
         self._started = 0
-        self._store, communicator = self.meet(info, rank, device, check)
+        self._store, create = self.meet(info, rank, device, check)
         self._roll_call = RollCall(self._store, rank, info.world_size)
-        self._communicator: PyNcclCommunicator | None = communicator
+        self._communicator: PyNcclCommunicator | None
+        self._communicator = create_in_time(create, info, rank, self._roll_call, check)
         self._stream = torch.cuda.Stream(device)
         # Allocated once: an allocation during a broadcast may make the driver wait for all streams.
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
@@ -67,10 +68,11 @@ class NcclGroup:
 
     def meet(
         self, info: RendezvousInfo, rank: int, device: torch.device, check: Callable[[], None]
-    ) -> tuple[PrefixStore, PyNcclCommunicator]:
-        """Wait for the other members: the store that they share, and the communicator. Raises as above."""
+    ) -> tuple[PrefixStore, Create]:
+        """Wait for the other members: the store that they share, and what creates the communicator. Raises
+        as above."""
         store = rendezvous_with_nccl(info, rank, check)
-        return store, create_communicator(store, info.world_size, rank, device)
+        return store, by_store(store, info.world_size, rank, device)
 
     def warm_up(self) -> None:
         """Make NCCL connect now, when all members are present; in the first round one may be dead."""
@@ -210,62 +212,3 @@ def _watch(group: "weakref.ref[NcclGroup]") -> None:
         watched.abort_overdue_call()
         del watched  # this thread must not keep alive a group that its owner has dropped
         time.sleep(_WATCH_S)
-
-
-def rendezvous_with_nccl(info: RendezvousInfo, rank: int, check: Callable[[], None]) -> PrefixStore:
-    """`rendezvous`, in which every member reports whether its NCCL works.
-
-    A member without it would leave the others in ncclCommInitRank, which has no deadline and no abort.
-
-    Raises:
-        ValueError: NCCL does not work at a member; names each.
-        TransferFailed: as `rendezvous`.
-    """
-    store, problems = rendezvous(info, rank, check, payload=nccl_problem())
-    found = [f"rank {peer}: {problem}" for peer, problem in enumerate(problems) if problem]
-    if found:
-        raise ValueError(f"transport 'nccl' does not work; {'; '.join(found)}")
-    return store
-
-
-def create_communicator(
-    store: PrefixStore, world_size: int, rank: int, device: torch.device
-) -> PyNcclCommunicator:
-    """vLLM's communicator. All members must have joined the rendezvous.
-
-    Raises:
-        ValueError: vLLM has disabled it.
-    """
-    group = StatelessProcessGroup(rank=rank, world_size=world_size, store=store)
-    with unpinned_nccl_env(), torch.cuda.device(device):
-        communicator = PyNcclCommunicator(group, device=device)
-    # A disabled communicator's broadcast does nothing and reports success: the fleet would serve garbage.
-    if communicator.disabled or not communicator.available:
-        raise ValueError("transport 'nccl' does not work: vLLM has disabled its NCCL communicator")
-    return communicator
-
-
-def nccl_problem() -> str:
-    """Why vLLM's NCCL communicator would disable itself here; empty if it would not."""
-    if envs.VLLM_DISABLE_PYNCCL:
-        return "VLLM_DISABLE_PYNCCL is set"
-    path = "libnccl"
-    try:
-        path = find_nccl_library()
-        NCCLLibrary(path)
-    except Exception as error:  # the loader raises whatever it is; it is reported with the advice
-        minimum = ".".join(map(str, MINIMUM_NCCL))
-        return (
-            f"vLLM cannot use {path}, version {_version(path)}: {error}; NCCL {minimum} or newer is needed, "
-            "and VLLM_NCCL_SO_PATH names the library to use"
-        )
-    return ""
-
-
-def _version(path: str) -> str:
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):
-        return "unknown"
-    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"

@@ -22,13 +22,12 @@ from typing import Protocol
 
 import torch
 from torch.distributed import PrefixStore
-from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
-from vllm.utils.nccl import unpinned_nccl_env
 
 from deployments.weights.transports.broadcast import GroupReceiver
-from deployments.weights.transports.nccl_communicator import NcclGroup, nccl_problem
+from deployments.weights.transports.nccl_communicator import NcclGroup
+from deployments.weights.transports.nccl_creation import Create, by_unique_id, nccl_problem, raise_problems
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS
 from deployments.weights.transports.rendezvous import RendezvousInfo, meet
 from deployments.weights.transports.vllm_wire.meeting import VllmMeeting
@@ -63,20 +62,11 @@ class VllmNcclGroup(NcclGroup):
 
     def meet(
         self, info: RendezvousInfo, rank: int, device: torch.device, check: Callable[[], None]
-    ) -> tuple[PrefixStore, PyNcclCommunicator]:
+    ) -> tuple[PrefixStore, Create]:
         meeting = VllmMeeting(info, rank, nccl_problem())
         store = meet(meeting, check)
-        found = [f"rank {1 + index}: {problem}" for index, problem in enumerate(meeting.payloads) if problem]
-        if found:
-            raise ValueError(f"transport 'nccl' does not work; {'; '.join(found)}")
-        with unpinned_nccl_env(), torch.cuda.device(device):
-            communicator = PyNcclCommunicator.from_unique_id_bytes(
-                meeting.unique_id, rank, info.world_size, device
-            )
-        # A disabled communicator's broadcast does nothing and reports success: the fleet would serve garbage.
-        if communicator.disabled or not communicator.available:
-            raise ValueError("transport 'nccl' does not work: vLLM has disabled its NCCL communicator")
-        return store, communicator
+        raise_problems(dict(enumerate(meeting.payloads, start=1)))
+        return store, by_unique_id(meeting.unique_id, info.world_size, rank, device)
 
     def warm_up(self) -> None:
         """vLLM's communicator has made its own collective with its peers."""

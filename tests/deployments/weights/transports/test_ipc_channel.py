@@ -174,7 +174,7 @@ def test_a_page_outlives_its_name(page: tuple[str, Page]) -> None:
 
 
 def test_a_page_of_another_world_size_is_refused(page: tuple[str, Page]) -> None:
-    with pytest.raises(ValueError, match=r"must have 48 bytes, it has 40$"):
+    with pytest.raises(ValueError, match=r"must have 64 bytes, it has 56$"):
         open_page(page[0], 4, 0.2)
 
 

@@ -1,0 +1,224 @@
+"""NCCL's own call waits for a member without an end: whoever waits for that call does not. No GPU."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any, cast
+
+import pytest
+import torch
+import vllm.utils.nccl
+from torch.distributed import HashStore, PrefixStore
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+from deployments.errors import TransferFailed
+from deployments.weights.transports import nccl_communicator, nccl_creation
+from deployments.weights.transports.nccl_communicator import NcclGroup
+from deployments.weights.transports.nccl_creation import Create, by_store, by_unique_id, create_in_time
+from deployments.weights.transports.roll_call import RollCall
+from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
+
+PATIENCE_S = 10.0
+DEVICE = torch.device("cuda", 0)
+
+
+class Communicator:
+    """Stands for vLLM's: one call to NCCL that returns at `returns`, and a collective that an abort ends."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.available, self.disabled = True, False
+        self.destroyed, self.aborted = 0, threading.Event()
+        self.all_reduce()
+
+    @classmethod
+    def from_unique_id_bytes(cls, *arguments: Any) -> "Communicator":
+        return cls(*arguments)
+
+    def all_reduce(self) -> None:
+        pass
+
+    def destroy(self) -> None:
+        self.destroyed += 1
+        self.aborted.set()
+
+
+class Nccl:
+    """Stands for the call into NCCL; what it returns is in `made`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.entered, self.returns = threading.Event(), threading.Event()
+        self.made: list[Communicator] = []
+        self.error = error
+
+    def create(self, _: type[PyNcclCommunicator]) -> PyNcclCommunicator:
+        self.entered.set()
+        assert self.returns.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+        self.made.append(Communicator())
+        return cast(PyNcclCommunicator, self.made[0])
+
+
+@pytest.fixture
+def nccl() -> Iterator[Nccl]:
+    made = Nccl()
+    yield made
+    made.returns.set()
+    no_thread_is_left()
+
+
+def no_thread_is_left() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "nccl-creation":
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def create(
+    call: Create, timeout_s: float = 0.3, check: Callable[[], None] = go_on, store: Any = None, rank: int = 1
+) -> PyNcclCommunicator:
+    roll_call = RollCall(HashStore() if store is None else store, rank, 3)
+    return create_in_time(call, info_for(3, timeout_s), rank, roll_call, check)
+
+
+def test_the_communicator_is_returned_and_kept(nccl: Nccl) -> None:
+    nccl.returns.set()
+    assert create(nccl.create) is cast(PyNcclCommunicator, nccl.made[0])
+    assert nccl.made[0].destroyed == 0
+
+
+def test_a_call_that_hangs_ends_at_the_timeout_and_names_the_members_that_do_not_answer(nccl: Nccl) -> None:
+    start = time.monotonic()
+    expected = (
+        r"^the transfer group failed: rank 1 waited for NCCL to connect all 3 members \(127\.0\.0\.1:\d+\): "
+        r"no progress in 0\.3 s; ranks \[0, 2\] do not answer\. Connect again; "
+    )
+    with pytest.raises(TransferFailed, match=expected) as raised:
+        create(nccl.create)
+    assert raised.value.missing_ranks == (0, 2) and time.monotonic() - start < PATIENCE_S / 2
+
+
+def test_a_communicator_that_comes_too_late_is_aborted(nccl: Nccl) -> None:
+    with pytest.raises(TransferFailed):
+        create(nccl.create)
+    assert nccl.made == []
+    nccl.returns.set()
+    no_thread_is_left()
+    assert [late.destroyed for late in nccl.made] == [1]
+
+
+def test_a_check_that_raises_ends_the_wait(nccl: Nccl) -> None:
+    def check() -> None:
+        if nccl.entered.is_set():
+            raise TransferFailed("the connection was aborted")
+
+    with pytest.raises(TransferFailed, match=r"^the connection was aborted$"):
+        create(nccl.create, 60.0, check)
+    nccl.returns.set()
+    no_thread_is_left()
+    assert [late.destroyed for late in nccl.made] == [1]
+
+
+def test_a_member_at_which_the_call_failed_ends_the_wait_of_the_others(nccl: Nccl) -> None:
+    failing, store = Nccl(RuntimeError("NCCL error: remote process exited\nstack")), HashStore()
+    failing.returns.set()
+    with ThreadPoolExecutor(max_workers=2) as threads:
+        waiting = threads.submit(create, nccl.create, 60.0, go_on, store, 0)
+        assert nccl.entered.wait(PATIENCE_S)
+        first = r"members \(127\.0\.0\.1:\d+\): NCCL error: remote process exited; ranks \[2\] do not answer"
+        with pytest.raises(TransferFailed, match=first) as raised:
+            create(failing.create, 60.0, go_on, store, 1)
+        assert raised.value.missing_ranks == (2,)
+        with pytest.raises(TransferFailed, match=r": it failed at another member first; ranks \[2\]"):
+            waiting.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("error", [ValueError("disabled"), torch.OutOfMemoryError("no memory")])
+def test_what_is_no_peers_fault_is_raised_as_it_is(error: Exception) -> None:
+    failing = Nccl(error)
+    failing.returns.set()
+    with pytest.raises(type(error)) as raised:
+        create(failing.create, 60.0)
+    assert raised.value is error
+
+
+class Collective(Communicator):
+    """Its first collective waits for a peer that has died."""
+
+    made: "list[Collective]"
+
+    def all_reduce(self) -> None:
+        type(self).made.append(self)
+        assert self.aborted.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("way", ["store", "unique id"])
+def test_an_abort_ends_the_first_collective(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Collective.made = []
+    monkeypatch.setattr(nccl_creation, "PyNcclCommunicator", Collective)
+    monkeypatch.setattr(nccl_creation, "_own_stream", lambda _: nullcontext())
+    group = PrefixStore("group", HashStore())
+    call = by_store(group, 3, 1, DEVICE) if way == "store" else by_unique_id(b"id", 3, 1, DEVICE)
+    with pytest.raises(TransferFailed, match=r"no progress in 0\.3 s"):
+        create(call)
+    no_thread_is_left()
+    assert [each.destroyed for each in Collective.made] == [1]
+
+
+def test_a_collective_does_not_begin_after_the_wait_has_ended(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Collective.made, late = [], []
+
+    class Late(Collective):
+        def __init__(self) -> None:
+            late.append(self)
+            nccl.returns.wait(PATIENCE_S)
+            super().__init__()
+
+    monkeypatch.setattr(nccl_creation, "PyNcclCommunicator", Late)
+    with pytest.raises(TransferFailed, match=r"no progress in 0\.3 s"):
+        create(lambda kind: kind())  # type: ignore[call-arg]
+    nccl.returns.set()
+    no_thread_is_left()
+    assert Collective.made == [] and [each.destroyed for each in late] == [1]
+
+
+def test_a_disabled_communicator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Disabled(Communicator):
+        def all_reduce(self) -> None:
+            self.disabled = True
+
+    monkeypatch.setattr(nccl_creation, "PyNcclCommunicator", Disabled)
+    monkeypatch.setattr(nccl_creation, "_own_stream", lambda _: nullcontext())
+    with pytest.raises(ValueError, match=r"vLLM has disabled its NCCL communicator$"):
+        create(by_unique_id(b"id", 3, 1, DEVICE), 60.0)
+
+
+def test_the_environment_is_restored_while_the_call_still_hangs(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    monkeypatch.setattr(vllm.utils.nccl, "_unpinned_env", {"NCCL_CUMEM_ENABLE": None})
+    seen: list[str | None] = []
+
+    def call(kind: type[PyNcclCommunicator]) -> PyNcclCommunicator:
+        seen.append(os.environ.get("NCCL_CUMEM_ENABLE"))
+        return nccl.create(kind)
+
+    with pytest.raises(TransferFailed):
+        create(call)
+    assert seen == [None] and os.environ["NCCL_CUMEM_ENABLE"] == "0" and not nccl.made
+
+
+def test_a_group_is_not_held_by_a_member_that_dies_after_the_rendezvous(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PrefixStore("slipstream", HashStore())
+    monkeypatch.setattr(nccl_communicator, "rendezvous_with_nccl", lambda *_: store)
+    monkeypatch.setattr(nccl_communicator, "by_store", lambda *_: nccl.create)
+    with pytest.raises(TransferFailed, match=r"no progress in 0\.3 s; ranks \[0, 2\] do not answer"):
+        NcclGroup(info_for(3, 0.3), 1, DEVICE, go_on)
