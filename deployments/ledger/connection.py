@@ -9,6 +9,7 @@ one that loads a stored version gets it afterwards.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from itertools import accumulate
 
 from pydantic import JsonValue
@@ -43,6 +44,14 @@ class Connection:
         """How many tensors of the checkpoint its rounds leave as the replicas loaded them."""
         names = self.init_info.get(LACKING)
         return len(names) if isinstance(names, list) else 0
+
+    @property
+    def lacks(self) -> str:
+        """Which tensors these are, as a digest of their names; empty if there are none."""
+        names = self.init_info.get(LACKING)
+        if not isinstance(names, list) or not names:
+            return ""
+        return sha256("\n".join(sorted(map(str, names))).encode()).hexdigest()[:16]
 
     def connect_body(self, member: Member) -> Connect:
         """The instruction that connects this member, with its own rank offset."""

@@ -76,6 +76,9 @@ class RoundReport:
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()  # that every replica has made before the commit
     digest: str | None = None  # of all tensors by checkpoint name; None: not computed (vLLM's own engines)
+    # The first version that has the same tensors of those that its publisher lacks (`LACKING`): the version
+    # before, or an older one if only publishers that lack the same have published since. None: not known.
+    kept_since: int | None = None
     replicas: Mapping[str, ReplicaTimings] = field(
         default_factory=dict
     )  # empty in a large fleet's older ones

@@ -3,8 +3,8 @@
     sent     what the model has, also under a second name (`lm_head` stored beside tied embeddings)
     lacking  the rest: layers of multi-token prediction, a vision tower, rotary tables
 
-Replicas keep what is lacking as they loaded it. A version in the store is a complete checkpoint: it gets
-these tensors from the one of the start.
+Replicas keep what is lacking as they have it. A version in the store is a complete checkpoint: how it gets
+these tensors is in `deployments.weights.store.lacking`.
 """
 
 import contextlib

@@ -28,6 +28,7 @@ from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import SavedCheckpoint
 from deployments.unary import UnaryHandle
+from deployments.weights.store.lacking import Lacking
 from deployments.weights.store.version_writer import SHARE_OF_A_CORE, CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
@@ -131,7 +132,11 @@ class TrainerWorker(TrainerRank):
             fleet_id=self._publisher.fleet_id,
             digest=report.digest,
             tensors=self._publisher.source.take_copy(),
-            added=self._base.tensors(self._lacking),
+            lacking=Lacking(
+                names=self._lacking,
+                since=report.version - 1 if report.kept_since is None else report.kept_since,
+                base=self._base.directory,
+            ),
             trainer_step=self._learner.steps_done,
         )
         self._writer.put(version, self._store)

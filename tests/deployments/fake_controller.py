@@ -52,6 +52,7 @@ class FakeController:
         self.received: dict[str, torch.Tensor] = {}
         self.stored_versions: dict[int, str] = {}
         self.problems: dict[int, str] = {}  # of versions that could not be stored
+        self.kept_since: int | None = None  # of the next version
         self.abort_next: RoundAborted | None = None
         self.abort_reasons: list[str] = []
         self.dies_in: dict[str, Literal["before", "after"]] = {}
@@ -207,6 +208,7 @@ class FakeController:
             phase="committed",
             reason="",
             duration_s=0.0,
+            kept_since=self.kept_since,
         )
         return report
 

@@ -64,6 +64,8 @@ class CommitPhase:
                 verification=current.verification,
                 checks=current.checks,
                 digest=current.digest,
+                lacks=current.lacks,
+                kept_since=current.kept_since,
             )
         )
         self._begin(current, now)
@@ -91,6 +93,8 @@ class CommitPhase:
             verification=decision.verification,
             checks=decision.checks,
             digest=decision.digest,
+            lacks=decision.lacks,
+            kept_since=decision.kept_since,
             decided_for=len(decision.participants),
         )
         self._begin(current, now)

@@ -59,6 +59,8 @@ class Round:
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()  # that all participants have made
     digest: str | None = None  # of all tensors, on which its participants agree
+    lacks: str = ""  # of its publisher; see `Connection.lacks`
+    kept_since: int | None = None  # see `RoundReport`
     close: PendingCall | None = None  # what the publisher awaits
     commits: dict[Member, PendingCall] = field(default_factory=dict)
     ordered: set[Member] = field(default_factory=set)  # those that were sent COMMIT
@@ -153,6 +155,7 @@ class Round:
             verification=self.verification,
             checks=self.checks,
             digest=self.digest,
+            kept_since=self.kept_since,
             replicas={
                 member.replica_id: self._timings(member.replica_id)
                 for member in self.participants
@@ -200,6 +203,7 @@ def new_round(
         drain_fallback=_or_default(options.drain_fallback, config.drain_fallback),
         persist=options.persist,
         file_bytes=options.file_bytes,
+        lacks="" if connection is None or options.file_bytes is not None else connection.lacks,
     )
 
 

@@ -17,7 +17,7 @@ from deployments.protocol.files import FilePart
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.host import reload_refusal, replacing_all
 from deployments.weights.staging.reports import from_wire, to_wire
-from deployments.weights.store.safetensors_file import read_tensors
+from deployments.weights.store.lacking import Lacking
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
 from deployments.weights.wire.digest import digests
@@ -103,29 +103,31 @@ class StagingWorkerExtension:
         self._weight_update_active = False  # vLLM has no way to end an update without loading it
 
     def staging_store(
-        self, version: int, label: str | None, directory: str, fleet_id: str, digest: str | None
+        self,
+        version: int,
+        label: str | None,
+        directory: str,
+        fleet_id: str,
+        digest: str | None,
+        kept_since: int,
     ) -> None:
         """Begin to write the retained version to the store; `staging_store_state` says how it ended.
 
+        Args:
+            kept_since: see `RoundReport`.
+
         Raises:
-            ValueError: the version is not retained here, or tensors that its publisher lacks are nowhere.
+            ValueError: the version is not retained here.
         """
         engine = self._staging_engine
         if engine.worker_index == 0:
             retained = engine.retained.committed(version, label, fleet_id, digest)
-            # What its publisher lacks: a version in the store is a complete checkpoint.
-            names = (engine.schema or {}).keys() - retained.tensors.keys()
-            store = Store(Path(directory))
-            added = read_tensors(self._complete_checkpoint(store), names)
-            engine.version_writer.put(replace(retained, added=added), store)
-
-    def _complete_checkpoint(self, store: Store) -> Path:
-        """Where the tensors are that no publisher has sent: what this engine was loaded from, or else, since
-        versions in the store are complete, the newest of them."""
-        loaded, versions = Path(self.vllm_config.model_config.model), store.list()
-        if loaded.is_dir():
-            return loaded
-        return store.path_of(versions[-1]) if versions else Path(self._staging_engine.checkpoint)
+            lacking = Lacking(
+                names=(engine.schema or {}).keys() - retained.tensors.keys(),
+                since=kept_since,
+                base=Path(engine.checkpoint),
+            )
+            engine.version_writer.put(replace(retained, lacking=lacking), Store(Path(directory)))
 
     def staging_store_state(self) -> dict[str, Any] | None:
         """How the last write to the store ended, a `StoreResult`; None if none has ended on this worker."""

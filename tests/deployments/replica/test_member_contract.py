@@ -77,7 +77,9 @@ def commit(round_id: int, *, hold: bool = False) -> Commit:
 
 def write(round_id: int) -> WriteVersion:
     version = FIRST_VERSION + round_id
-    return WriteVersion(version=version, label=None, directory="/store", fleet_id="f", digest=None)
+    return WriteVersion(
+        version=version, label=None, directory="/store", fleet_id="f", digest=None, kept_since=0
+    )
 
 
 R1, R2, V1, V2, C1, C2, H1 = (

@@ -63,7 +63,7 @@ def test_a_stored_version_has_what_its_publisher_lacks(tmp_path: Path, hub: Fake
     worker.init_weight_transfer_engine({LACKING: ["tower.w"]})
     assert receive(worker, weights(2.0), retain_version=5).outcome is Outcome.DONE
     worker.finish_weight_update()
-    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", None)
+    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", None, 0)
     assert worker.engine.version_writer.wait(TIMEOUT_S)
     assert from_wire(StoreResult, worker.staging_store_state()).problem == ""
     version = tmp_path / "store" / "v00000005"

@@ -81,7 +81,7 @@ def test_a_file_that_is_overwritten_after_it_was_verified_changes_nothing(
 def test_what_is_read_is_retained_for_the_store(tmp_path: Path, worker: MemoryWorker) -> None:
     state = read(worker, parts_of(tmp_path / "new", weights(2.0)), retain_version=4)
     worker.finish_weight_update()
-    worker.staging_store(4, "x", str(tmp_path / "store"), "fleet", state.digest)
+    worker.staging_store(4, "x", str(tmp_path / "store"), "fleet", state.digest, 0)
     assert worker.engine.version_writer.wait(TIMEOUT_S)
     result = worker.staging_store_state()
     assert result is not None and result["problem"] == ""

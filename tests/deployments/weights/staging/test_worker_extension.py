@@ -233,9 +233,9 @@ def test_a_retained_version_is_stored_after_its_commit(worker: MemoryWorker, tmp
     assert worker.staging_store_state() is None
     receive(worker, weights(2.0), retain_version=5)
     with pytest.raises(ValueError, match="version 5 must be retained to be stored, the retained one is None"):
-        worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None)
+        worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None, 0)
     worker.finish_weight_update()
-    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", None)
+    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", None, 0)
     path = tmp_path / "store" / "v00000005"
     assert stored(worker) == StoreResult(version=5, label="five", path=str(path), problem="")
     assert {file.name for file in path.iterdir()} == {"config.json", "manifest.json", "model.safetensors"}
@@ -252,7 +252,7 @@ def test_a_stored_version_has_what_its_publisher_lacks(worker: MemoryWorker, tmp
     assert receive(worker, weights(2.0), retain_version=5).outcome is Outcome.DONE
     worker.finish_weight_update()
     digest = digest_of(weights(2.0))
-    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", digest)
+    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", digest, 0)
     assert stored(worker).problem == ""
     loaded = load_file(tmp_path / "store" / "v00000005" / "model.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in [*weights(2.0), *frozen.items()])
@@ -264,14 +264,14 @@ def test_a_forgotten_version_cannot_be_stored(worker: MemoryWorker, tmp_path: Pa
     worker.finish_weight_update()
     worker.staging_forget(5)
     with pytest.raises(ValueError, match="the retained one is None"):
-        worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None)
+        worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None, 0)
 
 
 def test_only_the_first_worker_of_a_replica_retains_and_stores(checkpoint: Path, tmp_path: Path) -> None:
     worker = MemoryWorker(checkpoint, index=1)
     receive(worker, weights(2.0), retain_version=5)
     worker.finish_weight_update()
-    worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None)
+    worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None, 0)
     assert worker.staging_store_state() is None and not (tmp_path / "store").exists()
     with pytest.raises(ValueError, match="the retained one is None"):
         worker.engine.retained.committed(5, None)

@@ -1,0 +1,78 @@
+"""What the trainer's model lacks is stored as the fleet has it: another publisher may have changed it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deployments.protocol.publishing import LACKING
+from deployments.trainer.worker import TrainerWorker
+from deployments.weights.store.version_writer import CommittedVersion, write_version
+from deployments.weights.store.versions import Store
+from tests.deployments.fake_controller import FakeController
+from tests.deployments.trainer.one_worker import equal, published, started
+from tests.deployments.trainer.test_checkpoint import spec_of, tensors_of
+from tests.tiny_models import save_tiny_mtp
+
+TIMEOUT_S = 30.0
+
+
+class Fleet:
+    """A trainer whose model lacks the layers of multi-token prediction, and a publisher that has them."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.controller = FakeController()
+        model = save_tiny_mtp(tmp_path / "model", 0)
+        spec = spec_of(model, tmp_path)
+        self.store = Store(Path(spec.store_dir))
+        self.changed = {name: tensor + 1.0 for name, tensor in tensors_of(model).items()}
+        self.trainer: TrainerWorker = started(spec, self.controller)
+        self.publish()
+
+    def publish(self) -> int:
+        """By the trainer; its number."""
+        report = published(self.trainer)
+        assert self.trainer.flush(TIMEOUT_S)
+        return report.version
+
+    def publish_changed(self, *, stored: bool) -> None:
+        """By the other one."""
+        self.controller.version += 1
+        self.controller.kept_since = self.controller.version
+        if stored:
+            self.write(self.controller.version)
+
+    def write(self, version: int) -> None:
+        committed = CommittedVersion(version=version, label=None, tensors=self.changed)
+        write_version(committed, self.store, lambda directory: None)
+
+    def lacking_of(self, version: int) -> dict[str, torch.Tensor]:
+        tensors = tensors_of(Path(self.controller.stored_versions[version]))
+        return {name: tensors[name] for name in self.controller.init_info[LACKING]}
+
+    def as_changed(self) -> dict[str, torch.Tensor]:
+        return {name: self.changed[name] for name in self.controller.init_info[LACKING]}
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    return Fleet(tmp_path)
+
+
+def test_a_version_has_what_another_publisher_changed_before_it(fleet: Fleet) -> None:
+    assert not equal(fleet.lacking_of(1), fleet.as_changed())
+    fleet.publish_changed(stored=True)
+    assert fleet.publish() == 3
+    assert equal(fleet.lacking_of(3), fleet.as_changed())
+
+
+def test_while_the_changed_version_is_not_stored_no_later_one_is(fleet: Fleet) -> None:
+    fleet.publish_changed(stored=False)
+    assert fleet.publish() == 3
+    reason = fleet.controller.problems[3]
+    assert "they are those of version 2, which is not in" in reason
+    assert fleet.trainer.store_status().store_problem == f"version 3 is not in the store: {reason}"
+    fleet.write(2)
+    assert fleet.publish() == 4
+    assert list(fleet.controller.stored_versions) == [1, 4]
+    assert equal(fleet.lacking_of(4), fleet.as_changed())
