@@ -237,9 +237,8 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         self._ranks.say_failed(self._round_id)
 
     def shutdown(self) -> None:
-        if (
-            self._page is not None
-        ):  # other ranks may still complete a round in which this one has done its part
+        # Not FAILED: the other ranks may still complete a round in which this one has done its part.
+        if self._page is not None:
             self._page[ABANDONED] = self._round_id
 
     def _wait_taken(self, page: Page, count: int, receiving: Future[None] | None) -> None:
