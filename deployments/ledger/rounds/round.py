@@ -185,6 +185,7 @@ def new_round(
     epoch: int,
     participants: Sequence[Member],
     connection: Connection | None,
+    lacks: str,
     now: float,
 ) -> Round:
     """A round that is open, with what its publisher chose."""
@@ -203,7 +204,7 @@ def new_round(
         drain_fallback=_or_default(options.drain_fallback, config.drain_fallback),
         persist=options.persist,
         file_bytes=options.file_bytes,
-        lacks="" if connection is None or options.file_bytes is not None else connection.lacks,
+        lacks=lacks,
     )
 
 

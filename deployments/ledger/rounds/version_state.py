@@ -83,6 +83,10 @@ class VersionState:
         """Of the committed version; see `RoundReport`."""
         return self._kept_since
 
+    def kept_by(self, lacks: str) -> int:
+        """Likewise, of the next version, if its publisher lacks these (`Connection.lacks`)."""
+        return self._kept_since if lacks and lacks == self._lacks else self._committed_version
+
     @property
     def current(self) -> Round | None:
         """The round in flight."""
@@ -153,8 +157,7 @@ class VersionState:
         return self._last_round_id
 
     def open(self, opened: Round, now: float) -> None:
-        same = opened.lacks != "" and opened.lacks == self._lacks
-        opened.kept_since = self._kept_since if same else self._committed_version
+        opened.kept_since = self.kept_by(opened.lacks)
         self._current = opened
         self.enter(RoundPhase.OPEN, now)
 

@@ -3,9 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from deployments.errors import FleetUnavailable
 from deployments.ledger.decisions import Committed
-from deployments.protocol.instructions import WriteVersion
+from deployments.protocol.instructions import CatchUp, WriteVersion
 from deployments.protocol.publishing import LACKING, RoundReport
+from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 from tests.deployments.ledger.test_files import PART
 
@@ -79,3 +83,50 @@ def test_the_replica_that_writes_a_version_is_told() -> None:
     publish(scene, TOWER, persist=True)
     bodies = [each.body for each in scene.replicas[0].ran]
     assert [each.kept_since for each in bodies if isinstance(each, WriteVersion)] == [1]
+
+
+def joiner_at(scene: Scene, version: int) -> FakeReplica:
+    """A replica that starts with a stored version, and cannot load another one for now."""
+    name = f"late-{version}"
+    joiner = FakeReplica(replica_id=name, incarnation=name, version=version, hangs_in={CatchUp})
+    scene.replicas.append(joiner)
+    scene.poll()
+    return joiner
+
+
+def test_a_joiner_with_older_ones_takes_no_part_until_it_has_loaded() -> None:
+    scene = Scene(replicas=1)
+    assert kept(scene, TOWER, ALL, TOWER) == [0, 1, 2]
+    old, new = joiner_at(scene, 1), joiner_at(scene, 2)
+    report = publish(scene, TOWER)
+    assert report.replicas.keys() == {"r0", "late-2"} and report.kept_since == 2
+    assert (new.admitted, new.version) == (True, 4)
+    assert (old.admitted, old.version) == (False, 1), "version 4 with tensors of version 1"
+    report = publish(scene, ALL)
+    assert report.replicas.keys() == {"r0", "late-2", "late-1"} and old.version == 5
+
+
+@pytest.mark.parametrize("init_info", [{}, {"rank_offset": 1, "world_size": 3}])
+def test_a_round_that_cannot_do_without_it_is_refused(init_info: dict[str, Any]) -> None:
+    scene = Scene(replicas=1, min_replicas=1 if init_info else 2)
+    joiner_at(scene, 0)
+    for version in (1, 2):
+        scene.connect({**ALL, **init_info})
+        scene.close(scene.receive())
+        scene.poll(10)
+        assert scene.ledger.committed_version == version
+    scene.replicas.pop()
+    scene.ledger.lost([("late-0", "late-0")], "gone", scene.now)
+    scene.poll()
+    old = joiner_at(scene, 1)
+    scene.connect({**TOWER, **init_info})
+    with pytest.raises(FleetUnavailable, match=r"the same since version 2: .* late-1: has version 1"):
+        scene.open()
+    old.hangs_in.clear()
+    scene.ledger.set_stored(2, "/store/v2", None, scene.now)
+    scene.wait(5)
+    assert old.version == 2
+    scene.connect({**TOWER, **init_info})
+    scene.close(scene.receive())
+    scene.poll(10)
+    assert scene.ledger.committed_version == old.version == 3
