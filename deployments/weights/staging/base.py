@@ -60,8 +60,15 @@ class Staging(Protocol):
         queued.
         """
 
-    def live_loaded(self) -> None:
-        """The live model was loaded otherwise. Called as `swap`, while no version is staged."""
+    def load(self, path: str) -> bool:
+        """Make a checkpoint directory the live model. Called as `swap`, while no version is staged.
+
+        Returns:
+            False if this staging does not load, and nothing was done: vLLM's reload does.
+
+        Raises:
+            ValueError: the checkpoint is not complete.
+        """
 
     def retire(self) -> None:
         """Free what the swap has replaced. Called on the staging thread, after the swap."""

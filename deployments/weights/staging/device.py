@@ -17,7 +17,7 @@ between ranks), weights that are offloaded to the host and a draft model from th
 as well.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,12 +28,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from deployments.weights.staging.base import Tensors
+from deployments.weights.staging.checkpoint_tensors import checkpoint_tensors
 from deployments.weights.staging.load_plan import LoadPlans
 from deployments.weights.staging.model_state.derived import Derived
 from deployments.weights.staging.model_state.pairs import pair
 from deployments.weights.staging.nan_poison import NanPoison
 from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.staging.shadow_model import build_shadow, check_memory, check_support
+from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest import warm_up
 from deployments.weights.wire.digest_definition import Findings
@@ -99,16 +101,12 @@ class DeviceStaging:
     def finalize(self, *, complete: bool, partial: bool, rest: Callable[[], None]) -> list[str]:
         if not self._open:
             return self._poison.names
-        layerwise = self._layerwise
-        unfilled = self._finalize_layers(complete, partial) if layerwise else self._unwritten(complete)
+        unfilled = self._complete(complete=complete, partial=partial)
         if unfilled:
             self._plans.refuse(self._received)
         else:
-            self._pairs.check_tied()
-            self._derived.collect()
             self._plans.confirm()
             self._plans.retain_only(self._received)
-            self._open = False
         torch.cuda.current_stream().synchronize()
         return unfilled
 
@@ -120,9 +118,21 @@ class DeviceStaging:
         self._differs = False
         self._live_written.record()
 
-    def live_loaded(self) -> None:
-        self._differs = True
-        self._live_written.record()
+    def load(self, path: str) -> bool:
+        # Not vLLM's reload of the live model: where kernels keep a parameter in a second place (scales of fp8
+        # experts), they refer to a copy of it afterwards, which no swap would reach.
+        torch.cuda.synchronize()  # what is left of a round that was dropped
+        self.begin()
+        with torch.no_grad():
+            self._start()
+            self._load(checkpoint_tensors(self._vllm_config, self._shadow, path))
+            unfilled = self._complete(complete=True, partial=False)
+        if unfilled:
+            self.drop()
+            raise ValueError(f"{path} lacks weights of {join_reasons(unfilled)}")
+        with torch.inference_mode():
+            self.swap()
+        return True
 
     def retire(self) -> None:
         pass  # the memory is the next version's
@@ -139,7 +149,7 @@ class DeviceStaging:
     def _start(self) -> None:
         self._open = True
         torch.cuda.current_stream().wait_event(self._live_written)  # by the swap, which reads the shadow
-        if self._differs:  # its first round, or what an abandoned one left, or the live model was loaded
+        if self._differs:  # its first round, or one was abandoned
             self._pairs.copy_to_shadow()
             self._derived.copy_to_shadow()
         self._differs = True
@@ -150,7 +160,17 @@ class DeviceStaging:
         # A layer that receives nothing would otherwise keep its old weights, and nothing would report it.
         self._poison.apply()
 
-    def _load(self, tensors: Tensors) -> None:
+    def _complete(self, *, complete: bool, partial: bool) -> list[str]:
+        """See `finalize`."""
+        layerwise = self._layerwise
+        unfilled = self._finalize_layers(complete, partial) if layerwise else self._unwritten(complete)
+        if not unfilled:
+            self._pairs.check_tied()
+            self._derived.collect()
+            self._open = False
+        return unfilled
+
+    def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         with self._config(), disable_mtp_completeness_check():
             self._shadow.load_weights(tensors)
 

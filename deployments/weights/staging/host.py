@@ -103,8 +103,8 @@ class HostStaging:
             finalize_layerwise_reload(self._model, self._model_config)
         self.drop()
 
-    def live_loaded(self) -> None:
-        pass
+    def load(self, path: str) -> bool:
+        return False
 
     def retire(self) -> None:
         pass

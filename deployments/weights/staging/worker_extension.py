@@ -144,10 +144,12 @@ class StagingWorkerExtension:
 
     def load_checkpoint(self, path: str) -> None:
         """Load a checkpoint directory into the live model; the scheduler must be paused."""
-        with set_current_vllm_config(self.vllm_config), replacing_all(self.model_runner.get_model()):
-            self.model_runner.reload_weights(weights_path=path)
-        if isinstance(self.weight_transfer_engine, StagedWeightTransferEngine):
-            self._staging_engine.staging.live_loaded()
+        engine, model = self.weight_transfer_engine, self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            if isinstance(engine, StagedWeightTransferEngine) and engine.staging.load(path):
+                return
+            with replacing_all(model):
+                self.model_runner.reload_weights(weights_path=path)
 
     def native_check_connected(self) -> None:
         """Check that an update over vLLM's own engine replaces the weights.

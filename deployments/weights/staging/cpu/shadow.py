@@ -92,8 +92,8 @@ class CpuShadowStaging:
     def swap(self) -> None:
         self._exchange.swap()
 
-    def live_loaded(self) -> None:
-        pass
+    def load(self, path: str) -> bool:
+        return False
 
     def retire(self) -> None:
         self._open = False

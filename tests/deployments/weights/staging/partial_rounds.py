@@ -1,6 +1,8 @@
 """Rounds that lack a layer, on real vLLM models; prints what differs from a fresh load, a line of JSON each.
 
-    python -m tests.deployments.weights.staging.partial_rounds DIRECTORY host|shadow|device
+    python -m tests.deployments.weights.staging.partial_rounds DIRECTORY host|shadow|device|without_gpu
+
+`without_gpu` is the staging of `device` on a CPU.
 
 A process of its own: vLLM's parallel state and current configuration are global.
 """
@@ -26,6 +28,8 @@ from deployments.weights.staging.model_state.observation import changed, observe
 from deployments.weights.staging.model_state.reachable import name_of
 from deployments.weights.wire.chunk_layout import describe, layout, pack
 from deployments.weights.wire.received_chunk import packed_chunk
+from tests.deployments.weights.staging.cpu_kernels import use_kernels
+from tests.deployments.weights.staging.device_without_gpu import device_staging
 from tests.deployments.weights.staging.families import FAMILIES, GPU_FAMILIES, MLA, MLA_SIZES, SMALL
 
 Tensors = dict[str, torch.Tensor]
@@ -36,6 +40,12 @@ _MLA = DeepseekV3Config(
 )
 _ON_CPU: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     name: FAMILIES[name] for name in ("experts", "dense")
+}
+# No experts: on a CPU vLLM packs theirs only once, and `device` is not for that.
+_DENSE_MLA = {**MLA, "first_k_dense_replace": SMALL["num_hidden_layers"]}
+_WITHOUT_GPU: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
+    "dense": FAMILIES["dense"],
+    "mla": (DeepseekV3Config(**SMALL, **_DENSE_MLA, architectures=["DeepseekV3ForCausalLM"]), {}),
 }
 _ON_GPU: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
     "fp8-experts": GPU_FAMILIES["fp8-experts"],  # experts first: vLLM makes their group then
@@ -89,6 +99,8 @@ class Scene:
             from deployments.weights.staging.cpu.shadow import shadow_staging
 
             return shadow_staging(self._config, self._live)
+        if kind == "without_gpu":
+            return device_staging(self._config, self._live)
         from deployments.weights.staging.device import DeviceStaging
 
         return DeviceStaging(self._config, self._device, self._live)
@@ -122,15 +134,18 @@ class Scene:
 
     def load(self, name: str) -> None:
         """As a replica does that catches up."""
+        path = str(self._directory / name)
+        with set_current_vllm_config(self._config):
+            if self._staging.load(path):
+                return
         with set_current_vllm_config(self._config), replacing_all(self._live):
             reload_weights(
                 self._config,
                 self._live,
                 weights_iterator=None,
-                weights_path=str(self._directory / name),
+                weights_path=path,
                 is_checkpoint_format=True,
             )
-        self._staging.live_loaded()
 
     def behind(self, layer: str, rest: str) -> list[str]:
         """What differs from a fresh load of one version's layer 0, and another's rest."""
@@ -167,9 +182,10 @@ def outcomes(scene: Scene) -> dict[str, list[str]]:
     scene.swap()
     found["after a round that was dropped when it was complete"] = scene.behind("a", "b")
     scene.load("c")
+    found["a load from a checkpoint"] = scene.behind("c", "c")
     scene.stage("a", partial=True)
     scene.swap()
-    found["after the live model was loaded"] = scene.behind("c", "a")
+    found["after a load from a checkpoint"] = scene.behind("c", "a")
     scene.stage("b", partial=False)
     scene.swap()
     found["a complete round"] = scene.behind("b", "b")
@@ -179,7 +195,10 @@ def outcomes(scene: Scene) -> dict[str, list[str]]:
 def main(directory: Path, kind: str) -> None:
     if kind != "device":
         torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on a CPU
-    for family, (description, arguments) in (_ON_GPU if kind == "device" else _ON_CPU).items():
+    if kind == "without_gpu":
+        use_kernels("torch")
+    families = {"device": _ON_GPU, "without_gpu": _WITHOUT_GPU}.get(kind, _ON_CPU)
+    for family, (description, arguments) in families.items():
         try:
             (directory / family).mkdir()
             found: dict[str, Any] = {

@@ -11,7 +11,9 @@ import pytest
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("kind", ["host", "shadow", pytest.param("device", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "kind", ["host", "shadow", "without_gpu", pytest.param("device", marks=pytest.mark.gpu)]
+)
 def test_what_is_lacking_stays_as_it_serves(kind: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.deployments.weights.staging.partial_rounds", str(tmp_path), kind],

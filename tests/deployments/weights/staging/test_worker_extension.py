@@ -282,12 +282,12 @@ def test_host_staging_has_no_load_plans(worker: MemoryWorker) -> None:
     assert from_wire(LoadPlanSummary, worker.staging_plans()) == LoadPlanSummary(chunks=0, refused=())
 
 
-def test_a_checkpoint_is_loaded_by_the_model_runner_and_the_staging_learns_of_it(
-    worker: MemoryWorker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_checkpoint_is_loaded_by_the_staging_or_else_by_the_model_runner(
+    worker: MemoryWorker, monkeypatch: pytest.MonkeyPatch, itself: bool
 ) -> None:
-    loaded: list[str | None] = []
-    monkeypatch.setattr(
-        worker.engine.staging, "live_loaded", lambda: loaded.append(worker.model_runner.loaded_from)
-    )
+    asked: list[str] = []
+    monkeypatch.setattr(worker.engine.staging, "load", lambda path: asked.append(path) or itself)
     worker.load_checkpoint("/store/v00000005")
-    assert loaded == ["/store/v00000005"]
+    assert asked == ["/store/v00000005"]
+    assert worker.model_runner.loaded_from == (None if itself else "/store/v00000005")
