@@ -1,30 +1,115 @@
 """The router's connections to the replicas."""
 
+import asyncio
 import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import aiohttp
 
+from deployments.router.exchange import Answer, Connection
+
 CONNECT_TIMEOUT_S = 10.0
+IDLE_S = 15.0  # a connection that nobody has used for so long is closed; a replica keeps it for longer
 SOCKET_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 
 
-def connections() -> aiohttp.ClientSession:
-    """A session without a limit of connections or of time: an answer takes as long as it takes."""
+class NotConnected(Exception):
+    """There is no connection to a replica, which has had nothing of the request."""
+
+
+class Connections:
+    """Connections that are kept for the next request to the same replica; as many as are needed."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, dict[Connection, asyncio.TimerHandle]] = {}
+        self._closed = False
+
+    @asynccontextmanager
+    async def asked(
+        self, address: str, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes
+    ) -> AsyncIterator[Answer]:
+        """The answer to a request, once it has begun. Leaving early ends the connection and the request.
+
+        Args:
+            address: host:port of the replica's server.
+            headers: without `host` and `content-length`.
+
+        Raises:
+            NotConnected: the request was not sent.
+            ExchangeLost: the answer did not begin.
+        """
+        connection = self._kept(address) or await _connected(address)
+        try:
+            answer = connection.ask(method, target, [("host", address), *headers], body)
+            await answer.begin()
+            yield answer
+        except BaseException:
+            connection.abort()
+            raise
+        if answer.is_complete and answer.keeps_connection:
+            self._keep(address, connection)
+        else:
+            connection.abort()
+
+    def close(self) -> None:
+        """Close those that are idle, and each other one when its request ends."""
+        self._closed = True
+        for kept in self._idle.values():
+            for connection, timer in kept.items():
+                timer.cancel()
+                connection.abort()
+        self._idle.clear()
+
+    def _kept(self, address: str) -> Connection | None:
+        """The one that was used last: the others may end."""
+        kept = self._idle.get(address)
+        while kept:
+            connection, timer = kept.popitem()
+            timer.cancel()
+            if connection.is_open:
+                return connection
+        self._idle.pop(address, None)
+        return None
+
+    def _keep(self, address: str, connection: Connection) -> None:
+        if self._closed:
+            connection.abort()
+            return
+        timer = asyncio.get_running_loop().call_later(IDLE_S, self._expire, address, connection)
+        self._idle.setdefault(address, {})[connection] = timer
+
+    def _expire(self, address: str, connection: Connection) -> None:
+        connection.abort()
+        kept = self._idle[address]
+        del kept[connection]
+        if not kept:
+            del self._idle[address]
+
+
+def questions() -> aiohttp.ClientSession:
+    """For questions of the router's own. Without a limit of connections or of time: the question has one."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-        auto_decompress=False,
-        skip_auto_headers=("accept", "accept-encoding", "content-type", "user-agent"),
-        cookie_jar=aiohttp.DummyCookieJar(),
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
     )
 
 
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket that notices a dead host, whether it waits or sends; a dead process closes its connections."""
-    family, kind, protocol, _, _ = address
-    created = socket.socket(family, kind, protocol)
-    created.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+async def _connected(address: str) -> Connection:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            transport, connection = await asyncio.get_running_loop().create_connection(
+                Connection, host.strip("[]"), int(port)
+            )
+    except (OSError, TimeoutError) as error:
+        raise NotConnected(f"{type(error).__name__}: {error}") from error
+    _watch(transport.get_extra_info("socket"))
+    return connection
+
+
+def _watch(connected: socket.socket) -> None:
+    """It notices a dead host, whether it waits or sends; a dead process closes its connections."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in SOCKET_OPTIONS.items():
         if hasattr(socket, option):
-            created.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return created
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -6,6 +6,7 @@ request under which replicas are lost again and again is refused.
 """
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,7 +16,6 @@ import aiohttp
 from multidict import CIMultiDict
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-from yarl import URL
 
 from deployments.errors import DeadlyRequest, FleetUnavailable
 from deployments.logs import serve_logger
@@ -30,8 +30,9 @@ from deployments.request_headers import (
 )
 from deployments.router.choice.chooser import Chooser
 from deployments.router.choice.load import load_of
-from deployments.router.connections import connections
+from deployments.router.connections import Connections, NotConnected, questions
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
+from deployments.router.exchange import Answer, ExchangeLost
 from deployments.router.limits import RouterLimits
 from deployments.router.scrape import Scraped, scrape
 from deployments.router.silence import Patience, Probes
@@ -81,53 +82,25 @@ class Trail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """The answer of a replica has begun. Closing `connection` early ends the request in the engine."""
+    """The answer of a replica has begun. Closing `connection` early ends the request in the engine.
+
+    Attributes:
+        whole: the body, if it has arrived already; None: it is a stream.
+    """
 
     replica_id: str
-    answer: aiohttp.ClientResponse
+    answer: Answer
+    whole: bytes | None
     patience: Patience
     connection: AsyncExitStack
-
-    @property
-    def is_whole(self) -> bool:
-        """It has arrived already."""
-        return self.answer.content_length is not None
 
     async def body(self) -> bytes:
         """The whole body.
 
         Raises:
-            Interrupted: the replica was lost.
+            ExchangeLost: the replica was lost.
         """
-        if self.is_whole:
-            return await self.answer.read()
-        return b"".join([piece async for piece in self.pieces()])
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The answer's body as it comes.
-
-        Raises:
-            Interrupted: the replica was lost.
-        """
-        while piece := await self.piece():
-            yield piece
-
-    async def piece(self) -> bytes:
-        """What has come of the body since the last one; empty at its end.
-
-        Raises:
-            Interrupted: the replica was lost.
-        """
-        try:
-            piece = await self.answer.content.readany()
-        except aiohttp.ClientError as error:
-            raise Interrupted(first_line(error)) from error
-        self.patience.heard()
-        return piece
-
-
-class Interrupted(Exception):
-    """A replica was lost in the middle of its answer."""
+        return await self.answer.rest() if self.whole is None else self.whole
 
 
 class _NotBegun(Exception):
@@ -146,11 +119,13 @@ class Forwarder:
         self._probe_timeout_s = probe_timeout_s
         self._probes = Probes(self._answers)
         self._chooser = Chooser(rollout)
+        self._connections = Connections()
         self._session: aiohttp.ClientSession | None = None
         self.deadly = DeadlyRequests()
 
     async def close(self) -> None:
         """Close the connections to the replicas."""
+        self._connections.close()
         if self._session is not None:
             await self._session.close()
 
@@ -161,7 +136,7 @@ class Forwarder:
     async def metrics(self) -> Scraped:
         """The metrics of every replica, whether it may answer requests or not, and of every node."""
         known = (await self._chooser.census(Demand())).metadata
-        return await scrape(self._connections(), {name: ReplicaEndpoint(**known[name]) for name in known})
+        return await scrape(self._questions(), {name: ReplicaEndpoint(**known[name]) for name in known})
 
     async def forward(self, request: Outgoing, trail: Trail, limits: RouterLimits) -> Begun:
         """The first answer that is not a refusal; tries replica after replica.
@@ -231,21 +206,26 @@ class Forwarder:
                     answer = await connection.enter_async_context(
                         self._request(replica_id, endpoint, request)
                     )
-                    refusal = answer.headers.get(REFUSED_HEADER.decode())
+                    patience.follow(answer)
+                    refusal = answer.header(REFUSED_HEADER)
                     if refusal is not None:
-                        reason = (await answer.json())["error"]["message"]
-                        raise _Lost(reason) if refusal == LOST.decode() else _NotBegun(reason)
-                    if answer.content_length is not None:
-                        await answer.read()  # a replica that is lost here can still be replaced
+                        reason = json.loads(await answer.rest())["error"]["message"]
+                        raise _Lost(reason) if refusal == LOST else _NotBegun(reason)
+                    # A replica that is lost here can still be replaced.
+                    whole = None if answer.content_length is None else await answer.rest()
                 patience.give_up = answer.close
                 return Begun(
-                    replica_id=replica_id, answer=answer, patience=patience, connection=connection.pop_all()
+                    replica_id=replica_id,
+                    answer=answer,
+                    whole=whole,
+                    patience=patience,
+                    connection=connection.pop_all(),
                 )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise _NotBegun(f"replica {replica_id} does not answer: {first_line(error)}") from error
-        except aiohttp.ClientError as error:
+        except NotConnected as error:
+            raise _NotBegun(f"replica {replica_id} does not answer: {error}") from error
+        except ExchangeLost as error:
             # Whether its engine had begun, a broken connection does not say: it counts.
-            raise _Lost(f"replica {replica_id} does not answer: {first_line(error)}") from error
+            raise _Lost(f"replica {replica_id} does not answer: {error}") from error
         except TimeoutError as error:
             raise _Lost(f"replica {replica_id} is silent, and answers nothing else either") from error
 
@@ -254,33 +234,29 @@ class Forwarder:
 
     async def _answers(self, address: str, key: str) -> bool:
         """Whether a replica's server answers; what, is all the same: it has no route `/`."""
-        if self._session is None:
-            return True
         timeout = aiohttp.ClientTimeout(total=self._probe_timeout_s)
         headers = {KEY_HEADER.decode(): key}
         try:
-            async with self._session.get(f"http://{address}/", headers=headers, timeout=timeout):
+            async with self._questions().get(f"http://{address}/", headers=headers, timeout=timeout):
                 return True
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    def _connections(self) -> aiohttp.ClientSession:
+    def _questions(self) -> aiohttp.ClientSession:
         if self._session is None:  # created here, in the event loop that serves requests
-            self._session = connections()
+            self._session = questions()
         return self._session
 
     @asynccontextmanager
     async def _request(
         self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        session = self._connections()
+    ) -> AsyncIterator[Answer]:
         headers = request.headers.copy()
         headers[KEY_HEADER.decode()] = endpoint.key
         headers[ROUTER_HEADER.decode()] = router_header(self._chooser.router_id, request.load)
-        url = URL(f"http://{endpoint.address}{request.target}", encoded=True)
         with self._chooser.counted(replica_id, request.load):
-            async with session.request(
-                request.method, url, headers=headers, data=request.body or None, allow_redirects=False
+            async with self._connections.asked(
+                endpoint.address, request.method, request.target, [*headers.items()], request.body
             ) as answer:
                 yield answer
 

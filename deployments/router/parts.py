@@ -20,13 +20,13 @@ from starlette.responses import Response, StreamingResponse
 
 from deployments.errors import ReplicaUnavailable, SlipstreamError
 from deployments.logs import serve_logger
-from deployments.router.forwarding import Begun, Forwarder, Interrupted, Outgoing, Trail
+from deployments.router.exchange import ExchangeLost, Headers
+from deployments.router.forwarding import Begun, Forwarder, Outgoing, Trail
 from deployments.router.limits import RouterLimits
 from deployments.router.merging import MergedStream, PartFailed, is_stop, merge_answers
 
 NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
 MAX_WAITING_EVENTS = 256  # of one part, that the client has not taken yet
-Headers = list[tuple[bytes, bytes]]
 logger = serve_logger()
 
 
@@ -69,8 +69,7 @@ async def answer_in_parts(
 
 def returned(begun: Begun) -> Headers:
     """The headers of a replica's answer that the client gets."""
-    headers = [(name.lower(), value) for name, value in begun.answer.raw_headers]
-    return [(name, value) for name, value in headers if name not in NOT_RETURNED]
+    return [(name, value) for name, value in begun.answer.headers if name not in NOT_RETURNED]
 
 
 class _Refused(Exception):
@@ -138,7 +137,7 @@ class _Part:
 
     async def _read(self, begun: Begun) -> None:
         try:
-            if begun.answer.status >= 400 or begun.is_whole == self._streams:
+            if begun.answer.status >= 400 or (begun.whole is not None) == self._streams:
                 response = Response(await begun.body(), begun.answer.status)
                 response.raw_headers = returned(begun)
                 raise _Refused(response)
@@ -151,7 +150,7 @@ class _Part:
         except _Stopped:
             self.waiting.clear()
             self._trail.refused(begun.replica_id)
-        except Interrupted as error:
+        except ExchangeLost as error:
             if self.taken:
                 self._forwarder.deadly.cut_off(self._request.identity, begun.replica_id)
                 raise
@@ -160,7 +159,7 @@ class _Part:
 
     async def _read_events(self, begun: Begun) -> None:
         rest = b""
-        async for piece in begun.pieces():
+        while piece := await begun.answer.piece():
             *events, rest = (rest + piece).split(b"\n\n")
             if not self.taken and any(map(is_stop, events)):
                 raise _Stopped
@@ -232,7 +231,7 @@ async def _merged_events(parts: Sequence[_Part], news: asyncio.Event) -> AsyncIt
             await news.wait()
     except PartFailed as failed:
         yield b"".join([*pieces, failed.event, b"\n\ndata: [DONE]\n\n"])
-    except (Interrupted, SlipstreamError, _Refused) as error:
+    except (ExchangeLost, SlipstreamError, _Refused) as error:
         logger.warning("a part of a stream was lost: %s", error)
         yield b"data: " + _error_body(error) + b"\n\n"
 

@@ -1,8 +1,8 @@
 """Passes a replica's stream on to a client, piece by piece as it arrives.
 
-The router does this for each token of each stream, so there is little between the two connections: one
-coroutine, without the generators and the task of Starlette's `StreamingResponse`. A client that reads slowly
-holds `send` up, then the connection to the replica, then the engine's front.
+The router does this for each token of each stream, so there is little between the two connections: `send` is
+called where the piece arrives, without the generators and the task of Starlette's `StreamingResponse`. A
+client that reads slowly holds `send` up, then the connection to the replica, then the engine's front.
 """
 
 import asyncio
@@ -11,7 +11,8 @@ from collections.abc import Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.router.forwarding import Begun, Interrupted
+from deployments.router.exchange import ExchangeLost, Headers
+from deployments.router.forwarding import Begun
 
 
 class PassedStream(Response):
@@ -21,9 +22,7 @@ class PassedStream(Response):
         cut_off: told that the replica was lost; returns the last event for the client.
     """
 
-    def __init__(
-        self, begun: Begun, headers: list[tuple[bytes, bytes]], cut_off: Callable[[Interrupted], bytes]
-    ) -> None:
+    def __init__(self, begun: Begun, headers: Headers, cut_off: Callable[[ExchangeLost], bytes]) -> None:
         self._cut_off = cut_off
         self._begun = begun
         self.background = None
@@ -45,13 +44,13 @@ class PassedStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pass(self, send: Send) -> None:
-        read = self._begun.piece
+        async def take(piece: bytes) -> None:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
         try:
-            while piece := await read():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except Interrupted as error:
-            event = self._cut_off(error)
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await self._begun.answer.pass_on(take)
+        except ExchangeLost as error:
+            await take(self._cut_off(error))
 
 
 async def _listen(receive: Receive, leaves: Callable[[], None]) -> None:

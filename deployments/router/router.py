@@ -27,7 +27,8 @@ from deployments.router.body import read_body
 from deployments.router.bounds import check_headers
 from deployments.router.choice.prefixes import block_hashes
 from deployments.router.deadly_requests import RequestIdentity
-from deployments.router.forwarding import Begun, Forwarder, Interrupted, Outgoing, Trail
+from deployments.router.exchange import ExchangeLost
+from deployments.router.forwarding import Begun, Forwarder, Outgoing, Trail
 from deployments.router.limits import RouterLimits
 from deployments.router.parts import PartRequest, answer_in_parts, returned
 from deployments.router.passing import PassedStream
@@ -128,7 +129,7 @@ class Router:
             return
         begun = await self._forwarder.forward(request, trail, self.limits)
         async with begun.connection:
-            yield await self._response(begun, request.identity)
+            yield self._response(begun, request.identity)
 
     async def _parts(self, request: Outgoing, trail: Trail, prompts: PromptList) -> list[PartRequest]:
         """The parts of a request, each with the replica that it is meant for; none: it is not split."""
@@ -150,14 +151,14 @@ class Router:
             parts.append(PartRequest(request=outgoing, trail=Trail(demand=demand)))
         return parts
 
-    async def _response(self, begun: Begun, identity: RequestIdentity) -> Response:
-        if not begun.is_whole:
+    def _response(self, begun: Begun, identity: RequestIdentity) -> Response:
+        if begun.whole is None:
             return PassedStream(begun, returned(begun), lambda error: self._cut_off(begun, identity, error))
-        response = Response(await begun.answer.read(), begun.answer.status)
+        response = Response(begun.whole, begun.answer.status)
         response.raw_headers = returned(begun)
         return response
 
-    def _cut_off(self, begun: Begun, identity: RequestIdentity, error: Interrupted) -> bytes:
+    def _cut_off(self, begun: Begun, identity: RequestIdentity, error: ExchangeLost) -> bytes:
         """A replica was lost in the middle of a stream: the client's last event."""
         refused = self._forwarder.deadly.cut_off(identity, begun.replica_id)
         text = f"replica {begun.replica_id} was lost in the middle of a stream: {error}"

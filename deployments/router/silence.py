@@ -9,9 +9,20 @@ ended closes its connections and needs none of this; one that is stopped, or who
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 SILENCE_S = 30.0
 PROBE_TIMEOUT_S = 30.0  # a replica that reads a long list of prompts may be busy for seconds
+
+
+class Heard(Protocol):
+    """Something that arrives.
+
+    Attributes:
+        heard_at: the event loop's time at which a byte came last.
+    """
+
+    heard_at: float
 
 
 class Patience:
@@ -29,13 +40,14 @@ class Patience:
         self.give_up = give_up
         self._silence_s = silence_s
         self._loop = asyncio.get_running_loop()
-        self._heard = self._loop.time()
+        self._began = self._loop.time()
+        self._source: Heard | None = None
         self._timer = self._loop.call_later(silence_s, self._look)
         self._asking: asyncio.Task[None] | None = None
 
-    def heard(self) -> None:
-        """Something came."""
-        self._heard = self._loop.time()
+    def follow(self, source: Heard) -> None:
+        """The answer has begun, and arrives by `source`."""
+        self._source = source
 
     def close(self) -> None:
         """The answer is complete, or nobody waits for it."""
@@ -44,18 +56,21 @@ class Patience:
             self._asking.cancel()
 
     def _look(self) -> None:
-        left_s = self._heard + self._silence_s - self._loop.time()
+        left_s = self._heard_at() + self._silence_s - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._look)
         else:
             self._asking = self._loop.create_task(self._ask())
 
     async def _ask(self) -> None:
-        heard = self._heard
-        if await self._alive() or self._heard != heard:
+        heard_at = self._heard_at()
+        if await self._alive() or self._heard_at() != heard_at:
             self._timer = self._loop.call_later(self._silence_s, self._look)
         else:
             self.give_up()
+
+    def _heard_at(self) -> float:
+        return self._began if self._source is None else self._source.heard_at
 
 
 class Probes:

@@ -140,9 +140,11 @@ async def test_whoever_hears_something_does_not_ask() -> None:
         return False
 
     patience = Patience(alive, lambda: given_up.append(None), 0.1)
+    answer = SimpleNamespace(heard_at=0.0)
+    patience.follow(answer)
     for _ in range(8):
+        answer.heard_at = asyncio.get_running_loop().time()
         await asyncio.sleep(0.03)
-        patience.heard()
     assert given_up == []
     await asyncio.sleep(0.3)
     assert given_up == [None]
