@@ -12,7 +12,7 @@ from app.scenarios.comparison import Comparison
 from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
 from tests.tiny_models import save_tiny_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]
 REQUESTS = 24
 
 
