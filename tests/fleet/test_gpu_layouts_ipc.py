@@ -1,4 +1,7 @@
-"""Four GPUs that an FSDP2 trainer shares with its fleet: four dense replicas, and one of spread experts."""
+"""GPUs that an FSDP2 trainer shares with its fleet: dense replicas, and one of spread experts.
+
+The layouts are for four GPUs. With two the same code runs with two ranks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,6 @@ from tests.fleet.talk import PROMPT, complete, on_every_replica, sampled, succee
 from tests.tiny_models import save_tiny_experts, save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
-DENSE_PORT, EXPERTS_PORT = 8371, 8372
 TOKENS = 24
 PROMPTS = [PROMPT, [40, 41, 42], list(range(10, 30))]
 
@@ -26,37 +28,50 @@ def publish(client: httpx.Client) -> dict[str, Any]:
     return report
 
 
-@needs_gpus(4)
-def test_four_replicas_each_beside_a_rank_end_where_a_fresh_engine_begins(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "port"),
+    [pytest.param(2, 8373, marks=needs_gpus(2)), pytest.param(4, 8371, marks=needs_gpus(4))],
+    ids=["two", "four"],
+)
+def test_replicas_each_beside_a_rank_end_where_a_fresh_engine_begins(
+    tmp_path: Path, count: int, port: int
+) -> None:
     checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
-    config = configuration("ipc_fsdp_dense", checkpoint, tmp_path / "state", {"engine": {"env": INVARIANT}})
-    with running(config, checkpoint, DENSE_PORT) as fleet, fleet.client() as client:
-        before = on_every_replica(client, count=4, max_tokens=TOKENS)
-        assert len(publish(client)["replicas"]) == 4
+    overrides = {"engine": {"env": INVARIANT, "num_replicas": count}, "trainer": {"world_size": count}}
+    config = configuration("ipc_fsdp_dense", checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+        before = on_every_replica(client, count=count, max_tokens=TOKENS)
+        assert len(publish(client)["replicas"]) == count
         for _ in range(2):
             version = train_and_publish(client)
         last = client.get("/fleet/rounds").json()["rounds"][-1]
         print("last round", last)
-        assert len(last["replicas"]) == 4 and not last["fenced"]
+        assert len(last["replicas"]) == count and not last["fenced"]
         saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS)
-        after = on_every_replica(client, count=4, max_tokens=TOKENS)
+        after = on_every_replica(client, count=count, max_tokens=TOKENS)
         for replica, answer in after.items():
             assert answer.version == version == 3
             assert answer.token_ids == expected != before[replica].token_ids
 
 
-@needs_gpus(4)
-def test_spread_experts_sleep_wake_update_and_end_where_a_fresh_engine_begins(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "port"),
+    [pytest.param(2, 8374, marks=needs_gpus(2)), pytest.param(4, 8372, marks=needs_gpus(4))],
+    ids=["two", "four"],
+)
+def test_spread_experts_sleep_wake_update_and_end_where_a_fresh_engine_begins(
+    tmp_path: Path, count: int, port: int
+) -> None:
     checkpoint = save_tiny_experts(tmp_path / "model", seed=1, dtype=torch.bfloat16)
-    config = configuration(
-        "ipc_fsdp_ep",
-        checkpoint,
-        tmp_path / "state",
-        {"engine": {"enforce_eager": True}, "weights": {"chunk_bytes": 1 << 20}},
-    )
-    with running(config, checkpoint, EXPERTS_PORT) as fleet, fleet.client() as client:
-        assert client.get("/get_world_size").json() == {"world_size": 4}
+    overrides = {
+        "engine": {"enforce_eager": True, "data_parallel_size": count},
+        "weights": {"chunk_bytes": 1 << 20},
+        "trainer": {"world_size": count},
+    }
+    config = configuration("ipc_fsdp_ep", checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+        assert client.get("/get_world_size").json() == {"world_size": count}
         before = [complete(client, prompt, TOKENS).token_ids for prompt in PROMPTS]
         publish(client)
         train_and_publish(client)

@@ -21,8 +21,12 @@ class NotYet(ValueError):
     """The files are not what they were when the fleet copied them: a shared file system may lag."""
 
 
-def check_adapter(adapter: Adapter, model: str, lora_config: Any) -> None:
+def check_adapter(adapter: Adapter, base: Schema | None, lora_config: Any) -> None:
     """Read the files once, and compare them with the digest, the limits and the base model.
+
+    Args:
+        base: see `inspect`.
+        lora_config: likewise.
 
     Raises:
         NotYet: they are not there, or have another digest.
@@ -30,7 +34,7 @@ def check_adapter(adapter: Adapter, model: str, lora_config: Any) -> None:
     """
     directory = Path(adapter.path)
     try:
-        digest, problem = inspect(directory, model, lora_config)
+        digest, problem = inspect(directory, base, lora_config)
     except OSError as error:
         raise NotYet(f"{directory} cannot be read: {error}") from error
     if digest != adapter.digest:
@@ -39,11 +43,11 @@ def check_adapter(adapter: Adapter, model: str, lora_config: Any) -> None:
         raise ValueError(f"{adapter.full_name}: {problem}")
 
 
-def inspect(directory: Path, model: str, lora_config: Any) -> tuple[str, str]:
+def inspect(directory: Path, base: Schema | None, lora_config: Any) -> tuple[str, str]:
     """The digest of an adapter's files, and what is wrong with them; empty if they fit.
 
     Args:
-        model: the checkpoint that the engine was started from.
+        base: of the checkpoint that the engine was started from; None: nobody here can say.
         lora_config: the engine's `LoRAConfig`.
 
     Raises:
@@ -52,17 +56,16 @@ def inspect(directory: Path, model: str, lora_config: Any) -> tuple[str, str]:
     with ThreadPoolExecutor(1) as beside:  # each reads all bytes, and neither holds the GIL
         digest = beside.submit(adapter_digest, directory)
         try:
-            problem = join_reasons(_problems(directory, model, lora_config))
+            problem = join_reasons(_problems(directory, base, lora_config))
         except (OSError, ValueError) as error:  # of files whose digest may be wrong as well
             problem = str(error)
         return digest.result(), problem
 
 
-def _problems(directory: Path, model: str, lora_config: Any) -> list[str]:
+def _problems(directory: Path, base: Schema | None, lora_config: Any) -> list[str]:
     _check_config(directory, lora_config)
     schema = read_schema(directory) or {}
     problems = [*_halves(schema, lora_config.max_lora_rank)]
-    base = read_schema(Path(model)) if Path(model).is_dir() else None
     if base is not None:
         problems += _misfits(schema, base)
     return problems or _not_finite(directory / TENSORS)

@@ -21,6 +21,8 @@ from deployments.protocol.adapters import Adapter
 from deployments.replica.adapters.check import NotYet, check_adapter, inspect
 from deployments.replica.adapters.received import ReceivedAdapter
 from deployments.replica.adapters.worker_calls import Workers
+from deployments.weights.store.hub import cached, complete_schema
+from deployments.weights.wire.checkpoint_schema import Schema
 
 LAG_S = 10.0  # a shared file system may show the fleet's copy this much later
 RETRY_S = 0.1
@@ -52,6 +54,7 @@ class AdapterReader:
         self._lag_s = lag_s
         self._received = ReceivedAdapter()
         self._ahead: _Ahead | None = None
+        self._base: asyncio.Task[Schema | None] | None = None
 
     async def receive(self, load_id: str, payload: Any) -> None:
         """Have the workers begin to receive the files of an adapter; what was received before is dropped."""
@@ -99,7 +102,7 @@ class AdapterReader:
         if directory is None:
             raise ValueError("it is not in this host's memory")
         await self._begin(load_id, str(directory), is_3d=False)
-        digest, problem = await asyncio.to_thread(inspect, directory, *self._limits())
+        digest, problem = await asyncio.to_thread(inspect, directory, *await self._limits())
         if problem:
             raise ValueError(problem)
         return digest
@@ -136,7 +139,7 @@ class AdapterReader:
         began, at_once = time.monotonic(), True
         while True:
             try:
-                await asyncio.to_thread(check_adapter, adapter, *self._limits())
+                await asyncio.to_thread(check_adapter, adapter, *await self._limits())
                 return at_once
             except NotYet as error:
                 if time.monotonic() >= began + self._lag_s:
@@ -146,9 +149,21 @@ class AdapterReader:
             at_once = False
             await asyncio.sleep(RETRY_S)
 
-    def _limits(self) -> tuple[str, Any]:
-        """The model and its limits for adapters."""
-        return self._llm.model_config.model, self._llm.vllm_config.lora_config
+    async def _limits(self) -> tuple[Schema | None, Any]:
+        """The tensors of the base model, if this host knows them, and the engine's limits for adapters."""
+        if self._base is None:
+            self._base = asyncio.create_task(asyncio.to_thread(self._read_base))
+        base = self._base
+        try:
+            return await asyncio.shield(base), self._llm.vllm_config.lora_config
+        except (OSError, ValueError):
+            self._base = None  # it is read again for the next one
+            raise
+
+    def _read_base(self) -> Schema | None:
+        config = self._llm.model_config
+        directory = cached(config.model, config.revision, self._llm.vllm_config.load_config.download_dir)
+        return complete_schema(directory, of_hub=directory != Path(config.model))
 
 
 def last_line(error: BaseException) -> str:

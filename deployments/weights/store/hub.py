@@ -86,7 +86,7 @@ def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | No
         OSError: a file cannot be read.
         ValueError: a file has no safetensors header.
     """
-    schema = None if of_hub and not _is_whole(directory) else read_schema(directory)
+    schema = complete_schema(directory, of_hub=of_hub)
     if schema is None and load_format != "dummy":
         logger.warning(
             "names, shapes and completeness of updates are not checked: %s has no complete checkpoint in "
@@ -95,6 +95,22 @@ def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | No
             load_format,
         )
     return schema
+
+
+def complete_schema(directory: Path, *, of_hub: bool) -> Schema | None:
+    """The tensors of a checkpoint; None: it is not there, in another format, or a part of it is lacking.
+
+    Args:
+        directory: what `cached` says.
+        of_hub: as for `schema_of`.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file has no safetensors header.
+    """
+    if not directory.is_dir() or (of_hub and not _is_whole(directory)):
+        return None
+    return read_schema(directory)
 
 
 def _is_whole(directory: Path) -> bool:

@@ -42,8 +42,8 @@ class FakeLlm:
     """As `AsyncLLM`: loads what is there, fails otherwise, and loads nothing twice under an id."""
 
     def __init__(self, model: str) -> None:
-        self.vllm_config = SimpleNamespace(lora_config=CONFIG)
-        self.model_config = SimpleNamespace(model=model, max_model_len=64)
+        self.vllm_config = SimpleNamespace(lora_config=CONFIG, load_config=SimpleNamespace(download_dir=None))
+        self.model_config = SimpleNamespace(model=model, revision=None, max_model_len=64)
         self.renderer = self.input_processor = None  # of no matter to adapters
         self.loaded: dict[int, str] = {}
         self.fails = False

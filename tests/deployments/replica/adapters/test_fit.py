@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from deployments.replica.adapters.check import NotYet, check_adapter
+from deployments.weights.wire.checkpoint_schema import read_schema
 from tests.deployments.replica.adapters.fake_llm import CONFIG, FIRST, adapter, changed
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 
 
 def test_an_adapter_of_the_model_fits(tmp_path: Path, model: str) -> None:
-    check_adapter(adapter(save_tiny_adapter(tmp_path / "a", 1)), model, CONFIG)
+    check_adapter(adapter(save_tiny_adapter(tmp_path / "a", 1)), read_schema(Path(model)), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     directory = save_tiny_adapter(tmp_path / "a", 1, tensors=tensors)
     with pytest.raises(ValueError, match=phrase) as raised:
-        check_adapter(adapter(directory), model, CONFIG)
+        check_adapter(adapter(directory), read_schema(Path(model)), CONFIG)
     assert not isinstance(raised.value, NotYet)
 
 
@@ -43,14 +44,16 @@ def test_what_vllm_does_not_compute_is_refused(
     tmp_path: Path, model: str, config: dict[str, Any], phrase: str
 ) -> None:
     with pytest.raises(ValueError, match=phrase):
-        check_adapter(adapter(save_tiny_adapter(tmp_path / "a", 1, **config)), model, CONFIG)
+        check_adapter(
+            adapter(save_tiny_adapter(tmp_path / "a", 1, **config)), read_schema(Path(model)), CONFIG
+        )
 
 
 def test_other_bytes_than_the_fleet_copied_are_not_loaded(tmp_path: Path, model: str) -> None:
     expected = adapter(save_tiny_adapter(tmp_path / "a", 1))
     save_tiny_adapter(tmp_path / "a", 2)
     with pytest.raises(NotYet, match="digest"):
-        check_adapter(expected, model, CONFIG)
+        check_adapter(expected, read_schema(Path(model)), CONFIG)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
@@ -61,4 +64,4 @@ def test_half_a_file_is_not_there_yet_whatever_else_is_wrong_with_it(
     expected = adapter(directory := save_tiny_adapter(tmp_path / "a", 1))
     (directory / name).write_bytes((directory / name).read_bytes()[:length])
     with pytest.raises(NotYet):
-        check_adapter(expected, model, CONFIG)
+        check_adapter(expected, read_schema(Path(model)), CONFIG)

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from deployments.errors import PayloadRejected
 from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.weights.wire.ownership import disown
 from tests.deployments.replica.adapters.fake_llm import FIRST, FakeLlm, adapter, changed
-from tests.tiny_adapters import save_tiny_adapter
+from tests.fake_hub import FakeHub
+from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 
 LOAD = "1" * 32
 
@@ -45,6 +47,42 @@ async def test_what_was_read_before_the_files_were_right_is_read_again(tmp_path:
     save_tiny_adapter(tmp_path / "a", 1)
     await loading
     assert llm.reads == 2 and adapters.state.held == (1,)
+
+
+@pytest.mark.parametrize("brought", [False, True])
+async def test_an_adapter_of_a_hub_model_is_compared_with_what_the_engine_was_loaded_from(
+    tmp_path: Path, model: str, hub: FakeHub, brought: bool
+) -> None:
+    hub.repositories["org/tiny"] = Path(model)
+    llm = FakeLlm("org/tiny")
+    adapters = EngineAdapters(llm, llm.workers, SimpleNamespace(lora_requests={}), lag_s=0.0)
+    await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
+    other = save_tiny_adapter(tmp_path / "b", 1, tensors=tiny_adapter_tensors(1, width=256))
+    wrong = replace(adapter(other, 2), load_id=LOAD)
+    if brought:
+        await arrived(adapters, other)
+    with pytest.raises(PayloadRejected, match="another base model"):
+        await adapters.load(wrong)
+    assert adapters.state.held == (1,)
+    assert [options["local_files_only"] for _, options in hub.asked] == [True], "it is read once"
+    disown()
+
+
+async def test_a_base_model_that_cannot_be_read_is_read_again_for_the_next_adapter(
+    tmp_path: Path, model: str
+) -> None:
+    base = Path(shutil.copytree(model, tmp_path / "model"))
+    file = base / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:5])
+    llm = FakeLlm(str(base))
+    adapters = EngineAdapters(llm, llm.workers, SimpleNamespace(lora_requests={}), lag_s=0.0)
+    wanted = adapter(save_tiny_adapter(tmp_path / "a", 1))
+    with pytest.raises(PayloadRejected, match=r"model\.safetensors"):
+        await adapters.load(wanted)
+    file.write_bytes(whole)
+    await adapters.load(wanted)
+    assert adapters.state.held == (1,)
 
 
 # -- what a transport has brought ---------------------------------------------------------------
