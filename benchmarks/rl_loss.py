@@ -86,7 +86,9 @@ def _run(url: str, path: Path, steps: int, *, updates: bool) -> Row:
     )
 
 
-async def _publish_nothing(training: Training, label: str, newer_than: int) -> int:
+async def _publish_nothing(
+    training: Training, label: str, newer_than: int, step: int | None = None
+) -> int:
     return newer_than
 
 
