@@ -1,6 +1,6 @@
 """How many of its tokens a `make rl` run loses to updates: the run with them, and without.
 
-python -m benchmarks.rl_loss [--steps 6] [--pairs 2]
+python -m benchmarks.rl_loss [--steps 6] [--pairs 2] [--kv-cache keep]
 
 The fleet of serve_config.yaml and the job's own defaults, but a learning rate that changes no weight: all
 runs generate with the same weights, whose answers are equally long. In the runs without updates the trainer
@@ -43,6 +43,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=6, help="of each run")
     parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument(
+        "--kv-cache", choices=("keep", "recompute"), help="default: as serve_config.yaml says"
+    )
     args = parser.parse_args(arguments)
     rates: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as root:
@@ -51,6 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
         [application] = config["applications"]
         application["args"]["state_dir"] = f"{root}/state"
         application["args"]["trainer"]["optimizer"]["learning_rate"] = NO_LEARNING
+        if args.kv_cache is not None:
+            application["args"]["weights"]["kv_cache"] = args.kv_cache
         replicas = application["args"]["engine"]["num_replicas"]
         with running(config, Path(root), replicas=replicas, trainer=True) as url:
             print("| updates | tokens/s | step (s) | waits for answers (s) | publish (s) |")
@@ -86,9 +91,7 @@ def _run(url: str, path: Path, steps: int, *, updates: bool) -> Row:
     )
 
 
-async def _publish_nothing(
-    training: Training, label: str, newer_than: int, step: int | None = None
-) -> int:
+async def _publish_nothing(training: Training, label: str, newer_than: int, step: int | None = None) -> int:
     return newer_than
 
 
