@@ -4,9 +4,9 @@ python -m benchmarks.rl_loss [--steps 6] [--pairs 2] [--kv-cache keep]
 
 The fleet of serve_config.yaml and the job's own defaults, but a learning rate that changes no weight: all
 runs generate with the same weights, whose answers are equally long. Advantages are those of a batch, so that
-each step learns from all of its answers: with the job's own, which leaves groups of equal rewards out, a step
-has 40 to 80 of 96 by chance, and so many seconds. In the runs without updates the trainer takes every step and
-publishes nothing. The first step of each run is left out: it waits for answers.
+each step learns from all of its answers: with the job's own, which leaves groups of equal rewards out, it
+learns from 40 to 80 of 96 by chance, and takes as long. In the runs without updates the trainer takes every
+step and publishes nothing. The first step of each run is left out: it waits for answers.
 """
 
 import argparse
