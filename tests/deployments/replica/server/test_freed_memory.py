@@ -1,0 +1,65 @@
+"""An engine that frees memory and takes as much again touches no new page."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from deployments.replica.server.freed_memory import SETTINGS, keep_freed_memory
+
+# Blocks of the sizes that a version has, by the thread that stages and not the first one of the process.
+PROGRAM = """
+import ctypes, resource, threading
+c = ctypes.CDLL(None)
+c.malloc.restype, c.free.argtypes, c.memset.argtypes = (
+    ctypes.c_void_p, [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t])
+def version():
+    blocks = [(c.malloc(size), size) for size in [120 << 20] + 20 * [3 << 20]]
+    for block, size in blocks:
+        c.memset(block, 1, size)
+    return blocks
+def updates():
+    live = version()
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        shadow = version()
+        for block, _ in live:
+            c.free(block)
+        live = shadow
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+thread = threading.Thread(target=updates)
+thread.start()
+thread.join()
+"""
+PAGES = 180 * 256  # of a version
+
+
+def faults(environment: dict[str, str]) -> list[int]:
+    answer = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
+    return [int(line) for line in answer.stdout.split()]
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SETTINGS:
+        monkeypatch.setenv(name, "")  # so that it is unset again afterwards
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_an_update_after_the_first_takes_no_new_memory() -> None:
+    plain = faults(dict(os.environ))
+    assert min(plain) > PAGES / 2, f"glibc keeps it by itself: {plain}"
+    keep_freed_memory()
+    first, *later = faults(dict(os.environ))
+    assert first > PAGES / 2 and max(later) < PAGES / 20, (first, later)
+
+
+def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "8")
+    keep_freed_memory()
+    assert {name: os.environ[name] for name in SETTINGS} == {**SETTINGS, "MALLOC_ARENA_MAX": "8"}
