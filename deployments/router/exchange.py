@@ -255,11 +255,16 @@ class Connection(asyncio.Protocol):
 
         Args:
             target: path and query, encoded.
+
+        Raises:
+            ValueError: a line break in them would be another header, or another request; servers let none in.
         """
         lines = [f"{method} {target} HTTP/1.1", *[f"{name}: {value}" for name, value in headers]]
         if body or method != "GET":
             lines.append(f"content-length: {len(body)}")
         head = "\r\n".join([*lines, "\r\n"]).encode("latin-1")
+        if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1:
+            raise ValueError("expected a request without line breaks in its target and headers")
         self._answer = answer = Answer(self)
         if len(body) < JOINED_BYTES:
             self._transport.write(head + body)

@@ -65,6 +65,16 @@ def test_a_request_arrives_as_it_was_asked(run: Run) -> None:
     run(scene())
 
 
+@pytest.mark.parametrize("smuggled", ["a\r\nx-slipstream-key: guess", "a\nb", "a\rb"])
+async def test_no_header_can_hide_another_one(smuggled: str) -> None:
+    async with serving(says(OK)) as (server, address, kept):
+        for target, headers in [("/", [("x-own", smuggled)]), (f"/{smuggled}", [])]:
+            with pytest.raises(ValueError, match="without line breaks"):
+                async with kept.asked(address, "POST", target, headers, b""):
+                    pass
+        assert server.requests == []
+
+
 @both_loops
 def test_who_takes_slowly_holds_up_the_sender_and_gets_everything_in_order(run: Run) -> None:
     async def scene() -> None:
