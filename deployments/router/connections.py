@@ -39,18 +39,17 @@ class Connections:
             NotConnected: the request was not sent.
             ExchangeLost: the answer did not begin.
         """
-        connection = self._kept(address) or await _connected(address)
+        connection, is_kept = self._kept(address) or await _connected(address), False
         try:
             answer = connection.ask(method, target, [("host", address), *headers], body)
             await answer.begin()
             yield answer
-        except BaseException:
-            connection.abort()
-            raise
-        if answer.is_complete and answer.keeps_connection:
-            self._keep(address, connection)
-        else:
-            connection.abort()
+            is_kept = answer.is_complete and answer.keeps_connection
+        finally:
+            if is_kept:
+                self._keep(address, connection)
+            else:
+                connection.abort()
 
     def close(self) -> None:
         """Close those that are idle, and each other one when its request ends."""
