@@ -53,7 +53,7 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
     from benchmarks.trainer_process import TrainerProcess
     from benchmarks.weight_sync import Native, Ours, start_engine
 
-    colocated = arguments.transport == "ipc"
+    colocated = arguments.transport == "ipc" and not arguments.peers
     trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu, dtype=arguments.trainer_dtype)
     first = arguments.gpu + (0 if colocated else 1)
     workers = arguments.tp * arguments.dp
@@ -245,6 +245,9 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.3, help="gpu_memory_utilization of each engine")
     parser.add_argument("--kv-gib", type=int, default=16)
     parser.add_argument("--gpu", type=int, default=0, help="the trainer's; the engine's begin there or after")
+    parser.add_argument(
+        "--peers", action="store_true", help="ipc: the engine's GPUs begin after the trainer's"
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["ours", "native"])
     parser.add_argument("--only", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument(

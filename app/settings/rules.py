@@ -191,13 +191,13 @@ def _trainer_rules(config: AppConfig) -> Iterator[str]:
             yield expected("trainer", "a trainer with placement 'colocated'", "none", reason)
         return
     if not is_colocated:
-        if transport.same_gpu is SameGpu.REQUIRED:
-            wanted = f"'colocated' with transport {transport.name!r} and a trainer"
-            reason = f"{transport.name!r} connects only processes on the same GPU"
+        if transport.same_gpu is SameGpu.POSSIBLE and config.weights.staging is StagingMode.NONE:
+            wanted = f"'colocated' with vLLM's own {transport.name!r} engine and a trainer"
+            reason = "it connects only processes on the same GPU"
             yield expected("placement", wanted, "'separate'", reason)
         return
     if transport.same_gpu is SameGpu.IMPOSSIBLE:
-        names = _names(lambda other: other.same_gpu is SameGpu.REQUIRED)
+        names = _names(lambda other: other.same_gpu is SameGpu.POSSIBLE)
         reason = f"{transport.name!r} does not connect two processes on the same GPU"
         wanted = f"{names} with placement 'colocated'"
         yield expected("weights.transport", wanted, repr(transport.name), reason)

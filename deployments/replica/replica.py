@@ -17,6 +17,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from deployments.freed_memory import keeping_freed_memory
 from deployments.logs import serve_logger
 from deployments.placement import take_slot, use_gpus
 from deployments.poll_line import Polls
@@ -31,7 +32,6 @@ from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import disown_engine, own_engine
 from deployments.replica.server.arguments import EngineSpec
-from deployments.replica.server.freed_memory import keep_freed_memory
 from deployments.replica.server.info import add_server_info
 from deployments.replica.server.load import watch_load
 from deployments.replica_info import ReplicaEndpoint, RoutingStats
@@ -75,7 +75,7 @@ class Replica:
         spec = engine if answer.path is None else engine.at(answer.path)
         if cores_shared_by is not None:  # Ray allows an actor without CPUs, and its children, one thread
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
-            keep_freed_memory()
+            os.environ |= keeping_freed_memory()
         own_engine()
         self._engine = await Engine.start(spec, version=answer.version)
         add_server_info(self._engine.app, self._engine.llm.vllm_config)

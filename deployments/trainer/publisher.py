@@ -153,7 +153,7 @@ class Publisher:
         Its `ipc` engine, where every rank sends to the workers on its own GPU, does so. Draining the source
         would not release those ranks: only the end of the worker group does.
         """
-        return self._spec.native and TRANSPORTS[self._spec.transport].same_gpu is SameGpu.REQUIRED
+        return self._spec.native and TRANSPORTS[self._spec.transport].same_gpu is SameGpu.POSSIBLE
 
     def _is_connected(self) -> bool:
         # vLLM's own engines read the source anew in each round: where its tensors are does not matter.

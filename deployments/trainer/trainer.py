@@ -63,7 +63,7 @@ class Trainer:
         plan = None if slots is None else await answered(lambda: UnaryHandle(slots).plan.remote(), "slots")
         if self._lora is not None:
             pass  # an adapter needs no lease and no connection, so no former trainer has left one
-        elif TRANSPORTS[spec.transport].same_gpu is SameGpu.REQUIRED:  # replicas open the trainer's memory
+        elif TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE:  # replicas open the trainer's memory
             await self._free_shared_memory()
         else:
             await end_former_session(fleet)

@@ -19,7 +19,7 @@ from tests.tiny_models import save_tiny_llama
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(520)]
 PORTS = {"device": 8347, "host": 8348, "none": 8349}  # side by side on three GPUs
 SLEEP_PORTS = {"device": 8358, "host": 8359, "none": 8360}
-RESTART_PORT = 8361
+RESTART_PORTS = (8361, 8364)
 MERGED_PORTS = {"ipc": 8344, "ipc_fsdp_dense": 8345}
 TOKENS = 24
 
@@ -61,13 +61,25 @@ def test_weights_that_a_sleep_discarded_come_back_with_a_round(tmp_path: Path, s
         assert (after.token_ids, after.version) == (before.token_ids, version + 1)
 
 
-@needs_gpus(1)
-def test_a_trainer_that_takes_the_place_of_a_killed_one_shares_its_own_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "port"),
+    [
+        pytest.param("ipc", RESTART_PORTS[0], marks=needs_gpus(1), id="same_gpu"),
+        pytest.param("async_inflight", RESTART_PORTS[1], marks=needs_gpus(2), id="another_gpu"),
+    ],
+)
+def test_a_trainer_that_takes_the_place_of_a_killed_one_shares_its_own_tensors(
+    tmp_path: Path, layout: str, port: int
+) -> None:
     checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
     # In float32 they would be cast for each round, into buffers.
-    overrides = {"engine": {"env": INVARIANT, "enforce_eager": True}, "trainer": {"dtype": "bfloat16"}}
-    config = configuration("ipc", checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, RESTART_PORT) as fleet, fleet.client() as client:
+    overrides = {
+        "engine": {"env": INVARIANT, "enforce_eager": True},
+        "weights": {"transport": "ipc"},
+        "trainer": {"dtype": "bfloat16"},
+    }
+    config = configuration(layout, checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, port) as fleet, fleet.client() as client:
         version = train_and_publish(client)
         until(stored(fleet, version).exists, "the version is stored")
         before = complete(client, max_tokens=TOKENS)

@@ -1,6 +1,7 @@
-"""GPUs that an FSDP2 trainer shares with its fleet: dense replicas, and one of spread experts.
+"""Transport `ipc`: GPUs that an FSDP2 trainer shares with its fleet, and replicas on GPUs of their own.
 
-The layouts are for four GPUs. With two the same code runs with two ranks.
+The fleets that share are dense replicas, and one of spread experts. Their layouts are for four GPUs; with two
+the same code runs with two ranks.
 """
 
 from pathlib import Path
@@ -30,7 +31,7 @@ def publish(client: httpx.Client) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("count", "port"),
-    [pytest.param(2, 8373, marks=needs_gpus(2)), pytest.param(4, 8371, marks=needs_gpus(4))],
+    [pytest.param(2, 8362, marks=needs_gpus(2)), pytest.param(4, 8371, marks=needs_gpus(4))],
     ids=["two", "four"],
 )
 def test_replicas_each_beside_a_rank_end_where_a_fresh_engine_begins(
@@ -57,7 +58,36 @@ def test_replicas_each_beside_a_rank_end_where_a_fresh_engine_begins(
 
 @pytest.mark.parametrize(
     ("count", "port"),
-    [pytest.param(2, 8374, marks=needs_gpus(2)), pytest.param(4, 8372, marks=needs_gpus(4))],
+    [pytest.param(1, 8379, marks=needs_gpus(2)), pytest.param(2, 8380, marks=needs_gpus(3))],
+    ids=["one", "two"],
+)
+def test_replicas_on_other_gpus_end_where_a_fresh_engine_begins(
+    tmp_path: Path, count: int, port: int
+) -> None:
+    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
+    overrides = {
+        "engine": {"env": INVARIANT, "enforce_eager": True, "num_replicas": count},
+        "weights": {"transport": "ipc", "chunk_bytes": 1 << 16},  # several chunks
+    }
+    config = configuration("nccl_two_replicas", checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+        before = on_every_replica(client, count=count, max_tokens=TOKENS)
+        for _ in range(3):
+            version = train_and_publish(client)
+        last = client.get("/fleet/rounds").json()["rounds"][-1]
+        print("last round", last)
+        assert len(last["replicas"]) == count and not last["fenced"]
+        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
+        (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS)
+        after = on_every_replica(client, count=count, max_tokens=TOKENS)
+        for replica, answer in after.items():
+            assert answer.version == version == 3
+            assert answer.token_ids == expected != before[replica].token_ids
+
+
+@pytest.mark.parametrize(
+    ("count", "port"),
+    [pytest.param(2, 8363, marks=needs_gpus(2)), pytest.param(4, 8372, marks=needs_gpus(4))],
     ids=["two", "four"],
 )
 def test_spread_experts_sleep_wake_update_and_end_where_a_fresh_engine_begins(

@@ -192,7 +192,7 @@ def adapter_sender(
 
     vLLM's own engines send weights alone.
     """
-    every_rank = TRANSPORTS[spec.transport].same_gpu is SameGpu.REQUIRED and spec.config.world_size > 1
+    every_rank = TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE and spec.config.world_size > 1
     if spec.native or (rank != 0 and not every_rank):
         return None
     return AdapterSender(spec, rank, controller, every_rank=every_rank, **clocks)

@@ -1,14 +1,15 @@
-"""Transport `ipc`: a trainer rank and the workers on the same GPU. CUDA IPC, opened once per connection.
+"""Transport `ipc`: trainer ranks and workers on the GPUs of one host. CUDA IPC, opened once per connection.
 
 Each trainer rank has a channel, named by the GPU's UUID: a page of counters in shared memory, and either the
 model's own tensors (`ipc_tensors`) or, where tensors are gathered or cast for the round, two buffers for
-them. The workers on that GPU open it when they connect. A round is one payload, without a call for a chunk:
+them. The workers on that GPU open it when they connect; a worker on a GPU without a trainer rank opens
+another one's and copies each chunk to its own GPU first. A round is one payload, without a call for a chunk:
 
     trainer rank   waits until every worker has taken chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
-The model's own tensors are published all at once, with their digests, and taken all at once. Every wait ends
-when the other side aborts or another trainer rank fails. (Copying beside the digests is not faster.)
+The model's own tensors go all at once: copying beside the digests is not faster. Every wait ends when the
+other side aborts or another trainer rank fails.
 """
 
 import threading
@@ -37,14 +38,13 @@ from deployments.weights.transports.ipc_channel import (
     Page,
     ResidentTensors,
     create_page,
-    open_page,
 )
 from deployments.weights.transports.ipc_memory import gpu_uuid, open_memory, share_memory
-from deployments.weights.transports.ipc_ranks import TrainerRanks, raise_together, require_workers
-from deployments.weights.transports.ipc_tensors import OpenedTensors, SharedTensors
+from deployments.weights.transports.ipc_ranks import TrainerRanks, raise_together
+from deployments.weights.transports.ipc_tensors import LocalChunk, OpenedTensors, SharedTensors
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
 from deployments.weights.transports.sender import OnePayloadSender, gather_from_ranks
-from deployments.weights.wire.chunk_layout import Chunk, describe
+from deployments.weights.wire.chunk_layout import Chunk, describe, largest
 from deployments.weights.wire.ownership import remove_orphans
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 from deployments.weights.wire.shared_memory import remove_segment
@@ -86,7 +86,7 @@ def trainer_init_info(facts: TrainerFacts) -> IpcTrainerInitInfo:
 
 
 class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateInfo]):
-    """The worker's half: reads the channel of the trainer rank on its GPU."""
+    """The worker's half: reads the channel of one trainer rank."""
 
     init_info_cls = IpcInitInfo
     update_info_cls = IpcUpdateInfo
@@ -99,19 +99,23 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         self._aborted = threading.Event()
         self._buffers: list[torch.Tensor] = []
         self._tensors: OpenedTensors | None = None
+        self._local: LocalChunk | None = None  # where the trainer rank is on another GPU
         super().__init__(*args, **kwargs)
 
     def connect(self, init_info: IpcInitInfo) -> None:
-        channel = init_info.channel_of(gpu_uuid(self.device))
+        own, rank = gpu_uuid(self.device), init_info.rank_offset + self.worker_index
+        source = init_info.source_of(own, rank)
         self._chunks = init_info.chunks()
         self._close()
-        if isinstance(channel.memory, PackedBuffers):
-            self._buffers = [open_memory(handle, self.device) for handle in channel.memory.buffers]
+        page, memory = init_info.open_page(source), init_info.channels[source].memory
+        if isinstance(memory, PackedBuffers):
+            self._buffers = [open_memory(handle, self.device) for handle in memory.buffers]
         else:
-            self._tensors = OpenedTensors(channel.memory, self.device)
-        self._counters = open_page(channel.page, init_info.world_size, init_info.timeout_s)
-        self._slot = TAKEN + init_info.rank_offset + self.worker_index
-        self._counters[self._slot] = 0
+            self._tensors = OpenedTensors(memory, self.device)
+        if source != own:
+            self._local = LocalChunk(self._chunks, self.device)
+        self._counters, self._slot = page, TAKEN + rank
+        page[self._slot] = 0
 
     def receive(self, update_info: IpcUpdateInfo) -> Iterator[ReceivedChunk]:
         page = self._counters
@@ -127,18 +131,19 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         self, page: Page, chunks: Sequence[Chunk], start: int, tensors: OpenedTensors
     ) -> Iterator[ReceivedChunk]:
         self._wait_published(page, start + len(chunks))
-        yield from tensors.received(chunks)
+        for received in tensors.received(chunks):
+            yield received if self._local is None else self._local.tensors(received)
         wait_for(torch.cuda.current_stream().record_event())
         page[self._slot] = start + len(chunks)
 
     def _receive_packed(self, page: Page, chunks: Sequence[Chunk], start: int) -> Iterator[ReceivedChunk]:
-        largest = max((chunk.size_bytes for chunk in chunks), default=0)
-        if largest > self._buffers[0].numel():
-            raise ValueError(f"a chunk of {largest} bytes in buffers of {self._buffers[0].numel()} bytes")
+        if (size := largest(chunks)) > self._buffers[0].numel():
+            raise ValueError(f"a chunk of {size} bytes in buffers of {self._buffers[0].numel()} bytes")
         copied: list[torch.cuda.Event] = []
         for index, chunk in enumerate(chunks):
             self._wait_published(page, start + index + 1)
-            yield packed_chunk(chunk, self._buffers[index % BUFFERS][: chunk.size_bytes])
+            block = self._buffers[index % BUFFERS][: chunk.size_bytes]
+            yield packed_chunk(chunk, block if self._local is None else self._local.block(block))
             copied.append(torch.cuda.current_stream().record_event())
             if index > 0:  # one behind: this thread queues the next copies while these run
                 wait_for(copied[index - 1])
@@ -156,10 +161,9 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         self._close()
 
     def _close(self) -> None:
-        """Unmap the memory of the connection."""
         if self._stream is not None:
-            self._stream.synchronize()  # copies from it may still run
-        self._buffers, self._tensors = [], None
+            self._stream.synchronize()  # copies from what is unmapped now may still run
+        self._buffers, self._tensors, self._local = [], None, None
 
     def _wait_published(self, page: Page, count: int) -> None:
         def published() -> bool:
@@ -173,7 +177,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
 
 
 class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
-    """The trainer's half: on every trainer rank, for its own GPU's channel. Only rank 0 calls the fleet."""
+    """The trainer's half: on every trainer rank, for its own channel. Only rank 0 calls the fleet."""
 
     init_info_cls = IpcTrainerInitInfo
 
@@ -199,7 +203,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         return self._readable() is (None if self._shared is None else self._shared.tensors)
 
     def _readable(self) -> list[torch.Tensor] | None:
-        """The tensors that the workers on this rank's GPU can read where they are."""
+        """The tensors that workers can read where they are."""
         tensors = self.packer.in_place
         return tensors if tensors and tensors[0].device == self._device else None
 
@@ -250,7 +254,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
                 return True  # the replicas that remain have received everything
             return self._ranks.have_ended(self._round_id)
 
-        page.wait(taken, f"the workers on GPU {self._uuid}")
+        page.wait(taken, f"the workers that read from GPU {self._uuid}")
 
     def connect(self, init_info: IpcTrainerInitInfo) -> None:
         if self.is_sender:
@@ -263,16 +267,15 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
             self._open(init_info, self._page, Channel(page=name, memory=memory))
         finally:
             remove_segment(name)  # the mappings stay valid
-        self._workers = self._page.workers()
-        require_workers(self._uuid, len(self._workers))
+        self._workers = self._page.workers()  # none, if other ranks have them all
 
     def _share(self) -> PackedBuffers | ResidentTensors:
         tensors = self._readable()
         if tensors is not None:
             self._shared = SharedTensors(tensors)
             return self._shared.describe()
-        largest = max(chunk.size_bytes for chunk in self.packer.chunks)
-        self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
+        size = largest(self.packer.chunks)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
         first, second = map(share_memory, self._buffers)
         return PackedBuffers(buffers=(first, second))
 

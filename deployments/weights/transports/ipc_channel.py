@@ -1,4 +1,4 @@
-"""The channel of transport `ipc`, between a trainer rank and the workers on the same GPU.
+"""The channel of transport `ipc`, between a trainer rank and workers on the same host.
 
 A channel is GPU memory that the trainer rank shares (two buffers, or the model's own tensors) and a page of
 counters in shared memory. `Channel` describes it to the workers in JSON types, once per connection.
@@ -49,7 +49,7 @@ class ResidentTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """What a worker needs to open the channel of its GPU."""
+    """What a worker needs to open a channel."""
 
     page: str  # name of the segment
     memory: Annotated[PackedBuffers | ResidentTensors, Field(discriminator="kind")]
@@ -100,19 +100,29 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
     def __post_init__(self) -> None:
         self.channels = parse_channels(self.channels)
 
-    def channel_of(self, gpu: str) -> Channel:
-        """The channel of a GPU, by its UUID.
+    def source_of(self, gpu: str, rank: int) -> str:
+        """The GPU whose channel a worker opens: its own one, else that of any trainer rank, in turn.
+
+        Args:
+            gpu: the worker's, by its UUID.
+            rank: of the worker, among those of all replicas.
+        """
+        if gpu in self.channels:
+            return gpu
+        sources = sorted(self.channels)
+        return sources[rank % len(sources)]
+
+    def open_page(self, source: str) -> "Page":
+        """Map the counters of a channel, by its GPU.
 
         Raises:
-            ValueError: no trainer rank is on it.
+            ValueError: it is on another host, or of another world size.
         """
-        channel = self.channels.get(gpu)
-        if channel is None:
-            raise ValueError(
-                f"this worker is on GPU {gpu}, and the trainer has ranks on {sorted(self.channels)}: "
-                "transport 'ipc' needs a trainer rank on the same GPU"
-            )
-        return channel
+        try:
+            return open_page(self.channels[source].page, self.world_size, self.timeout_s)
+        except ValueError as error:
+            reason = "transport 'ipc' connects the GPUs of one host"
+            raise ValueError(f"the trainer rank on GPU {source}: {error} ({reason})") from error
 
     def to_wire(self) -> dict[str, Any]:
         """The init info in JSON types."""

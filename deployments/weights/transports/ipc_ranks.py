@@ -1,8 +1,8 @@
 """What the trainer ranks of transport `ipc` tell each other during a round.
 
-Each rank waits for the workers on its own GPU, and rank 0 alone calls the fleet. The others cannot see that a
-round has ended without their replica, and nobody can see that another rank has failed. So each rank says it
-in its own page, which all ranks map. A rank that is killed says nothing: every wait keeps its deadline.
+Each rank waits for the workers that read from it, and rank 0 alone calls the fleet. The others cannot see
+that a round has ended without their replica, and nobody can see that another rank has failed. So each rank
+says it in its own page, which all map. A rank that is killed says nothing: every wait keeps its deadline.
 """
 
 from collections.abc import Sequence
@@ -73,13 +73,3 @@ def raise_together(failure: Exception | None) -> None:
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise TransferFailed(f"rank {rank} of the trainer did not connect: {reason}")
-
-
-def require_workers(gpu: str, count: int) -> None:
-    """Raise ValueError if a rank has no workers on its GPU. Every rank must call this, with its own."""
-    without = [each for each, workers in gather_from_ranks((gpu, count)) if not workers]
-    if without:
-        raise ValueError(
-            f"no replica's worker is on GPU {', '.join(without)}, where a trainer rank is: transport "
-            "'ipc' needs one on the GPU of each trainer rank"
-        )

@@ -1,8 +1,8 @@
 """Transport `ipc` without buffers: the workers read the tensors where the trainer has them.
 
 For a trainer whose tensors are its model's own memory. It shares them with the workers once; in a round it
-only writes their digests into a table, and each worker copies what it needs, once. Other sources (sharded
-models, casts) are packed into buffers.
+only writes their digests into a table, and each worker copies what it needs, once (on another GPU: twice).
+Other sources (sharded models, casts) are packed into buffers.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import torch
 
 from deployments.weights.transports.ipc_channel import ResidentTensors, TensorLocation
 from deployments.weights.transports.ipc_memory import open_memory, share_memory
-from deployments.weights.wire.chunk_layout import Chunk, Entry
+from deployments.weights.wire.chunk_layout import Chunk, Entry, largest, view, write_digests
 from deployments.weights.wire.digest import prepare_inspection
 from deployments.weights.wire.digest_definition import DIGEST_BYTES
-from deployments.weights.wire.received_chunk import ReceivedChunk
+from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
 
 class SharedTensors:
@@ -94,6 +94,31 @@ class OpenedTensors:
         storage, offset = self._locations[index]
         flat = self._storages[storage][offset : offset + entry.size_bytes]
         return flat.view(entry.dtype).view(entry.shape)
+
+
+class LocalChunk:
+    """A worker's side, on another GPU than the trainer rank's: a chunk is copied here before it is read.
+
+    A copy between two GPUs is a copy engine's. A kernel that reads over the link holds multiprocessors for as
+    long as the link takes, and so does NCCL's (`benchmarks/RESULTS.md`, "A copy engine instead of NCCL").
+    There is memory for one chunk: what reads the one before is queued on the same stream, ahead of the copy.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+        self._memory = torch.empty(largest(chunks), dtype=torch.uint8, device=device)
+
+    def block(self, remote: torch.Tensor) -> torch.Tensor:
+        """A copy of a packed chunk (uint8, at most the largest chunk's size)."""
+        return self._memory[: remote.numel()].copy_(remote, non_blocking=True)
+
+    def tensors(self, received: ReceivedChunk) -> ReceivedChunk:
+        """A copy of a chunk whose tensors and digests are where the trainer has them."""
+        chunk, block = received.chunk, self._memory[: received.chunk.size_bytes]
+        for entry, tensor in zip(chunk.entries, received.read(), strict=True):
+            view(entry, block).copy_(tensor, non_blocking=True)
+        assert received.sent is not None
+        write_digests(chunk, received.sent, block)
+        return packed_chunk(chunk, block)
 
 
 def check_location(location: TensorLocation, entry: Entry, storage_bytes: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from deployments.weights.transports.broadcast import (
 from deployments.weights.transports.nccl_communicator import BUFFERS, NcclGroup
 from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
 from deployments.weights.transports.rendezvous import RendezvousInfo
+from deployments.weights.wire.chunk_layout import largest
 from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["nccl"].chunk_bytes
@@ -50,7 +51,7 @@ class NcclWeightTransferEngine(BroadcastReceiver[NcclGroup]):
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
         group, chunks = self.group_and_chunks()
-        group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
+        group.reserve(largest(chunks))
         finished = False
         try:
             # One broadcast ahead, ordered after the loads of chunk i-1, which used the same buffer, on the
@@ -80,7 +81,7 @@ class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, NcclG
 
     def broadcast(self, check: Callable[[], None]) -> None:
         group, chunks = self.group, self.packer.chunks
-        group.reserve(max((chunk.size_bytes for chunk in chunks), default=0))
+        group.reserve(largest(chunks))
         for index, chunk in enumerate(chunks):
             if index >= BUFFERS:
                 group.wait(index - BUFFERS, check)

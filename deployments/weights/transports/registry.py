@@ -36,10 +36,10 @@ _PACKAGE = "deployments.weights.transports"
 
 
 class SameGpu(StrEnum):
-    """Whether a trainer rank and a worker that it sends to are on the same GPU."""
+    """Whether a trainer rank and a worker that it sends to may be on the same GPU."""
 
     NO_GPU = "no_gpu"  # both are on CPUs
-    REQUIRED = "required"
+    POSSIBLE = "possible"  # or on two GPUs of one host; vLLM's own engine: only on the same one
     IMPOSSIBLE = "impossible"
 
 
@@ -113,7 +113,7 @@ _ALL = (
         backend="slipstream_ipc",
         device="cuda",
         native=True,
-        same_gpu=SameGpu.REQUIRED,
+        same_gpu=SameGpu.POSSIBLE,
         rendezvous=False,
         chunk_bytes=1 << 30,
         staging_share=0.1,

@@ -74,6 +74,11 @@ def plan_chunks(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], chunk
     return chunks
 
 
+def largest(chunks: Sequence[Chunk]) -> int:
+    """The bytes of the largest chunk; 0 without chunks."""
+    return max((chunk.size_bytes for chunk in chunks), default=0)
+
+
 class Description(TypedDict):
     """Metadata of tensors in the wire form of vLLM's own engines: parallel lists of JSON types."""
 

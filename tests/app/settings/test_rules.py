@@ -129,9 +129,14 @@ LORA = {"enable_lora": True, "max_loras": 2}
             "('nccl' does not connect two processes on the same GPU)",
         ),
         (
-            COLOCATED | {"placement": "separate", "trainer": {}},
-            "'placement': expected 'colocated' with transport 'ipc' and a trainer, got 'separate' "
-            "('ipc' connects only processes on the same GPU)",
+            COLOCATED
+            | {
+                "placement": "separate",
+                "trainer": {},
+                "weights": {"transport": "ipc", "staging": "none"},
+            },
+            "'placement': expected 'colocated' with vLLM's own 'ipc' engine and a trainer, got 'separate' "
+            "(it connects only processes on the same GPU)",
         ),
         (
             COLOCATED | {"trainer": None},

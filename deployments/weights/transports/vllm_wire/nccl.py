@@ -37,7 +37,7 @@ from deployments.weights.transports.vllm_wire.packing import (
     received_block,
     separate_tensors,
 )
-from deployments.weights.wire.chunk_layout import Chunk, view
+from deployments.weights.wire.chunk_layout import Chunk, largest, view
 from deployments.weights.wire.received_chunk import ReceivedChunk
 
 
@@ -117,7 +117,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
         taking: _Taking | None = None
         try:
             chunks = self._chunks(update_info)
-            _reserve(group, max((chunk.size_bytes for chunk in chunks), default=0))
+            _reserve(group, largest(chunks))
             taking = _Taking(group, chunks, packed=self._packed)
             for index, chunk in enumerate(chunks):
                 taking.take(index)

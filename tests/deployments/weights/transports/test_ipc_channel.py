@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,8 +29,9 @@ from deployments.weights.transports.ipc_channel import (
     parse_channels,
 )
 from deployments.weights.transports.ipc_memory import MemoryHandle
-from deployments.weights.transports.ipc_tensors import OpenedTensors, check_location
-from deployments.weights.wire.chunk_layout import Entry, describe
+from deployments.weights.transports.ipc_tensors import LocalChunk, OpenedTensors, check_location
+from deployments.weights.wire.chunk_layout import Entry, describe, pack, read_digests
+from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 from deployments.weights.wire.shared_memory import remove_segment
 
 
@@ -53,6 +55,7 @@ IN_PLACE = Channel(
     ),
 )
 CHANNELS = {"GPU-1": PACKED, "GPU-2": IN_PLACE}
+ELSEWHERE = f"slipstream-{'0' * 32}-{'1' * 32}"
 
 
 def init_info() -> IpcInitInfo:
@@ -123,13 +126,37 @@ def test_another_form_is_refused_with_the_first_wrong_field(encoded: Any, messag
 
 
 def test_a_worker_uses_the_channel_of_its_own_gpu() -> None:
-    assert init_info().channel_of("GPU-2") == IN_PLACE
+    assert [init_info().source_of("GPU-2", rank) for rank in (1, 2, 3)] == ["GPU-2"] * 3
+
+
+def test_workers_on_gpus_without_a_trainer_rank_use_all_channels_in_turn() -> None:
+    assert [init_info().source_of("GPU-3", rank) for rank in (1, 2, 3)] == ["GPU-2", "GPU-1", "GPU-2"]
+
+
+def test_a_channel_of_another_host_is_refused() -> None:
     expected = (
-        r"^this worker is on GPU GPU-3, and the trainer has ranks on \['GPU-1', 'GPU-2'\]: "
-        r"transport 'ipc' needs a trainer rank on the same GPU$"
+        rf"^the trainer rank on GPU GPU-1: segment '{ELSEWHERE}' does not exist on this host "
+        r"\(transport 'ipc' connects the GPUs of one host\)$"
     )
+    elsewhere = replace(init_info(), channels={"GPU-1": Channel(page=ELSEWHERE, memory=PACKED.memory)})
     with pytest.raises(ValueError, match=expected):
-        init_info().channel_of("GPU-3")
+        elsewhere.open_page("GPU-1")
+
+
+def test_what_is_copied_to_another_gpu_is_the_chunk_and_its_digests() -> None:
+    [chunk] = init_info().chunks()
+    tensors = [torch.randn(2, 3).bfloat16(), torch.randn(())]
+    packed = torch.zeros(chunk.size_bytes, dtype=torch.uint8)
+    pack(chunk, iter(zip(["a", "b"], tensors, strict=True)), packed)
+    sent = read_digests(chunk, packed)
+    local = LocalChunk([chunk], torch.device("cpu"))
+    in_place = ReceivedChunk(chunk=chunk, memory_key=0, sent=sent, read=lambda: tensors)
+    for copy in (lambda: local.tensors(in_place), lambda: packed_chunk(chunk, local.block(packed))):
+        copied = copy()
+        assert all(map(torch.equal, copied.read(), tensors))
+        assert copied.sent is not None and torch.equal(copied.sent, sent)
+        assert {each.untyped_storage().data_ptr() for each in copied.read()} == {copied.memory_key}
+        local.block(torch.zeros_like(packed))
 
 
 @pytest.mark.parametrize("location", [(-1, 0), (1, 0), (0, -1), (0, 4073)])

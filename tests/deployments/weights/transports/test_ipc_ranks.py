@@ -234,7 +234,9 @@ def test_the_wait_keeps_its_deadline_if_nobody_says_anything(ranks: Ranks) -> No
     try:
         first, second = pair.send()
         pair.fleet.take(0)
-        with pytest.raises(TransferFailed, match=r"^the workers on GPU GPU-1: no progress in 0\.3 s$"):
+        with pytest.raises(
+            TransferFailed, match=r"^the workers that read from GPU GPU-1: no progress in 0\.3 s$"
+        ):
             second.result(SOON_S)
         with pytest.raises(TransferFailed, match=r"^rank 1 of the trainer has failed in this round$"):
             first.result(SOON_S)

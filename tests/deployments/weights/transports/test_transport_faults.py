@@ -94,7 +94,7 @@ def test_a_receiver_waits_for_a_silent_publisher_no_longer_than_the_timeout(
 DEAD_RECEIVER: dict[str, tuple[type[Exception], str]] = {
     "gloo": (Rejected, r"^the transfer group failed: "),
     "nccl": (Rejected, r"^the transfer group failed: "),
-    "ipc": (TransferFailed, r"^the workers on GPU \S+: no progress in 4 s$"),
+    "ipc": (TransferFailed, r"^the workers that read from GPU \S+: no progress in 4 s$"),
 }
 
 

@@ -69,8 +69,8 @@ def make_fleet(transport: str, checkpoint: Path, count: int = 2, corrupt: bool =
         if gpus < 2:
             pytest.skip(f"NCCL needs one GPU per rank, and there is {gpus}")
         devices = [f"cuda:{1 + index}" for index in range(min(count, gpus - 1))]
-    else:
-        devices = ["cuda:0"] * count
+    else:  # beside the publisher, and on another GPU where there is one
+        devices = [f"cuda:{index % min(gpus, 2)}" for index in range(count)]
     keys = [(transport, str(checkpoint), device, corrupt, index) for index, device in enumerate(devices)]
     for key in keys:
         if key not in PROCESSES:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from deployments.replica.server.freed_memory import SETTINGS, keep_freed_memory
+from deployments.freed_memory import SETTINGS, keeping_freed_memory
 
 # Blocks of the sizes that a version has, by the thread that stages and not the first one of the process.
 PROGRAM = """
@@ -46,20 +46,17 @@ def faults(environment: dict[str, str]) -> list[int]:
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SETTINGS:
-        monkeypatch.setenv(name, "")  # so that it is unset again afterwards
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_an_update_after_the_first_takes_no_new_memory() -> None:
     plain = faults(dict(os.environ))
     assert min(plain) > PAGES / 2, f"glibc keeps it by itself: {plain}"
-    keep_freed_memory()
-    first, *later = faults(dict(os.environ))
+    first, *later = faults(os.environ | keeping_freed_memory())
     assert first > PAGES / 2 and max(later) < PAGES / 20, (first, later)
 
 
 def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "8")
-    keep_freed_memory()
-    assert {name: os.environ[name] for name in SETTINGS} == {**SETTINGS, "MALLOC_ARENA_MAX": "8"}
+    assert keeping_freed_memory() == {**SETTINGS, "MALLOC_ARENA_MAX": "8"}
