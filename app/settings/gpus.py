@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from app.settings.config import AppConfig
 from app.settings.devices import Device, Placement
 from app.settings.errors import ConfigError
+from deployments.weights.transports.registry import SameGpu
 
 if TYPE_CHECKING:
     from deployments.placement import SlotPlan
@@ -25,7 +26,8 @@ def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray clust
         of: what has them, for a sentence.
 
     Raises:
-        ConfigError: all hosts together, or the largest one, have too few.
+        ConfigError: all hosts together, or the largest one, have too few, or Ray may place a replica on one
+            that the transport does not reach.
     """
     if config.device is not Device.CUDA:
         return
@@ -40,6 +42,19 @@ def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray clust
             f"expected {of} with at least {on_one_host} GPUs on one host ({_breakdown(config)}), "
             f"got {largest:g} of {present:g} on its largest host"
         )
+    with_gpus = sum(count > 0 for count in hosts)
+    if with_gpus > 1 and _needs_one_host(config):
+        transport = config.weights.transport
+        raise ConfigError(
+            f"'weights.transport': expected 'nccl' with placement 'separate' and GPUs on {with_gpus} hosts, "
+            f"got {transport!r} (it connects the GPUs of one host, and Ray places replicas on any)"
+        )
+
+
+def _needs_one_host(config: AppConfig) -> bool:
+    """Whether trainer and replicas must be on one host, and only a cluster of one host sees to it."""
+    together = config.weights.transport_record.same_gpu is SameGpu.POSSIBLE
+    return together and config.trainer is not None and config.placement is Placement.SEPARATE
 
 
 def total_gpus(config: AppConfig) -> int:

@@ -68,6 +68,19 @@ def test_gpus_of_several_hosts_do_not_make_a_colocated_fleet() -> None:
         check_gpus(separate(None, num_replicas=1, tensor_parallel_size=2), [1.0, 1.0])
 
 
+def test_a_transport_of_one_host_is_refused_where_ray_may_place_replicas_on_another() -> None:
+    config = separate({}, num_replicas=2).model_copy(update={"weights": colocated(1, 1).weights})
+    check_gpus(config, [3.0, 0.0])
+    expected = (
+        r"^'weights\.transport': expected 'nccl' with placement 'separate' and GPUs on 2 hosts, "
+        r"got 'ipc' \(it connects the GPUs of one host, and Ray places replicas on any\)$"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        check_gpus(config, [4.0, 4.0])
+    check_gpus(colocated(2, 2), [4.0, 4.0])
+    check_gpus(separate(None, num_replicas=2).model_copy(update={"weights": config.weights}), [1.0, 1.0])
+
+
 def test_slots_are_what_replicas_and_ranks_share() -> None:
     plan = slot_plan(colocated(2, 2))
     assert plan is not None
