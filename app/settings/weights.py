@@ -49,7 +49,8 @@ class WeightsConfig(LedgerConfig):
     staging: StagingMode | None = None
     # With staging 'none' it is always vLLM's, whatever stands here.
     wire: Wire = Wire.SLIPSTREAM
-    # A trainer rank has two chunks on its GPU (ipc, nccl). None: the transport's default.
+    # A trainer rank has two chunks on its GPU (ipc, nccl), and a replica on another one has one (ipc) or two
+    # (nccl). None: the transport's default.
     chunk_bytes: int | None = Field(default=None, ge=1 << 16, le=4 << 30)
     # The share of a GPU's time, or of one core's, that staging may take while requests run: below 1 it pauses
     # between chunks, so decoding stays fast and an update takes longer. None: the transport's default. On an
