@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from deployments.errors import InvalidRequest
-from deployments.weights.store.safetensors_file import read_tensors, write_safetensors
+from deployments.weights.store.safetensors_file import write_safetensors
 from deployments.weights.wire.checkpoint_schema import join_reasons, read_schema, torn
 from trainers.policy import copy_model_files
 
@@ -55,10 +55,6 @@ class BaseCheckpoint:
             )
         return lacking
 
-    def tensors(self, names: Collection[str]) -> Mapping[str, torch.Tensor]:
-        """As `read_tensors`."""
-        return read_tensors(self.directory, names)
-
     def write_files(self, directory: Path, model: PreTrainedModel, dtype: str) -> None:
         """All but the weights of a checkpoint of `model`, or of the whole of which it is a part.
 
@@ -80,16 +76,18 @@ class BaseCheckpoint:
     def write(
         self, directory: Path, model: PreTrainedModel, dtype: str, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """A complete checkpoint of `model`, and of what it lacks.
+        """A complete checkpoint.
+
+        Args:
+            weights: of `model`, and what it lacks.
 
         Raises:
             InvalidRequest: the directory cannot be written; it has no weights then, or those of before.
         """
         partial = directory / "model.safetensors.partial"
-        complete = {**weights, **self.tensors(self.names - weights.keys())}
         try:
             self.write_files(directory, model, dtype)
-            write_safetensors(complete, partial)
+            write_safetensors(weights, partial)
             partial.replace(directory / "model.safetensors")
         except OSError as error:
             with contextlib.suppress(OSError):

@@ -54,6 +54,7 @@ class TrainerWorker(TrainerRank):
             self._merged = MergedAdapter(spec.config.lora, self._store, self._stored)
         self._publish_thread = YieldingThread(NICE)
         self._digest: str | None = None  # of the version that was published last; on rank 0
+        self._kept_since = 0  # the first version that has what the model lacks as the last one has it
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
         """Join the group, load the newest stored version or the model, and be ready for steps.
@@ -64,7 +65,7 @@ class TrainerWorker(TrainerRank):
         """
         self._begin(rendezvous_address)
         spec = self._spec
-        fleet_id = self._fleet().fleet_id
+        self._fleet_id = fleet_id = self._fleet().fleet_id
         version = self._stored.newest(fleet_id)
         self._checkpoints = Checkpoints(
             self._store.directory.parent / "trainer" / "checkpoints",
@@ -78,6 +79,7 @@ class TrainerWorker(TrainerRank):
             self._policy = self._read(base, self._merged.config)
         self._learner = Learner(self._policy, spec.config, reference=self._reference())
         if version:
+            self._kept_since = version
             self._resume(version, fleet_id)
         wire_dtype = spec.config.wire_dtype
         source = self._source(None if wire_dtype is None else DTYPES[wire_dtype])
@@ -126,17 +128,14 @@ class TrainerWorker(TrainerRank):
         if report is None:
             return None
         self._digest = report.digest
+        self._kept_since = report.version - 1 if report.kept_since is None else report.kept_since
         version = CommittedVersion(
             version=report.version,
             label=report.label,
             fleet_id=self._publisher.fleet_id,
             digest=report.digest,
             tensors=self._publisher.source.take_copy(),
-            lacking=Lacking(
-                names=self._lacking,
-                since=report.version - 1 if report.kept_since is None else report.kept_since,
-                base=self._base.directory,
-            ),
+            lacking=self._what_it_lacks(),
             trainer_step=self._learner.steps_done,
         )
         self._writer.put(version, self._store)
@@ -180,13 +179,15 @@ class TrainerWorker(TrainerRank):
         self._checkpoints.discard()
 
     def save(self, path: str | None) -> SavedCheckpoint:
-        """Write an ordinary checkpoint of the weights as they are now.
+        """Write an ordinary checkpoint of the weights as they are now. What the model lacks is that of the
+        newest stored version.
 
         Args:
             path: an absolute path of a new or empty directory; None: one beside the store, named by the step.
 
         Raises:
-            InvalidRequest: `path` is not such a directory, or its disk is full.
+            InvalidRequest: `path` is not such a directory, its disk is full, or nothing has what the model
+                lacks.
         """
         started = time.perf_counter()
         default = self._store.directory.parent / f"checkpoint-{self._learner.steps_done:06d}"
@@ -196,6 +197,11 @@ class TrainerWorker(TrainerRank):
             if self._rank == 0:
                 weights[name] = tensor.to("cpu")
         if self._rank == 0:
+            try:
+                fleet_id = self._publisher.fleet_id or self._fleet_id
+                weights |= self._what_it_lacks().newest(fleet_id, self._store)
+            except (OSError, ValueError) as error:
+                raise InvalidRequest(f"the checkpoint cannot be completed: {error}") from error
             self._base.write(directory, self._policy.model, self._spec.config.dtype, weights)
         return SavedCheckpoint(
             path=str(directory.absolute()),
@@ -218,6 +224,9 @@ class TrainerWorker(TrainerRank):
         written = self._writer.wait(timeout_s)
         left = max(0.0, timeout_s - (time.monotonic() - began))
         return self._checkpoints.wait(left) and written
+
+    def _what_it_lacks(self) -> Lacking:
+        return Lacking(names=self._lacking, since=self._kept_since, base=self._base.directory)
 
     def _source(self, dtype: torch.dtype | None) -> ParameterSource:
         adapter, stored = self._policy.adapter, self._base.names

@@ -46,17 +46,45 @@ class Lacking:
             return {}
         if self.since == 0 and self.base.is_dir():
             return read_tensors(self.base, self.names)
+        found = self._in_store(range(self.since, version), fleet_id, store)
+        if found is None:
+            raise ValueError(
+                f"its publisher lacks {len(self.names)} of its tensors, first {min(self.names)!r}; they are "
+                f"those of {_named(self.since, version - 1)} in {store.directory}: publish a directory that "
+                "has all tensors, such as a stored version's"
+            )
+        return found
+
+    def newest(self, fleet_id: str | None, store: Store) -> Tensors:
+        """These tensors as they are in the newest stored version, in the checkpoint of the start if there is
+        none; memory-mapped. Another publisher may have changed them after `since`.
+
+        Raises:
+            ValueError: only older versions are stored, or the tensors are damaged.
+            OSError: a file cannot be read.
+        """
+        if not self.names:
+            return {}
+        versions = store.list()
+        found = self._in_store(range(self.since, versions[-1] + 1), fleet_id, store) if versions else None
+        if found is None and self.since == 0:
+            return read_tensors(self.base, self.names)
+        if found is None:
+            raise ValueError(
+                f"the trainer lacks {len(self.names)} of its tensors, first {min(self.names)!r}; they are "
+                f"those of version {self.since}, and neither that nor a later one is in {store.directory}"
+            )
+        return found
+
+    def _in_store(self, versions: range, fleet_id: str | None, store: Store) -> Tensors | None:
+        """From the newest of these versions that the store has."""
         for stored in reversed(store.list()):
-            if self.since <= stored < version:
+            if stored in versions:
                 with suppress(FileNotFoundError), store.reading(stored) as directory:  # else just removed
                     manifest = store.manifest_of(stored)
                     if manifest.fleet_id in (None, fleet_id):
                         return _checked(read_tensors(directory, self.names), manifest)
-        raise ValueError(
-            f"its publisher lacks {len(self.names)} of its tensors, first {min(self.names)!r}; they are "
-            f"those of {_named(self.since, version - 1)} in {store.directory}: publish a directory that has "
-            "all tensors, such as a stored version's"
-        )
+        return None
 
 
 NOTHING = Lacking()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import LACKING
 from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.version_writer import CommittedVersion, write_version
@@ -50,6 +51,12 @@ class Fleet:
         tensors = tensors_of(Path(self.controller.stored_versions[version]))
         return {name: tensors[name] for name in self.controller.init_info[LACKING]}
 
+    def saved(self, directory: Path) -> dict[str, torch.Tensor]:
+        """What the trainer lacks, in a checkpoint that it writes."""
+        self.trainer.save(str(directory))
+        tensors = tensors_of(directory)
+        return {name: tensors[name] for name in self.controller.init_info[LACKING]}
+
     def as_changed(self) -> dict[str, torch.Tensor]:
         return {name: self.changed[name] for name in self.controller.init_info[LACKING]}
 
@@ -64,6 +71,24 @@ def test_a_version_has_what_another_publisher_changed_before_it(fleet: Fleet) ->
     fleet.publish_changed(stored=True)
     assert fleet.publish() == 3
     assert equal(fleet.lacking_of(3), fleet.as_changed())
+
+
+def test_a_saved_checkpoint_has_what_another_publisher_changed(fleet: Fleet, tmp_path: Path) -> None:
+    before = fleet.saved(tmp_path / "before")
+    assert equal(before, fleet.lacking_of(1)) and before
+    fleet.publish_changed(stored=True)
+    assert equal(fleet.saved(tmp_path / "after"), fleet.as_changed())
+    fleet.publish()
+    assert equal(fleet.saved(tmp_path / "later"), fleet.as_changed())
+
+
+def test_nothing_is_saved_with_tensors_that_the_fleet_does_not_serve(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.publish_changed(stored=False)
+    fleet.publish()
+    reason = r"^the checkpoint cannot be completed: .* of version 2, and neither that nor a later one is in"
+    with pytest.raises(InvalidRequest, match=reason):
+        fleet.saved(tmp_path / "saved")
+    assert not list(tmp_path.glob("saved/*"))
 
 
 def test_while_the_changed_version_is_not_stored_no_later_one_is(fleet: Fleet) -> None:

@@ -48,6 +48,24 @@ def test_without_one_of_these_versions_they_are_nowhere(store: Store) -> None:
         read(store, 5, since=3)
 
 
+def test_for_a_checkpoint_of_now_the_newest_stored_version_is_taken(store: Store, tmp_path: Path) -> None:
+    save_file({"tower": torch.ones(2)}, tmp_path / "model.safetensors")
+
+    def newest(since: int) -> float:
+        lacking = Lacking(names=["tower"], since=since, base=tmp_path)
+        return float(lacking.newest("fleet", store)["tower"][0])
+
+    assert newest(since=0) == 1.0
+    write(store, 9, 9.0, fleet_id="other")
+    assert newest(since=0) == 1.0
+    with pytest.raises(ValueError, match=r"'tower'; they are those of version 3, and neither that nor"):
+        newest(since=3)
+    for version, value in ((2, 2.0), (4, 4.0)):
+        write(store, version, value)
+    assert (newest(since=0), newest(since=3)) == (4.0, 4.0)
+    assert Lacking(since=5).newest("fleet", store) == {}
+
+
 def test_a_damaged_tensor_gets_no_new_digest(store: Store) -> None:
     write(store, 4, 4.0)
     save_file({"w": torch.zeros(2), "tower": torch.ones(2)}, store.path_of(4) / "model.safetensors")
