@@ -8,16 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import ray
 import torch
 import yaml
 from ray import serve
 
+from app.client.completions import Answer
 from app.command.cluster import MARK
 from app.scenarios import fresh_engine
 from app.settings.config import AppConfig, parse_config
 from tests.fleet.session_fleet import MODEL, Fleet, left_behind
+from tests.fleet.talk import PROMPT, on_every_replica
 
 LAYOUTS = Path(__file__).parents[2] / "app" / "layouts"
 # An engine whose answers do not depend on the batch, so that a fresh one gives the same tokens.
@@ -105,3 +108,27 @@ def fresh_answers(config: AppConfig, saved: Path, prompts: list[list[int]], coun
         timeout_s=170,
     )
     return [list(answer.token_ids) for answer in answers]
+
+
+def check_against_a_fresh_engine(
+    client: httpx.Client, config: AppConfig, saved: Path, before: Mapping[str, Answer], tokens: int
+) -> int:
+    """Every replica took part in the last round, serves its version, and answers as an engine that starts from
+    the trainer's checkpoint.
+
+    Args:
+        saved: where the checkpoint is written.
+        before: an answer of each replica, ahead of the rounds.
+
+    Returns:
+        The version.
+    """
+    last = client.get("/fleet/rounds").json()["rounds"][-1]
+    print("last round", last)
+    assert len(last["replicas"]) == len(before) and not last["fenced"]
+    written = Path(client.post("/train/save", json={"path": str(saved)}).json()["path"])
+    (expected,) = fresh_answers(config, written, [PROMPT], tokens)
+    for replica, answer in on_every_replica(client, count=len(before), max_tokens=tokens).items():
+        assert answer.version == last["version"]
+        assert answer.token_ids == expected != before[replica].token_ids
+    return int(last["version"])

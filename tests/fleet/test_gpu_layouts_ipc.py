@@ -13,7 +13,14 @@ import torch
 
 from app.client import calls
 from app.client.connection import FleetClient
-from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
+from tests.fleet.gpu_fleets import (
+    INVARIANT,
+    check_against_a_fresh_engine,
+    configuration,
+    fresh_answers,
+    needs_gpus,
+    running,
+)
 from tests.fleet.talk import PROMPT, complete, on_every_replica, sampled, succeeded, train_and_publish
 from tests.tiny_models import save_tiny_experts, save_tiny_llama
 
@@ -45,15 +52,8 @@ def test_replicas_each_beside_a_rank_end_where_a_fresh_engine_begins(
         assert len(publish(client)["replicas"]) == count
         for _ in range(2):
             version = train_and_publish(client)
-        last = client.get("/fleet/rounds").json()["rounds"][-1]
-        print("last round", last)
-        assert len(last["replicas"]) == count and not last["fenced"]
-        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
-        (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS)
-        after = on_every_replica(client, count=count, max_tokens=TOKENS)
-        for replica, answer in after.items():
-            assert answer.version == version == 3
-            assert answer.token_ids == expected != before[replica].token_ids
+        reached = check_against_a_fresh_engine(client, config, tmp_path / "saved", before, TOKENS)
+        assert reached == version == 3
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,8 @@ def test_replicas_on_other_gpus_end_where_a_fresh_engine_begins(
         before = on_every_replica(client, count=count, max_tokens=TOKENS)
         for _ in range(3):
             version = train_and_publish(client)
-        last = client.get("/fleet/rounds").json()["rounds"][-1]
-        print("last round", last)
-        assert len(last["replicas"]) == count and not last["fenced"]
-        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
-        (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS)
-        after = on_every_replica(client, count=count, max_tokens=TOKENS)
-        for replica, answer in after.items():
-            assert answer.version == version == 3
-            assert answer.token_ids == expected != before[replica].token_ids
+        reached = check_against_a_fresh_engine(client, config, tmp_path / "saved", before, TOKENS)
+        assert reached == version == 3
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
+from tests.fleet.gpu_fleets import (
+    INVARIANT,
+    check_against_a_fresh_engine,
+    configuration,
+    fresh_answers,
+    needs_gpus,
+    running,
+)
 from tests.fleet.talk import PROMPT, complete, on_every_replica, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
@@ -45,11 +52,5 @@ def test_one_broadcast_reaches_two_replicas_that_end_where_a_fresh_engine_begins
         before = on_every_replica(client, max_tokens=TOKENS)
         for _ in range(3):
             version = train_and_publish(client)
-        last = client.get("/fleet/rounds").json()["rounds"][-1]
-        print("last round", last)
-        assert len(last["replicas"]) == 2 and not last["fenced"]
-        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
-        (expected,) = fresh_answers(config, saved, [PROMPT], TOKENS)
-        for replica, answer in on_every_replica(client, max_tokens=TOKENS).items():
-            assert answer.version == version == 3
-            assert answer.token_ids == expected != before[replica].token_ids
+        reached = check_against_a_fresh_engine(client, config, tmp_path / "saved", before, TOKENS)
+        assert reached == version == 3

@@ -89,7 +89,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
         timeout_s: of every wait for the publisher.
 
     Raises:
-        ValueError: the channels are not of this form; names the first wrong field.
+        ValueError: the channels are not of this form, which names the first wrong field, or there is none.
     """
 
     channels: Mapping[str, Channel]
@@ -99,6 +99,8 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
 
     def __post_init__(self) -> None:
         self.channels = parse_channels(self.channels)
+        if not self.channels:
+            raise ValueError("channels: expected that of one trainer rank at least, got none")
 
     def source_of(self, gpu: str, rank: int) -> str:
         """The GPU whose channel a worker opens: its own one, else that of any trainer rank, in turn.

@@ -133,6 +133,11 @@ def test_workers_on_gpus_without_a_trainer_rank_use_all_channels_in_turn() -> No
     assert [init_info().source_of("GPU-3", rank) for rank in (1, 2, 3)] == ["GPU-2", "GPU-1", "GPU-2"]
 
 
+def test_without_a_channel_there_is_no_connection() -> None:
+    with pytest.raises(ValueError, match=r"^channels: expected that of one trainer rank at least, got none$"):
+        replace(init_info(), channels={})
+
+
 def test_a_channel_of_another_host_is_refused() -> None:
     expected = (
         rf"^the trainer rank on GPU GPU-1: segment '{ELSEWHERE}' does not exist on this host "

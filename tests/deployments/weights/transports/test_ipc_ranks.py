@@ -56,12 +56,13 @@ class Workers:
         self.receiving = threading.Event()
         self.answer: Future[None] = Future()
         self.refusal: Exception | None = None  # of the next round
+        self.sources = (0, 1)  # the rank that each worker reads from
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         channels = parse_channels(init_info["channels"])
         self.pages = [open_page(channels[f"GPU-{rank}"].page, WORLD_SIZE, TIMEOUT_S) for rank in (0, 1)]
-        for rank in (0, 1):
-            self.pages[rank][TAKEN + 1 + rank] = 0
+        for worker, rank in enumerate(self.sources):
+            self.pages[rank][TAKEN + 1 + worker] = 0
 
     def start_weight_update(self) -> None:
         if self.refusal is not None:
@@ -98,8 +99,9 @@ def wait_until(reached: Callable[[], bool]) -> None:
 class Pair:
     """Both ranks, connected. `fail` ends rank 1's pass over its source."""
 
-    def __init__(self, ranks: Ranks, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, ranks: Ranks, timeout_s: float = TIMEOUT_S, sources: tuple[int, int] = (0, 1)) -> None:
         self.fleet, self.fail = Workers(), threading.Event()
+        self.fleet.sources = sources
         self._ranks = ranks
         self._threads = ThreadPoolExecutor(max_workers=2)
         connecting = [self._threads.submit(self._connect, rank, timeout_s) for rank in (0, 1)]
@@ -240,6 +242,21 @@ def test_the_wait_keeps_its_deadline_if_nobody_says_anything(ranks: Ranks) -> No
             second.result(SOON_S)
         with pytest.raises(TransferFailed, match=r"^rank 1 of the trainer has failed in this round$"):
             first.result(SOON_S)
+    finally:
+        pair.close()
+
+
+def test_a_rank_from_which_no_worker_reads_waits_for_none(ranks: Ranks) -> None:
+    pair = Pair(ranks, sources=(0, 0))
+    try:
+        first, second = pair.send()
+        second.result(SOON_S)
+        pair.fleet.take(0)
+        time.sleep(0.1)
+        assert not first.done(), "the other worker has taken nothing"
+        pair.fleet.pages[0][TAKEN + 2] = pair.fleet.pages[0][PUBLISHED]
+        pair.fleet.answer.set_result(None)
+        first.result(SOON_S)
     finally:
         pair.close()
 
