@@ -113,8 +113,8 @@ def fresh_answers(config: AppConfig, saved: Path, prompts: list[list[int]], coun
 def check_against_a_fresh_engine(
     client: httpx.Client, config: AppConfig, saved: Path, before: Mapping[str, Answer], tokens: int
 ) -> int:
-    """Every replica took part in the last round, serves its version, and answers as an engine that starts from
-    the trainer's checkpoint.
+    """Every replica took part in the last round, serves its version, and answers as an engine from the
+    trainer's checkpoint does.
 
     Args:
         saved: where the checkpoint is written.
