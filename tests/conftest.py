@@ -1,7 +1,9 @@
 """What every test of the project shares."""
 
 import os
+from collections.abc import Generator
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,20 +37,36 @@ WITH_RAY_S = 400.0  # of a test that starts Ray or an engine, beside others that
 WITH_ENGINES = ("tests/fleet/", "tests/clients/", "tests/chaos/")
 
 
+def _scope(item: pytest.Item) -> str:
+    """What stays in one process, in order: the tests of a fleet, which their mark names, or of a file."""
+    mark = item.get_closest_marker("fleet")
+    if mark is not None:
+        return str(mark.args[0])
+    return "engines" if item.nodeid.startswith(WITH_ENGINES) else item.nodeid.split("::", 1)[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_finish(session: pytest.Session) -> Generator[None]:
+    """The process that schedules collects nothing and sees node ids alone: those it is sent end in the scope.
+
+    xdist 3.8 does the same for its own marks by `_nodeid`, which the items of pytest 9.2 do not have.
+    """
+    items = session.items
+    if hasattr(session.config, "workerinput"):
+        session.items = [SimpleNamespace(nodeid=f"{item.nodeid}@{_scope(item)}") for item in items]
+    yield
+    session.items = items
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes a file stays in one, and so do all tests with engines: two fleets at once are
-    too much for two cores.
-
-    xdist 3.8 ignores its own marks for groups with pytest 9.2, whose items have no `_nodeid`.
-    """
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    class ByScope(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "engines" if nodeid.startswith(WITH_ENGINES) else nodeid.split("::", 1)[0]
+            return nodeid.rpartition("@")[2]
 
-    return ByFile(config, log)
+    return ByScope(config, log)
 
 
 @pytest.hookimpl(trylast=True)  # xdist's own hook ends its processes
@@ -60,9 +78,13 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests with engines first, which take longest, and more time for those that start Ray; skip what is
-    marked `gpu` where there is none."""
-    items.sort(key=lambda item: [not item.nodeid.startswith(name) for name in WITH_ENGINES])
+    """Fleets first, one after the other, since they take longest; more time for tests that start Ray; skip
+    what is marked `gpu` where there is none."""
+    fleets: dict[str, int] = {}
+    for item in items:
+        if item.get_closest_marker("fleet") is not None or item.nodeid.startswith(WITH_ENGINES):
+            fleets.setdefault(_scope(item), len(fleets))
+    items.sort(key=lambda item: fleets.get(_scope(item), len(fleets)))
     for item in items:
         if item.get_closest_marker("serve") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(WITH_RAY_S))
