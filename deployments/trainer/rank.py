@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import ray
 import torch
 from pydantic import JsonValue
 
@@ -13,7 +12,6 @@ from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
 from deployments.lost_calls import repeated
 from deployments.protocol.status import FleetStatus
-from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.checkpoint import BaseCheckpoint
 from deployments.trainer.spec import TrainerSpec
 from deployments.unary import UnaryHandle
@@ -31,8 +29,7 @@ logger = serve_logger()
 
 
 class TrainerRank:
-    """The part of a Ray actor that both kinds of worker have. Every method is called on all ranks alike,
-    except `rendezvous_address` (rank 0) and `process_id`."""
+    """The part that both kinds of worker have. Every method is called on all ranks alike."""
 
     _base: BaseCheckpoint
     _policy: Policy
@@ -42,15 +39,6 @@ class TrainerRank:
         self._spec = spec
         self._rank = rank
         self._controller = controller
-
-    def rendezvous_address(self) -> tuple[str, int]:
-        """Where the ranks can form a process group: this rank's host, and a port that is free there."""
-        return own_address(), free_port()
-
-    @ray.method(concurrency_group="control")
-    def process_id(self) -> int:
-        """Of this rank; answered also during a step."""
-        return os.getpid()
 
     def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None = None) -> Metrics:
         """One optimizer step.

@@ -19,16 +19,13 @@ from deployments.logs import serve_logger
 from deployments.lost_calls import RESTART_WAIT_S, answered, is_lost
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer.former_session import end_former_session
-from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.lost_version import watch
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.turns import Turns
-from deployments.trainer.worker import TrainerWorker
-from deployments.trainer.worker_group import WorkerGroup
-from deployments.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
+from deployments.trainer.worker_group import TrainerWorkerActor, WorkerGroup
+from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
 from deployments.unary import UnaryHandle
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
-from trainers.step_metrics import Metrics
 
 SEND_ATTEMPTS = 3
 FLUSH_TIMEOUT_S = 20.0
@@ -56,7 +53,7 @@ class Trainer:
         self._step_timeout_s = spec.config.step_timeout_s
         self._controller = fleet = UnaryHandle(controller)
         self._turns = Turns()
-        self._last_step: Metrics = {}
+        self._last_step: StepMetrics = {}
         self._last_round: RoundReport | None = None
         self._lora = spec.config.published_adapter
         self._last_adapter: AdapterReport | None = None
@@ -81,7 +78,7 @@ class Trainer:
                 )
             )
 
-    async def step(self, trajectories: Sequence[JsonValue] | bytes) -> Metrics:
+    async def step(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:
         """One optimizer step; returns its metrics.
 
         Args:
@@ -142,9 +139,7 @@ class Trainer:
             InvalidRequest: the directory cannot be written.
             FleetUnavailable: a worker was lost.
         """
-        return await self._turns.take(
-            "save", lambda: self._group.call(TrainerWorker.save, path, timeout_s=self._step_timeout_s)
-        )
+        return await self._turns.take("save", lambda: self._save(path))
 
     async def status(self) -> TrainerStatus:
         """Answered at once, also during a step.
@@ -192,7 +187,7 @@ class Trainer:
             self._watch.cancel()
         # A version that is not written now is never written. The workers must end whatever fails here.
         with contextlib.suppress(Exception):
-            await group.call(TrainerWorker.flush, FLUSH_TIMEOUT_S, timeout_s=FLUSH_TIMEOUT_S + 1.0)
+            await group.call(TrainerWorkerActor.flush, FLUSH_TIMEOUT_S, timeout_s=FLUSH_TIMEOUT_S + 1.0)
         group.kill()
 
     async def _free_shared_memory(self) -> None:
@@ -216,22 +211,30 @@ class Trainer:
                 error,
             )
 
-    async def _learn(self, trajectories: Sequence[JsonValue] | bytes) -> Metrics:
+    async def _learn(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:
         published = self._version if self._lora is None else self._adapter_version
         metrics = await self._group.call(
-            TrainerWorker.step, trajectories, published, timeout_s=self._step_timeout_s
+            TrainerWorkerActor.step, trajectories, published, timeout_s=self._step_timeout_s
         )
-        self._step, self._last_step = int(metrics["step"]), metrics
+        step = metrics["step"]
+        assert step is not None, "a number of steps is finite"
+        self._step, self._last_step = int(step), metrics
         return metrics
+
+    async def _save(self, path: str | None) -> SavedCheckpoint:
+        saved = await self._group.call(TrainerWorkerActor.save, path, timeout_s=self._step_timeout_s)
+        assert saved is not None, "rank 0 writes"
+        return saved
 
     async def _go_back(self, version: int) -> RoundReport:
         await answered(lambda: self._controller.rollback_source.remote(version), "rollback_source")
-        await self._group.call(TrainerWorker.load_version, version, timeout_s=self._step_timeout_s)
+        await self._group.call(TrainerWorkerActor.load_version, version, timeout_s=self._step_timeout_s)
         return await self._publish(f"rollback to {version}")
 
     async def _publish_adapter(self, label: str | None) -> AdapterReport:
-        report = await self._group.call(LoraWorker.publish, label, timeout_s=self._spec.publish_timeout_s)
-        assert report is not None, "rank 0 reports every publish that it completes"
+        limit_s = self._spec.publish_timeout_s
+        report = await self._group.call(TrainerWorkerActor.publish, label, timeout_s=limit_s)
+        assert isinstance(report, AdapterReport), "rank 0 reports every publish that it completes"
         self._adapter_version, self._last_adapter = report.version, report
         return report
 
@@ -245,19 +248,19 @@ class Trainer:
                     raise
                 logger.warning("the round is sent again, to the replicas that are left: %s", error)
         self._version, self._last_round = report.version, report
-        await self._group.call(TrainerWorker.save_checkpoint, timeout_s=self._step_timeout_s)
+        await self._group.call(TrainerWorkerActor.save_checkpoint, timeout_s=self._step_timeout_s)
         return report
 
     async def _run_round(self, label: str | None) -> RoundReport:
         """Every rank takes part, and connects again if the membership has changed."""
-        publish, limit_s = TrainerWorker.publish, self._spec.publish_timeout_s
+        publish, limit_s = TrainerWorkerActor.publish, self._spec.publish_timeout_s
         try:
             report = await self._group.call(publish, label, timeout_s=limit_s)
         except FleetUnavailable:
             if self._group.broken is not None:  # the fleet does not wait for this trainer's successor
                 await end_former_session(self._controller)
             raise
-        assert report is not None, "rank 0 reports every round that it completes"
+        assert isinstance(report, RoundReport), "rank 0 reports every round that it completes"
         return report
 
 

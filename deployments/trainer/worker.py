@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 from pydantic import JsonValue
 
@@ -42,8 +41,8 @@ logger = serve_logger()
 
 
 class TrainerWorker(TrainerRank):
-    """A Ray actor: one rank. Every method is called on all ranks alike, except `store_status` (rank 0) and
-    those that `TrainerRank` names."""
+    """One rank of a trainer of all weights. Every method is called on all ranks alike, except `store_status`
+    (rank 0)."""
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
         super().__init__(spec, rank, controller)
@@ -209,7 +208,6 @@ class TrainerWorker(TrainerRank):
             save_s=time.perf_counter() - started,
         )
 
-    @ray.method(concurrency_group="control")
     def store_status(self) -> StoreStatus:
         """What became of the versions that this rank wrote to the store; answered also during a step."""
         result = self._writer.result

@@ -9,9 +9,10 @@ import asyncio
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
+from pydantic import JsonValue
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_placement_group
 
@@ -19,21 +20,85 @@ from deployments.errors import FleetUnavailable, SlipstreamError
 from deployments.freed_memory import keeping_freed_memory
 from deployments.logs import serve_logger
 from deployments.placement import SlotPlan, in_bundle
-from deployments.trainer.lora.worker import LoraWorker
+from deployments.protocol.publishing import RoundReport
+from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.messages import LoadedTrainer, StoreStatus
 from deployments.trainer.spec import TrainerSpec
-from deployments.trainer.worker import TrainerWorker
+from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics
 from deployments.unary import UnaryHandle
+
+if TYPE_CHECKING:
+    from deployments.trainer.lora.worker import LoraWorker
+    from deployments.trainer.worker import TrainerWorker
 
 PING_TIMEOUT_S = 20.0  # shorter than Serve's own limit: the reason must be known when it replaces the trainer
 # After one rank has failed, the others may be blocked in a collective for good.
 STRAGGLER_S = 10.0
-# A second concurrency group, so that a ping is answered during a step; the default group has one thread.
-_actor = ray.remote(concurrency_groups={"control": 1})
-_WEIGHTS, _ADAPTER = _actor(TrainerWorker), _actor(LoraWorker)
 
 Result = TypeVar("Result")
 logger = serve_logger()
+
+
+class TrainerWorkerActor:
+    """One rank: a `TrainerWorker` or a `LoraWorker`, which document the calls. Only this actor's process
+    imports them, and with them torch and vLLM: the trainer deployment computes nothing.
+
+    Every method is called on all ranks alike, except `rendezvous_address` and `store_status` (rank 0) and
+    `process_id`.
+    """
+
+    _worker: "TrainerWorker | LoraWorker"
+
+    def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
+        if spec.config.published_adapter is None:
+            from deployments.trainer.worker import TrainerWorker
+
+            self._worker = TrainerWorker(spec, rank, controller)
+        else:
+            from deployments.trainer.lora.worker import LoraWorker
+
+            self._worker = LoraWorker(spec, rank, controller)
+
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Where the ranks can form a process group: this rank's host, and a port that is free there."""
+        return own_address(), free_port()
+
+    def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
+        return self._worker.load(rendezvous_address)
+
+    def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None) -> StepMetrics:
+        return self._worker.step(trajectories, published)
+
+    def publish(self, label: str | None) -> RoundReport | AdapterReport | None:
+        return self._worker.publish(label)
+
+    def save(self, path: str | None) -> SavedCheckpoint | None:
+        return self._worker.save(path)
+
+    def flush(self, timeout_s: float) -> bool:
+        return self._worker.flush(timeout_s)
+
+    def save_checkpoint(self) -> None:
+        """Of a `TrainerWorker` only."""
+        cast("TrainerWorker", self._worker).save_checkpoint()
+
+    def load_version(self, version: int) -> None:
+        """Of a `TrainerWorker` only."""
+        cast("TrainerWorker", self._worker).load_version(version)
+
+    @ray.method(concurrency_group="control")
+    def process_id(self) -> int:
+        """Answered also during a step."""
+        return os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def store_status(self) -> StoreStatus:
+        """Answered also during a step."""
+        return self._worker.store_status()
+
+
+# A second concurrency group, so that a ping is answered during a step; the default group has one thread.
+_ACTOR = ray.remote(concurrency_groups={"control": 1})(TrainerWorkerActor)
 
 
 class WorkerGroup:
@@ -59,10 +124,9 @@ class WorkerGroup:
             TimeoutError: Ray did not start rank 0 in time.
         """
         incarnation = uuid.uuid4().hex[:8]
-        actor = _WEIGHTS if spec.config.published_adapter is None else _ADAPTER
         group = cls(
             [
-                actor.options(
+                _ACTOR.options(
                     name=f"slipstream-trainer-{incarnation}-{rank}", **resources(spec, rank, slots)
                 ).remote(spec, rank, controller)
                 for rank in range(spec.config.world_size)
@@ -72,14 +136,14 @@ class WorkerGroup:
             # A worker group that is just ending may still hold the GPUs, but not for long.
             async with asyncio.timeout(spec.config.start_timeout_s):
                 address = await group._workers[0].rendezvous_address.remote()
-            loaded = await group.call(TrainerWorker.load, address, timeout_s=spec.config.start_timeout_s)
+            loaded = await group.call(TrainerWorkerActor.load, address, timeout_s=spec.config.start_timeout_s)
         except BaseException:  # a start that is cut short must not leave workers behind
             group.kill()
             raise
         return group, loaded
 
     async def call(self, method: Callable[..., Result], *args: Any, timeout_s: float) -> Result:
-        """Run a method of `TrainerWorker`, or `LoraWorker`, on every rank, and return what rank 0 returns.
+        """Run a method of `TrainerWorkerActor` on every rank, and return what rank 0 returns.
 
         Raises:
             SlipstreamError: a worker raised it.

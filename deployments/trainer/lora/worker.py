@@ -10,7 +10,6 @@ import hashlib
 import time
 from pathlib import Path
 
-import ray
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -39,7 +38,7 @@ logger = serve_logger()
 
 
 class LoraWorker(TrainerRank):
-    """A Ray actor with the calls of `TrainerWorker`, but for those about versions of all weights."""
+    """It has the calls of `TrainerWorker`, but for those about versions of all weights."""
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
         super().__init__(spec, rank, controller)
@@ -181,7 +180,6 @@ class LoraWorker(TrainerRank):
             path=str(directory.absolute()), step=step, save_s=time.perf_counter() - started
         )
 
-    @ray.method(concurrency_group="control")
     def store_status(self) -> StoreStatus:
         """This trainer writes no versions of the base."""
         return StoreStatus(stored_version=None, store_problem=None)
