@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 
 class FakeHub:
@@ -22,6 +21,8 @@ class FakeHub:
         return self.download(repo_id, **options)
 
     def _download(self, repo_id: str, **options: Any) -> str:
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
         if repo_id not in self.repositories:
             raise LocalEntryNotFoundError(f"{repo_id} is not in the cache, and the hub cannot be reached")
         return str(self.repositories[repo_id])

@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def imports_of(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
+@cache
 def rooms() -> dict[str, set[str]]:
     """The table "Who may import whom": each room, and the rooms that it may import."""
     section = PAGE.read_text(encoding="utf-8").split("### Who may import whom")[1].split("\n## ")[0]
@@ -79,14 +81,8 @@ def test_a_package_says_what_lives_in_it_and_names_what_exists(package: str) -> 
     docstring = ast.get_docstring(tree)
     assert docstring is not None
     assert len(tree.body) == 1, "a package's __init__ holds its docstring and no code"
-    assert 5 <= len(docstring.splitlines()) <= 12
     assert "Read first:" in docstring
     assert [name for name in names_in(docstring) if not exists(name)] == []
-
-
-def test_no_folder_has_more_than_eighteen_modules() -> None:
-    sizes = {name: len(list(path.glob("*.py"))) - 1 for name, path in DOTTED.items()}
-    assert {name: size for name, size in sizes.items() if size > 18} == {}
 
 
 def test_every_import_between_rooms_is_in_the_table() -> None:

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import anthropic
 import httpx
 import httpx2
 import pytest
@@ -101,6 +100,8 @@ async def test_a_stream_that_was_forwarded_ends_with_an_error() -> None:
 
 @pytest.mark.parametrize("torn", ["", "event: content_bl", 'event: content_block_delta\ndata: {"type": "con'])
 async def test_anthropics_client_learns_that_an_answer_was_cut_off(torn: str) -> None:
+    import anthropic
+
     event = 'event: content_block_delta\ndata: {"type": "content_block_delta", "index": 0}\n\n' + torn
     chunk = f"{len(event):x}\r\n{event}\r\n".encode()
     async with fleet(Stops(BEGUN.replace(b"3\r\none\r\n", chunk)), library=httpx2) as http:

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from app.client.connection import AsyncFleetClient, FleetError
@@ -73,6 +72,8 @@ async def test_requests_are_sampled_as_the_policy_wants_and_their_tokens_are_kep
 
 @pytest.mark.parametrize("with_usage", [False, True])
 async def test_an_agent_that_streams_gets_the_whole_answer_in_one_event(with_usage: bool) -> None:
+    import openai
+
     sent: list[dict[str, Any]] = []
     calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"amount": 5}'}}]
     message = {"role": "assistant", "content": None, "tool_calls": calls}
