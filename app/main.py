@@ -26,6 +26,7 @@ from app.settings.trainer import trainer_spec
 from deployments.controller.controller import Controller
 from deployments.controller.liveness import ServeReplicas
 from deployments.controller.room import GpuRoom
+from deployments.fork_server.use import forked_worker
 from deployments.placement import FREE_TIMEOUT_S, Slots
 from deployments.replica.farewell import LEAVE_S
 from deployments.replica.replica import Replica
@@ -286,5 +287,5 @@ def _engine_resources(args: AppConfig) -> dict[str, object]:
     return {
         "num_cpus": args.engine.num_cpus,
         "num_gpus": replica_gpus(args),
-        "runtime_env": {"env_vars": environment | args.engine.env},
+        "runtime_env": {"env_vars": environment | args.engine.env, **forked_worker()},
     }

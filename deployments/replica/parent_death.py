@@ -6,18 +6,16 @@ forever. Its processes would leave what they have named outside of themselves: s
 tell them from those of others.
 """
 
-import ctypes
 import multiprocessing
 import os
-import signal
 from multiprocessing import shared_memory
 from typing import Any
 
+from deployments.fork_server.server import die_with
 from deployments.weights.wire.ownership import DIRECTORY, PREFIX, disown, owner, remove_orphans
 
 OWNER = "SLIPSTREAM_ENGINE_OWNER"  # set by a replica before it starts its engine: its name in /dev/shm
 _SOCKETS = "VLLM_RPC_BASE_PATH"
-_PR_SET_PDEATHSIG = 1
 _RANDOM_DIGITS = 16
 
 
@@ -47,15 +45,12 @@ def disown_engine() -> None:
 def follow_owner() -> None:
     """Called in every process that vLLM starts; does nothing unless a replica owns it.
 
-    The kernel sends the signal when the parent's *thread* that spawned us ends: a replica starts
-    its engine on its event loop's thread, which lives as long as the process.
+    multiprocessing keeps a pipe from each process to its children, for them to wait on.
     """
     parent = multiprocessing.parent_process()
-    if OWNER not in os.environ or parent is None or parent.pid is None:
+    if OWNER not in os.environ or parent is None:
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before the signal was requested
-        os._exit(1)
+    die_with(parent.sentinel)
     _use_names_of(os.environ[OWNER])
 
 

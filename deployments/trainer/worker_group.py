@@ -17,6 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_placement_group
 
 from deployments.errors import FleetUnavailable, SlipstreamError
+from deployments.fork_server.use import forked_worker
 from deployments.freed_memory import keeping_freed_memory
 from deployments.logs import serve_logger
 from deployments.placement import SlotPlan, in_bundle
@@ -234,14 +235,14 @@ def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str,
         threads = os.cpu_count() or 1
     # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU, and torch would then use one core. The
     # variable holds for every thread of the process; torch.set_num_threads does not.
-    environment = {"OMP_NUM_THREADS": str(threads)}
+    environment = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}
     if spec.device == "cpu":
         environment |= keeping_freed_memory()
     options: dict[str, Any] = {
         "num_cpus": 0,
         "num_gpus": spec.config.gpus_per_rank if spec.device == "cuda" else 0,
         "max_restarts": 0,
-        "runtime_env": {"env_vars": environment},
+        "runtime_env": {"env_vars": environment, **forked_worker()},
     }
     if slots is not None:
         group = get_placement_group(slots.name)

@@ -1,0 +1,229 @@
+"""Runs a Python command in a fork of a process that has its imports done.
+
+    python -IS client.py DIRECTORY [OPTIONS] SCRIPT | -c CODE | -m MODULE [ARGUMENTS]
+
+DIRECTORY is the server's. `auto` means a server of the process that started this one: one for each
+environment, started by the first client, stopped with that process. The client stays as the command's
+stand-in: it forwards signals and exits with its status, and the kernel kills the fork when the client ends.
+
+If no server can be had the client replaces itself by an ordinary interpreter, whose environment says why
+(`REASON`). This file runs without site-packages: the standard library only.
+"""
+
+import array
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+
+SOCKET = "socket"
+LOG = "server.log"
+SERVER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "server.py")
+FAILED = "failed"  # holds the reason for which no server runs with this environment
+MODULES = "SLIPSTREAM_PRELOAD"  # see server.py
+REASON = "SLIPSTREAM_NOT_FORKED"
+SWITCH = "SLIPSTREAM_FORK_SERVER"  # "off": ordinary interpreters; in a fork: the server's directory
+PREFIX = "/tmp/slipstream-fork"  # short: the path of a Unix socket has at most 107 bytes
+READY_S = 45.0  # the imports take 8 to 25 s; Ray gives up on a worker that has not registered after 60
+ANSWER_S = 20.0
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# What the fork can still apply, or what is not read at import. All else decides which server is asked.
+PER_PROCESS = {
+    *("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
+    *("VLLM_NO_USAGE_STATS", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"),
+    *("CUDA_VISIBLE_DEVICES", "PWD", "OLDPWD", "SHLVL", "_"),
+}
+PER_PROCESS_PREFIXES = ("RAY_", "SLIPSTREAM_", "PYTEST_")
+PLAIN_OPTIONS = ("-u", "-B", "-E", "-s", "-X", "-W")
+
+
+class NoServer(Exception):
+    """The command has to start as it would without a server; the text says why."""
+
+
+def main() -> None:
+    directory, command = sys.argv[1], sys.argv[2:]
+    try:
+        if os.environ.get(SWITCH) == "off":
+            raise NoServer(f"{SWITCH} is off")
+        options = _options(command)
+        if directory == "auto":
+            directory = _own_directory()
+            _ensure_server(directory)
+        status = _run(directory, options, command)
+    except (NoServer, OSError) as error:
+        os.environ[REASON] = str(error)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        os.execv(sys.executable, [sys.executable, *command])
+    if status < 0:  # a signal: whoever waits for this process sees the same one
+        with contextlib.suppress(OSError):  # SIGKILL's cannot be set
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _options(command: list[str]) -> int:
+    """How many leading words are options of the interpreter."""
+    count = 0
+    while count < len(command) and command[count].startswith("-") and command[count] not in ("-c", "-m"):
+        option = command[count]
+        if not option.startswith(PLAIN_OPTIONS):
+            raise NoServer(f"a fork cannot apply the interpreter's option {option}")
+        count += 2 if option in ("-X", "-W") else 1
+    if count == len(command):
+        raise NoServer("expected a script, -c or -m; got an interactive interpreter")
+    return count
+
+
+def _own_directory() -> str:
+    environment = {name: value for name, value in os.environ.items() if _is_read_at_import(name)}
+    identity = json.dumps([sys.executable, os.stat(__file__).st_mtime, sorted(environment.items())])
+    key = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    path = f"{PREFIX}-{os.getuid()}-{os.getppid()}-{key}"
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise NoServer(f"{path} belongs to user {found.st_uid} or is open to others")
+    return path
+
+
+def _is_read_at_import(name: str) -> bool:
+    if name == MODULES or name.startswith("RAY_SERVE_"):
+        return True
+    return name not in PER_PROCESS and not name.startswith(PER_PROCESS_PREFIXES)
+
+
+def _ensure_server(directory: str) -> None:
+    """Return when a server accepts connections. A live server has the lock, from before its imports on."""
+    deadline = time.monotonic() + READY_S
+    while not _accepts(directory):
+        if os.path.exists(f"{directory}/{FAILED}"):
+            with open(f"{directory}/{FAILED}") as file:
+                raise NoServer(file.read())
+        lock = os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _start_server(directory, lock)
+        except BlockingIOError:  # it is importing
+            pass
+        finally:
+            os.close(lock)
+        if time.monotonic() > deadline:
+            raise NoServer(f"the fork server was not ready within {READY_S:g} s")
+        time.sleep(0.02)
+
+
+def _accepts(directory: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(f"{directory}/{SOCKET}")
+        except OSError:
+            return False
+    return True
+
+
+def _start_server(directory: str, lock: int) -> None:
+    with open(f"{directory}/{LOG}", "wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, SERVER, directory, str(os.getppid()), str(lock)],
+            env={SWITCH: directory, **{name: value for name, value in os.environ.items() if name != SWITCH}},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[lock],
+            start_new_session=True,
+        )
+    server.returncode = 0  # it outlives this process: subprocess must not warn
+
+
+def _run(directory: str, options: int, command: list[str]) -> int:
+    """Have the command run; its exit status."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until they can be forwarded
+    lifeline, kept = os.pipe()  # the fork is killed by the kernel when `kept` is closed
+    descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+    descriptors = [each for each in descriptors if each not in (lifeline, kept) and _is_inherited(each)]
+    request = {
+        "command": command,
+        "options": options,
+        "environment": dict(os.environ),
+        "cwd": os.getcwd(),
+        "umask": _umask(),
+        "oom_score_adj": _oom_score_adj(),
+        "descriptors": descriptors,
+    }
+    with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(ANSWER_S)
+        server.connect(f"{directory}/{SOCKET}")
+        try:
+            _send(server, request, [lifeline, *descriptors])
+            (pid,) = struct.unpack("q", _receive(server, 8))
+            process = os.pidfd_open(pid)
+        except TimeoutError:
+            _kill_peer(server)  # the next client starts another one
+            raise NoServer(f"the fork server did not answer within {ANSWER_S:g} s") from None
+        except (EOFError, ProcessLookupError):
+            raise NoServer("the fork server died") from None
+        os.close(lifeline)
+        for number in FORWARDED:
+            signal.signal(number, lambda number, _: signal.pidfd_send_signal(process, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        select.select([process], [], [])
+        try:
+            return int(struct.unpack("q", _receive(server, 8))[0])
+        except (OSError, EOFError):  # only the server knows the status, and it is gone
+            return 255
+
+
+def _is_inherited(descriptor: int) -> bool:
+    try:
+        return not fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    except OSError:  # that of the listing itself
+        return False
+
+
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
+
+
+def _oom_score_adj() -> str:
+    with open("/proc/self/oom_score_adj") as file:
+        return file.read().strip()
+
+
+def _send(server: socket.socket, request: dict[str, object], descriptors: list[int]) -> None:
+    body = json.dumps(request).encode()
+    head = struct.pack("qq", len(body), len(descriptors))
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+    server.sendmsg([head], [rights])
+    server.sendall(body)
+
+
+def _receive(server: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = server.recv(count - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+def _kill_peer(server: socket.socket) -> None:
+    pid = struct.unpack("3i", server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

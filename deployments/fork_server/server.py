@@ -1,0 +1,308 @@
+"""Imports what engines and trainer workers need, then forks once for each client.
+
+    python server.py DIRECTORY OWNER LOCK
+
+LOCK is a locked file's descriptor, kept as long as the server lives. It stops when its owner (a process id:
+that of the host's raylet) has stopped, or after `IDLE_S` without a fork.
+Slipstream's own modules are not among the imports: an application that is deployed again has its new code.
+This file is run by its path and imports nothing of ours.
+"""
+
+import array
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import shlex
+import shutil
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+IDLE_S = 60.0
+MODULES = "SLIPSTREAM_PRELOAD"  # separated by commas, instead of those below
+MOST_DESCRIPTORS = 200
+PRELOAD = (
+    *("ray", "ray.serve", "ray.serve._private.replica", "ray._private.workers.setup_worker"),
+    *("torch", "transformers", "safetensors.torch", "accelerate", "peft"),
+    *("vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"),
+    *("vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.launchers.app"),
+    *("vllm.entrypoints.launchers.cli_args", "vllm.distributed.weight_transfer", "vllm.lora.worker_manager"),
+)
+PRELOAD_CPU = ("vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu_worker")
+PRELOAD_GPU = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_worker")
+
+Request = dict[str, Any]
+
+
+def main() -> None:
+    directory, owner, lock = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    os.set_inheritable(lock, False)
+    del sys.path[0]  # this file's folder: its modules would hide others
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's would start threads at import
+    try:
+        preload(os.environ[MODULES].split(",") if MODULES in os.environ else _modules())
+        _require_forkable(lock)
+    except BaseException as error:  # whatever an import raises: the next client need not wait for the same
+        with open(f"{directory}/failed", "w") as file:
+            file.write(f"the fork server's imports failed: {type(error).__name__}: {error}")
+        raise
+    request = serve(directory, owner)
+    if request is not None:
+        os.close(lock)
+        _exit_after(request)
+
+
+def _modules() -> Iterator[str]:
+    yield from PRELOAD
+    platform = importlib.import_module("vllm.platforms").current_platform
+    yield from PRELOAD_CPU if platform.is_cpu() else PRELOAD_GPU
+
+
+def preload(names: Iterable[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy the pages of every object
+
+
+def _require_forkable(lock: int) -> None:
+    """A fork has only the thread that forked, cannot use its parent's CUDA context, and gives descriptors the
+    numbers that they have in its client."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"expected one thread after the imports, got {threads}")
+    opened = {}
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            opened[number] = os.readlink(f"/proc/self/fd/{number}")
+    if others := {number: path for number, path in opened.items() if number > 2 and number != lock}:
+        raise RuntimeError(f"expected no open files after the imports (CUDA opens its devices), got {others}")
+
+
+def serve(directory: str, owner: int) -> Request | None:
+    """Fork for each connection that sends something. Returns a request in each fork, None in the server."""
+    try:
+        owner_process = os.pidfd_open(owner)
+    except ProcessLookupError:
+        return None
+    listener = socket.socket(socket.AF_UNIX)
+    path = f"{directory}/socket"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener.bind(path)
+    listener.listen(64)
+    reaped, wakeup = os.pipe()
+    for descriptor in (reaped, wakeup):
+        os.set_blocking(descriptor, False)
+    _write_interpreter(f"{directory}/python", directory)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    clients: dict[int, socket.socket] = {}
+    idle_since = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        for source in (listener, owner_process, reaped):
+            selector.register(source, selectors.EVENT_READ)
+        while clients or time.monotonic() < idle_since + IDLE_S:
+            for key, _ in selector.select(IDLE_S):
+                if key.fileobj is owner_process or key.fileobj == owner_process:
+                    shutil.rmtree(directory, ignore_errors=True)
+                    return None
+                if key.fileobj is listener:
+                    selector.register(listener.accept()[0], selectors.EVENT_READ)
+                elif key.fileobj == reaped:
+                    _report_exits(reaped, clients)
+                    idle_since = time.monotonic()
+                elif isinstance(key.fileobj, socket.socket):
+                    client = key.fileobj
+                    selector.unregister(client)
+                    if not client.recv(1, socket.MSG_PEEK):  # it only looked whether somebody listens
+                        client.close()
+                        continue
+                    pid = os.fork()
+                    if pid == 0:
+                        signal.set_wakeup_fd(-1)
+                        for each in (listener, *clients.values()):
+                            each.close()
+                        for descriptor in (owner_process, reaped, wakeup):
+                            os.close(descriptor)
+                        return _receive_request(client)
+                    clients[pid] = client
+                    with contextlib.suppress(OSError):
+                        client.sendall(struct.pack("q", pid))
+    shutil.rmtree(directory, ignore_errors=True)
+    return None
+
+
+def _write_interpreter(path: str, directory: str) -> None:
+    """An executable that multiprocessing takes for an interpreter."""
+    client = os.path.join(os.path.dirname(os.path.realpath(__file__)), "client.py")
+    words = " ".join(shlex.quote(word) for word in (sys.executable, "-IS", client, directory))
+    with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o700)) as file:
+        file.write(f'#!/bin/sh\nexec {words} "$@"\n')
+
+
+def _report_exits(reaped: int, clients: dict[int, socket.socket]) -> None:
+    os.read(reaped, 4096)
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        with clients.pop(pid) as client, contextlib.suppress(OSError):
+            client.sendall(struct.pack("q", os.waitstatus_to_exitcode(status)))
+
+
+def _receive_request(client: socket.socket) -> Request:
+    """In the fork: become what the client's process is to the outside."""
+    size = struct.calcsize("qq")
+    space = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
+    head, ancillary, _, _ = client.recvmsg(size, space)
+    length, count = struct.unpack("qq", head)
+    received = array.array("i")
+    for _, _, data in ancillary:
+        received.frombytes(data[: len(data) - len(data) % received.itemsize])
+    assert len(received) == count, f"expected {count} descriptors, got {len(received)}"
+    body = b""
+    while len(body) < length:
+        piece = client.recv(length - len(body))
+        if not piece:
+            os._exit(1)
+        body += piece
+    client.close()
+    request: Request = json.loads(body)
+    _take_descriptors(request["descriptors"], list(received))
+    return request
+
+
+def _take_descriptors(numbers: list[int], received: list[int]) -> None:
+    """Give the client's descriptors the numbers that they have there. The first one is the lifeline."""
+    above = max(max(numbers, default=0), 255) + 1
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in received]
+    for each in received:
+        os.close(each)
+    lifeline, *others = high
+    for source, number in zip(others, numbers, strict=True):
+        os.dup2(source, number, inheritable=True)
+        os.close(source)
+    die_with(lifeline)
+
+
+def die_with(descriptor: int) -> None:
+    """The kernel kills this process when no other one holds the write end of this pipe any more.
+
+    Unlike PR_SET_PDEATHSIG this works for a process that is no child, and whichever thread of the other ends.
+    """
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, 10, signal.SIGKILL)  # F_SETSIG; Python's fcntl lacks it before 3.13
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        if selector.select(0):  # it was closed before the signal was requested
+            os._exit(1)
+
+
+def _exit_after(request: Request) -> None:
+    """Run the command, and end as multiprocessing's forks do: without the finalization of 6,000 modules."""
+    status = 1
+    try:
+        run(request)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # the interpreter's own last resort
+        sys.excepthook(*sys.exc_info())
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status & 0xFF)
+
+
+def run(request: Request) -> None:
+    """Run the command as an interpreter that was just started would."""
+    os.setsid()
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _take_environment(request["environment"])
+    os.chdir(request["cwd"])
+    os.umask(request["umask"])
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(request["oom_score_adj"])
+    options, words = request["command"][: request["options"]], request["command"][request["options"] :]
+    unbuffered = "-u" in options or bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1 if unbuffered else -1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    _apply_what_imports_have_read()
+    _run_command(words)
+
+
+def _take_environment(environment: dict[str, str]) -> None:
+    """The client's, but for the first variable: whoever sets a process's title looks for its memory there."""
+    first = next(iter(os.environ))
+    for name in os.environ.keys() - environment.keys() - {first}:
+        del os.environ[name]
+    for name, value in environment.items():
+        if name != first and os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _apply_what_imports_have_read() -> None:
+    """Libraries read these variables, and take random numbers, when they are loaded."""
+    if "torch" in sys.modules:
+        threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+        sys.modules["torch"].set_num_threads(int(threads))
+    options = {"MALLOC_ARENA_MAX": -8, "MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}  # malloc.h
+    for name, option in options.items():
+        if name in os.environ:
+            ctypes.CDLL(None).mallopt(option, min(int(os.environ[name]), 2**31 - 1))
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _run_command(words: list[str]) -> None:
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    if words[0] == "-c":
+        code, sys.argv = words[1], ["-c", *words[2:]]
+        sys.path.insert(0, "")
+        name = "<string>"
+    else:
+        name, sys.argv = words[0], words
+        sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
+        with open(name) as file:
+            code = file.read()
+    main_module = type(sys)("__main__")
+    if words[0] != "-c":
+        main_module.__file__ = name
+    sys.modules["__main__"] = main_module
+    exec(compile(code, name, "exec"), main_module.__dict__)
+
+
+if __name__ == "__main__":
+    main()
