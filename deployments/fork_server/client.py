@@ -165,12 +165,11 @@ def _run(directory: str, options: int, command: list[str]) -> int:
         server.connect(f"{directory}/{SOCKET}")
         try:
             _send(server, request, [lifeline, *descriptors])
-            (pid,) = struct.unpack("q", _receive(server, 8))
-            process = os.pidfd_open(pid)
+            _, (process,), _, _ = socket.recv_fds(server, 8, 1)
         except TimeoutError:
             _kill_peer(server)  # the next client starts another one
             raise NoServer(f"the fork server did not answer within {ANSWER_S:g} s") from None
-        except (EOFError, ProcessLookupError):
+        except ValueError:  # no process came
             raise NoServer("the fork server died") from None
         os.close(lifeline)
         for number in FORWARDED:

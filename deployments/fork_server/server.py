@@ -16,6 +16,7 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -32,6 +33,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 IDLE_S = 60.0
+SWITCH = "SLIPSTREAM_FORK_SERVER"  # see client.py
 MODULES = "SLIPSTREAM_PRELOAD"  # separated by commas, instead of those below
 MOST_DESCRIPTORS = 200
 PRELOAD = (
@@ -59,10 +61,10 @@ def main() -> None:
         with open(f"{directory}/failed", "w") as file:
             file.write(f"the fork server's imports failed: {type(error).__name__}: {error}")
         raise
-    request = serve(directory, owner)
-    if request is not None:
+    client = serve(directory, owner)
+    if client is not None:
         os.close(lock)
-        _exit_after(request)
+        _exit_after(_receive_request(client))
 
 
 def _modules() -> Iterator[str]:
@@ -92,67 +94,70 @@ def _require_forkable(lock: int) -> None:
         raise RuntimeError(f"expected no open files after the imports (CUDA opens its devices), got {others}")
 
 
-def serve(directory: str, owner: int) -> Request | None:
-    """Fork for each connection that sends something. Returns a request in each fork, None in the server."""
-    try:
-        owner_process = os.pidfd_open(owner)
-    except ProcessLookupError:
-        return None
-    listener = socket.socket(socket.AF_UNIX)
-    path = f"{directory}/socket"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    listener.bind(path)
-    listener.listen(64)
+def serve(directory: str, owner: int) -> socket.socket | None:
+    """Fork for each connection that sends something. Returns it in the fork, where nothing else is open, and
+    None in the server, when it stops."""
+    owner_process = os.pidfd_open(owner)
     reaped, wakeup = os.pipe()
     for descriptor in (reaped, wakeup):
         os.set_blocking(descriptor, False)
-    _write_interpreter(f"{directory}/python", directory)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listener = _listen(directory)
     clients: dict[int, socket.socket] = {}
     idle_since = time.monotonic()
     with selectors.DefaultSelector() as selector:
         for source in (listener, owner_process, reaped):
             selector.register(source, selectors.EVENT_READ)
         while clients or time.monotonic() < idle_since + IDLE_S:
-            for key, _ in selector.select(IDLE_S):
-                if key.fileobj is owner_process or key.fileobj == owner_process:
-                    shutil.rmtree(directory, ignore_errors=True)
-                    return None
-                if key.fileobj is listener:
-                    selector.register(listener.accept()[0], selectors.EVENT_READ)
-                elif key.fileobj == reaped:
-                    _report_exits(reaped, clients)
-                    idle_since = time.monotonic()
-                elif isinstance(key.fileobj, socket.socket):
-                    client = key.fileobj
-                    selector.unregister(client)
-                    if not client.recv(1, socket.MSG_PEEK):  # it only looked whether somebody listens
-                        client.close()
-                        continue
-                    pid = os.fork()
-                    if pid == 0:
-                        signal.set_wakeup_fd(-1)
-                        for each in (listener, *clients.values()):
+            ready = [key.fileobj for key, _ in selector.select(IDLE_S)]
+            if owner_process in ready:
+                break
+            if reaped in ready:
+                _report_exits(reaped, clients)
+                idle_since = time.monotonic()
+            if listener in ready:
+                selector.register(listener.accept()[0], selectors.EVENT_READ)
+            for client in ready:
+                if not isinstance(client, socket.socket) or client is listener:
+                    continue
+                selector.unregister(client)
+                if not client.recv(1, socket.MSG_PEEK):  # it only looked whether somebody listens
+                    client.close()
+                    continue
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    for descriptor in (owner_process, reaped, wakeup):
+                        os.close(descriptor)
+                    open_sockets = [key.fileobj for key in selector.get_map().values()]
+                    for each in (*open_sockets, *clients.values()):
+                        if isinstance(each, socket.socket):
                             each.close()
-                        for descriptor in (owner_process, reaped, wakeup):
-                            os.close(descriptor)
-                        return _receive_request(client)
-                    clients[pid] = client
-                    with contextlib.suppress(OSError):
-                        client.sendall(struct.pack("q", pid))
+                    return client
+                clients[pid] = client
+                process = os.pidfd_open(pid)  # also if it has ended: it was not waited for
+                with contextlib.suppress(OSError):
+                    socket.send_fds(client, [struct.pack("q", pid)], [process])
+                os.close(process)
     shutil.rmtree(directory, ignore_errors=True)
     return None
 
 
-def _write_interpreter(path: str, directory: str) -> None:
-    """An executable that multiprocessing takes for an interpreter."""
+def _listen(directory: str) -> socket.socket:
+    """Where clients connect, and an executable that multiprocessing takes for an interpreter."""
+    path = f"{directory}/socket"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
     client = os.path.join(os.path.dirname(os.path.realpath(__file__)), "client.py")
     words = " ".join(shlex.quote(word) for word in (sys.executable, "-IS", client, directory))
-    with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o700)) as file:
+    with open(f"{directory}/python", "w", opener=lambda name, flags: os.open(name, flags, 0o700)) as file:
         file.write(f'#!/bin/sh\nexec {words} "$@"\n')
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    return listener
 
 
 def _report_exits(reaped: int, clients: dict[int, socket.socket]) -> None:
@@ -255,6 +260,7 @@ def run(request: Request) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1 if unbuffered else -1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     _apply_what_imports_have_read()
+    multiprocessing.set_executable(os.path.join(os.environ[SWITCH], "python"))  # its children are forks too
     _run_command(words)
 
 

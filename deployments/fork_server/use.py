@@ -1,8 +1,6 @@
-"""How processes of ours come to be forks: Ray's workers by their runtime environment, their children by
-multiprocessing's executable."""
+"""How Ray comes to start a worker as a fork: by the `py_executable` of its runtime environment."""
 
 import logging
-import multiprocessing
 import os
 import shlex
 import sys
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import ray
 
-from deployments.fork_server.client import REASON, SWITCH
+from deployments.fork_server.client import REASON
 
 CLIENT = Path(__file__).with_name("client.py")
 # Ray would start the worker in an interpreter or a container of theirs, which ours must not replace.
@@ -33,14 +31,8 @@ def forked_worker() -> dict[str, str]:
     return {"py_executable": f"sh -c {shlex.quote(script)} sh"}
 
 
-def fork_children(logger: logging.Logger) -> None:
-    """Have multiprocessing's children of this process forked by the server that has forked it.
-
-    vLLM spawns its processes in a Ray actor, whatever it is told. Here that starts the client in the
-    interpreter's place. A process that is no fork spawns as usual, and says why.
-    """
-    reason, directory = os.environ.get(REASON), os.environ.get(SWITCH, "off")
+def warn_if_not_forked(logger: logging.Logger) -> None:
+    """Say why this process started in an interpreter of its own, if it did."""
+    reason = os.environ.get(REASON)
     if reason is not None:
-        logger.warning("starts without the fork server, in 20 s more: %s", reason)
-    if directory != "off":
-        multiprocessing.set_executable(os.path.join(directory, "python"))
+        logger.warning("started without the fork server, with imports of its own: %s", reason)

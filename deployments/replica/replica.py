@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from deployments.fork_server.use import fork_children
+from deployments.fork_server.use import warn_if_not_forked
 from deployments.freed_memory import keeping_freed_memory
 from deployments.logs import serve_logger
 from deployments.placement import take_slot, use_gpus
@@ -78,7 +78,7 @@ class Replica:
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
             os.environ |= keeping_freed_memory()
         own_engine()
-        fork_children(logger)
+        warn_if_not_forked(logger)
         self._engine = await Engine.start(spec, version=answer.version)
         add_server_info(self._engine.app, self._engine.llm.vllm_config)
         self._load = watch_load(self._engine.llm)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -13,7 +12,6 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from multiprocessing.spawn import get_executable
 from pathlib import Path
 from typing import Any
 
@@ -269,27 +267,27 @@ def test_a_fork_can_set_its_title(environment: dict[str, str]) -> None:
     assert output.stdout.startswith("VLLM::EngineCore")
 
 
-def put_identity(queue: Any) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    queue.put((os.getppid(), parent.pid))
-
-
-def test_multiprocessing_spawns_forks(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    server = shown(environment)["server"]
-    (directory,) = [each for each in directories() if server_of(each) == server]
-    context = multiprocessing.get_context("spawn")
-    executable = get_executable()
-    context.set_executable(str(directory / "python"))
-    try:
-        queue = context.Queue()
-        process = context.Process(target=put_identity, args=(queue,))
-        process.start()
-        assert queue.get(timeout=60) == (server, os.getpid())
-        process.join(10)
-        assert process.exitcode == 0
-    finally:
-        context.set_executable(executable)
+def test_what_multiprocessing_spawns_in_a_fork_is_a_fork_too(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """As vLLM spawns its engine core, and that its workers."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, os\n"
+        "def identity(queue, more):\n"
+        "    queue.put((os.getppid(), multiprocessing.parent_process().pid))\n"
+        "    if more: start(queue, 0)\n"
+        "def start(queue, more):\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=identity, args=(queue, more))\n"
+        "    child.start(); child.join(); assert child.exitcode == 0\n"
+        "if __name__ == '__main__':\n"
+        "    queue = multiprocessing.get_context('spawn').Queue()\n"
+        "    start(queue, 1)\n"
+        "    (server, parent), (also, other) = queue.get(), queue.get()\n"
+        "    assert parent == os.getpid() != other\n"
+        "    assert server == also == os.getppid(), (server, also, os.getppid())\n"
+    )
+    subprocess.run(client(str(script)), env=environment, timeout=60, check=True)
 
 
 @pytest.mark.slow
