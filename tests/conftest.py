@@ -3,7 +3,6 @@
 import os
 from collections.abc import Generator
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +18,11 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Fixtures of several folders. What is imported here is imported for every single test.
 from deployments.weights.wire.ownership import disown, remove_orphans
+from tests.cpu_times import CpuTimes
 from tests.fake_hub import hub as hub
 from tests.fleet.adapter_fleet import adapted as adapted
 from tests.fleet.session_fleet import fleet as fleet
+from tests.forked import has_cuda
 
 # An example is no timed test: on a busy core any of them takes longer than hypothesis's 200 ms now and then.
 if find_spec("hypothesis") is not None:  # machines with GPUs, which run the `gpu` tests, do not have it
@@ -36,6 +37,17 @@ if find_spec("hypothesis") is not None:  # machines with GPUs, which run the `gp
 
 WITH_RAY_S = 400.0  # of a test that starts Ray or an engine, beside others that do, and states nothing else
 WITH_ENGINES = ("tests/fleet/", "tests/clients/", "tests/chaos/")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-times", action="store_true", help="print the processor time of each folder's tests"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cpu-times"):
+        config.pluginmanager.register(CpuTimes())
 
 
 def _scope(item: pytest.Item) -> str:
@@ -89,12 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("serve") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(WITH_RAY_S))
-    if not _has_cuda():
+    if not has_cuda():
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="there is no CUDA device here"))
-
-
-def _has_cuda() -> bool:
-    """As `torch.cuda.is_available`, without the seconds that importing torch takes."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))

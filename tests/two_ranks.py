@@ -1,6 +1,5 @@
 """Two processes that are the ranks of a process group, over gloo on this host."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -9,15 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.forked import call_all
 
 TIMEOUT_S = 60.0  # of every collective
 
 
 def both(rank: Callable[..., None], *args: Any) -> None:
-    """Run a module's function in two processes, as `rank(number, *args)`; raises what one raises."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(rank, args=args, nprocs=2, join=True)
+    """Run a module's function in two processes, as `rank(number, *args)`; fails with what one raises."""
+    call_all(rank, [(number, *args) for number in range(2)], 2 * TIMEOUT_S, {"GLOO_SOCKET_IFNAME": "lo"})
 
 
 @contextmanager

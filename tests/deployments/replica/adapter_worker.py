@@ -1,14 +1,10 @@
-"""A real vLLM model with LoRA on a CPU, and the worker's half of a load; prints what happened, as JSON.
+"""A real vLLM model with LoRA on a CPU, and the worker's half of a load.
 
-    python -m tests.deployments.replica.adapter_worker DIRECTORY
-
-A process of its own: vLLM's parallel state and current configuration are global.
+In a process of its own: vLLM's parallel state and current configuration are global.
 """
 
 import asyncio
-import json
 import shutil
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,7 +113,7 @@ def in_slot(made: Any, adapter_id: int) -> Any:
     return module.lora_b_stacked[0][slot, 0, :, :4]
 
 
-def main(directory: Path) -> None:
+def load_adapters(directory: Path) -> dict[str, Any]:
     made = worker(directory)
     expected = tiny_adapter_tensors(1)["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"]
     source = save_tiny_adapter(directory / "a", 1)
@@ -142,8 +138,4 @@ def main(directory: Path) -> None:
     made.adapter_forget(key="a@2", adapter_id=2)
     made.adapter_forget(key="a@7", adapter_id=7)  # of an earlier life
     found["left"] = len(made.model_runner.lora_manager._read_by_the_fleet)
-    print("FOUND " + json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

@@ -4,15 +4,7 @@ import torch
 from vllm import _custom_ops
 from vllm.v1.attention import selector
 
-# onednn: weights packed where only their address is to be seen. amx: weights packed into tensors, which
-# closures and MLA's kernels hold. torch: weights as they are.
-KERNELS = ("onednn", "amx", "torch")
 AMX = torch.cpu._is_amx_tile_supported()
-
-
-def possible_kernels() -> list[str]:
-    """The kernels that this machine has."""
-    return [each for each in KERNELS if each != "amx" or AMX]
 
 
 def has_onednn() -> bool:
@@ -25,7 +17,11 @@ def has_onednn() -> bool:
 
 
 def use_kernels(kernels: str) -> None:
-    """Let vLLM take these kernels, in this process."""
+    """Let vLLM take these kernels, in this process.
+
+    onednn: weights packed where only their address is to be seen. amx: weights packed into tensors, which
+    closures and MLA's kernels hold. torch: weights as they are.
+    """
     _custom_ops._supports_onednn = kernels != "torch"
     torch.cpu._is_amx_tile_supported = lambda: kernels == "amx"
     selector._cached_get_attn_backend.cache_clear()

@@ -1,12 +1,8 @@
-"""Real vLLM models, each with its shadow; prints what was found, one line of JSON each.
+"""Real vLLM models, each with its shadow, and what was found.
 
-    python -m tests.deployments.weights.staging.families DIRECTORY cpu|cuda
-
-A process of its own: vLLM's parallel state and current configuration are global.
+In a process of its own: vLLM's parallel state and current configuration are global.
 """
 
-import json
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -173,7 +169,9 @@ def inspected(config: VllmConfig, device: torch.device) -> dict[str, Any]:
     }
 
 
-def main(directory: Path, kind: str) -> None:
+def inspect_all(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """Of each family, on a `cpu` with each of the kernels, or on `cuda`."""
+    results = []
     distributed = False
     for kernels in ("onednn", "torch") if kind == "cpu" else ("cuda",):  # with AMX vLLM cannot reload MLA
         if kind == "cpu":
@@ -200,8 +198,5 @@ def main(directory: Path, kind: str) -> None:
             except Exception as error:  # whatever it is: the other families are to be seen as well
                 traceback.print_exc()
                 found = {"failed": f"{type(error).__name__}: {error}"}
-            print("FOUND " + json.dumps({"family": name, "kernels": kernels, **found}), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+            results.append({"family": name, "kernels": kernels, **found})
+    return results

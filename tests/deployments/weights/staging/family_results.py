@@ -1,25 +1,25 @@
-"""Runs `host_families` in a process of its own, once for a kind of staging."""
+"""What a fixture finds with one of vLLM's kernels, in a process of its own."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-Results = dict[tuple[str, str], dict[str, Any]]  # by family, and the kernels that vLLM has
+import pytest
+
+from tests.deployments.weights.staging.cpu_kernels import AMX
+from tests.deployments.weights.staging.host_families import swap_all
+from tests.forked import call
+
+Results = dict[str, dict[str, Any]]  # by family
+
+# The same families once more with others: what is left to find is how vLLM packs a weight there.
+KERNELS = [
+    "onednn",
+    pytest.param("amx", marks=[pytest.mark.long, pytest.mark.skipif(not AMX, reason="this CPU has no amx")]),
+    pytest.param("torch", marks=pytest.mark.long),
+]
+ONCE = pytest.mark.parametrize("found", KERNELS[:1], indirect=True)
 
 
-def family_results(directory: Path, kind: str) -> Results:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deployments.weights.staging.host_families", str(directory), kind],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        # One thread: more only wait for each other where other tests run as well.
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"},
-    )
-    lines = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert done.returncode == 0 and lines, done.stdout + done.stderr
-    print(done.stdout, done.stderr)
-    return {(each["family"], each["kernels"]): each for each in map(json.loads, lines)}
+def family_results(directory: Path, kind: str, kernels: str) -> Results:
+    found = call(swap_all, directory, kind, kernels, timeout_s=580.0, VLLM_CPU_KVCACHE_SPACE="1")
+    return {each["family"]: each for each in found}

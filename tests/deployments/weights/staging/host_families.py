@@ -1,13 +1,8 @@
-"""Real vLLM models on a CPU, swapped from one checkpoint to another; prints what differs from a fresh load of
-the second, one line of JSON each.
+"""Real vLLM models on a CPU, swapped from one checkpoint to another: what differs from a fresh load.
 
-    python -m tests.deployments.weights.staging.host_families DIRECTORY host|shadow
-
-A process of its own: vLLM's parallel state and current configuration are global.
+In a process of its own: vLLM's parallel state and current configuration are global.
 """
 
-import json
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -28,7 +23,7 @@ from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.model_state.observation import observe
 from deployments.weights.staging.model_state.reachable import name_of
 from deployments.weights.wire.chunk_layout import plan_chunks
-from tests.deployments.weights.staging.cpu_kernels import possible_kernels, use_kernels
+from tests.deployments.weights.staging.cpu_kernels import use_kernels
 from tests.deployments.weights.staging.families import EXPERTS, FAMILIES, MLA, SMALL
 
 _EXPERTS_TO_PAD = {**EXPERTS, "moe_intermediate_size": 48}
@@ -164,20 +159,18 @@ def swapped_twice(directory: Path, family: str, kind: str) -> dict[str, Any]:
     return result
 
 
-def main(directory: Path, kind: str) -> None:
+def swap_all(directory: Path, kind: str, kernels: str) -> list[dict[str, Any]]:
+    """Each family, with the staging `host` or `shadow`."""
     torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on a CPU
-    for kernels in possible_kernels():
-        use_kernels(kernels)
-        for family in HOST_FAMILIES:
-            if family.endswith("-lora") and kernels == "torch":
-                continue  # the same modules, wrapped
-            try:
-                found = swapped_twice(directory / f"{family}-{kernels}", family, kind)
-            except Exception as error:  # whatever it is: the other families are to be seen as well
-                traceback.print_exc()
-                found = {"failed": f"{type(error).__name__}: {error}"}
-            print("FOUND " + json.dumps({"family": family, "kernels": kernels, **found}), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    use_kernels(kernels)
+    results = []
+    for family in HOST_FAMILIES:
+        if family.endswith("-lora") and kernels == "torch":
+            continue  # the same modules, wrapped
+        try:
+            found = swapped_twice(directory / family, family, kind)
+        except Exception as error:  # whatever it is: the other families are to be seen as well
+            traceback.print_exc()
+            found = {"failed": f"{type(error).__name__}: {error}"}
+        results.append({"family": family, **found})
+    return results

@@ -1,14 +1,8 @@
-"""Rounds that lack a layer, on real vLLM models; prints what differs from a fresh load, a line of JSON each.
+"""Rounds that lack a layer, on real vLLM models, and what differs from a fresh load.
 
-    python -m tests.deployments.weights.staging.partial_rounds DIRECTORY host|shadow|device|without_gpu
-
-`without_gpu` is the staging of `device` on a CPU.
-
-A process of its own: vLLM's parallel state and current configuration are global.
+In a process of its own: vLLM's parallel state and current configuration are global.
 """
 
-import json
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -199,7 +193,9 @@ def outcomes(scene: Scene) -> dict[str, list[str]]:
     return found
 
 
-def main(directory: Path, kind: str) -> None:
+def take_partial_rounds(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """Each family with the staging `host`, `shadow`, `device` or `without_gpu`: that of `device` on a CPU."""
+    results = []
     if kind != "device":
         torch.accelerator.empty_cache = lambda: None  # as vLLM's worker on a CPU
     if kind == "without_gpu":
@@ -214,8 +210,5 @@ def main(directory: Path, kind: str) -> None:
         except Exception as error:  # whatever it is: the other families are to be seen as well
             traceback.print_exc()
             found = {"failed": f"{type(error).__name__}: {error}"}
-        print("FOUND " + json.dumps({"family": family, "kind": kind, **found}), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+        results.append({"family": family, **found})
+    return results

@@ -1,31 +1,20 @@
 """What real vLLM models keep of their weights, with vLLM's own layers and loading."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.deployments.weights.staging.cpu_kernels import has_onednn
+from tests.deployments.weights.staging.families import inspect_all
+from tests.forked import call
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def run(directory: Path, kind: str) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.deployments.weights.staging.families", str(directory), kind],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-    )
-    lines = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert done.returncode == 0 and lines, done.stdout + done.stderr
-    print(done.stdout, done.stderr)
-    return [json.loads(line) for line in lines]
+    found: list[dict[str, Any]] = call(inspect_all, directory, kind, VLLM_CPU_KVCACHE_SPACE="1")
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -10,39 +10,35 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from deployments.weights.staging.cpu.shadow import CpuShadowStaging, check_memory, shadow_staging
 from deployments.weights.staging.host import HostStaging, make_staging
 from deployments.weights.wire.chunk_layout import plan_chunks
-from tests.deployments.weights.staging.cpu_kernels import KERNELS, possible_kernels
-from tests.deployments.weights.staging.family_results import Results, family_results
+from tests.deployments.weights.staging.family_results import KERNELS, ONCE, Results, family_results
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return family_results(tmp_path_factory.mktemp("shadow"), "shadow")
+@pytest.fixture(scope="module", params=KERNELS)
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
+    return family_results(tmp_path_factory.mktemp("shadow"), "shadow", request.param)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "family", ["experts", "padded-experts", "dense", "mla", "gpt-oss", "tied", "tied-twice"]
 )
-def test_after_each_swap_a_model_is_what_a_fresh_load_of_the_version_is(
-    family: str, kernels: str, found: Results
-) -> None:
-    if kernels not in possible_kernels():
-        pytest.skip(f"this CPU has no {kernels}")
-    assert found[family, kernels].get("behind") == [[], []], found[family, kernels]
+def test_after_each_swap_a_model_is_what_a_fresh_load_of_the_version_is(family: str, found: Results) -> None:
+    assert found[family].get("behind") == [[], []], found[family]
 
 
+@ONCE
 @pytest.mark.timeout(600)
 def test_an_output_embedding_that_the_engine_has_tied_may_not_differ_later(found: Results) -> None:
-    assert "they differ" in found["tied-twice", "onednn"]["refused"]
-    assert found["tied-twice", "onednn"]["behind after"] == [], "what serves is as it was"
+    assert "they differ" in found["tied-twice"]["refused"]
+    assert found["tied-twice"]["behind after"] == [], "what serves is as it was"
 
 
+@ONCE
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["dense-lora", "experts-lora"])
 def test_modules_that_lora_wraps_are_refused(family: str, found: Results) -> None:
     message = "staging 'device' is not possible on this CPU: LoRA wraps the modules that serve; 'host' is"
-    assert found[family, "onednn"]["refused"] == message
+    assert found[family]["refused"] == message
 
 
 class Half(torch.nn.Module):
