@@ -1,5 +1,6 @@
 """What every test of the project shares."""
 
+import gc
 import os
 from collections.abc import Generator
 from importlib.util import find_spec
@@ -46,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported, and stays: to look through it is a quarter of what collection costs
     if config.getoption("--cpu-times"):
         config.pluginmanager.register(CpuTimes())
 
@@ -64,6 +66,8 @@ def pytest_collection_finish(session: pytest.Session) -> Generator[None]:
 
     xdist 3.8 does the same for its own marks by `_nodeid`, which the items of pytest 9.2 do not have.
     """
+    gc.freeze()
+    gc.enable()
     items = session.items
     if hasattr(session.config, "workerinput"):
         session.items = [SimpleNamespace(nodeid=f"{item.nodeid}@{_scope(item)}") for item in items]
@@ -80,6 +84,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.rpartition("@")[2]
 
     return ByScope(config, log)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else nanobind reports all that it has as leaked
 
 
 @pytest.hookimpl(trylast=True)  # xdist's own hook ends its processes

@@ -3,6 +3,7 @@
 vLLM and torch.distributed keep what is global in a process. Where there are CUDA devices they are spawned.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -128,6 +129,7 @@ def _answer(
     import torch
 
     torch.set_num_threads(1)  # more only wait for each other where other tests run as well
+    gc.freeze()  # vLLM collects whenever it loads a model: the objects of what is imported are most of it
     try:
         answer = (os.getppid(), None, function(*args))
     except BaseException as error:

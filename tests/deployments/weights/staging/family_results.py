@@ -11,11 +11,10 @@ from tests.forked import call
 
 Results = dict[str, dict[str, Any]]  # by family
 
-# The same families once more with others: what is left to find is how vLLM packs a weight there.
 KERNELS = [
     "onednn",
-    pytest.param("amx", marks=[pytest.mark.long, pytest.mark.skipif(not AMX, reason="this CPU has no amx")]),
-    pytest.param("torch", marks=pytest.mark.long),
+    pytest.param("amx", marks=pytest.mark.skipif(not AMX, reason="this CPU has no amx")),
+    "torch",
 ]
 ONCE = pytest.mark.parametrize("found", KERNELS[:1], indirect=True)
 
