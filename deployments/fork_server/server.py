@@ -54,9 +54,10 @@ def main() -> None:
     os.set_inheritable(lock, False)
     del sys.path[0]  # this file's folder: its modules would hide others
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's would start threads at import
+    threads = _threads()
     try:
         preload(os.environ[MODULES].split(",") if MODULES in os.environ else _modules())
-        _require_forkable(lock)
+        _require_forkable(lock, threads)
     except BaseException as error:  # whatever an import raises: the next client need not wait for the same
         with open(f"{directory}/failed", "w") as file:
             file.write(f"the fork server's imports failed: {type(error).__name__}: {error}")
@@ -80,12 +81,19 @@ def preload(names: Iterable[str]) -> None:
     gc.freeze()  # a collection in a fork would copy the pages of every object
 
 
-def _require_forkable(lock: int) -> None:
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _require_forkable(lock: int, threads: int) -> None:
     """A fork has only the thread that forked, cannot use its parent's CUDA context, and gives descriptors the
-    numbers that they have in its client."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        raise RuntimeError(f"expected one thread after the imports, got {threads}")
+    numbers that they have in its client.
+
+    Args:
+        threads: before the imports. A library that is loaded into every process (LD_PRELOAD) may have its own.
+    """
+    if _threads() != threads:
+        raise RuntimeError(f"expected no threads of the imports, got {_threads() - threads}")
     opened = {}
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # that of the listing itself
