@@ -90,7 +90,7 @@ def _require_forkable(lock: int, threads: int) -> None:
     numbers that they have in its client.
 
     Args:
-        threads: before the imports. A library that is loaded into every process (LD_PRELOAD) may have its own.
+        threads: before the imports. A library that is loaded into every process (LD_PRELOAD) may have some.
     """
     if _threads() != threads:
         raise RuntimeError(f"expected no threads of the imports, got {_threads() - threads}")
