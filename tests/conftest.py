@@ -29,11 +29,11 @@ from tests.forked import has_cuda
 if find_spec("hypothesis") is not None:  # machines with GPUs, which run the `gpu` tests, do not have it
     from hypothesis import HealthCheck, settings
 
-    # The same examples for the same revision, so that a change is judged by what it changes; `make explore`
+    # The same examples for the same revision, so that a change is judged by what it changes; `make test-all`
     # takes random ones, and more of them.
     patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("slipstream", patient, derandomize=True)
-    settings.register_profile("explore", patient, max_examples=2_000, print_blob=True)
+    settings.register_profile("search", patient, derandomize=False, max_examples=1_000, print_blob=True)
     settings.load_profile("slipstream")
 
 WITH_RAY_S = 400.0  # of a test that starts Ray or an engine, beside others that do, and states nothing else

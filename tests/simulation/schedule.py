@@ -39,6 +39,7 @@ def undisturbed() -> Iterator[None]:
     do in their `finally` is no error.
     """
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    frozen = gc.get_freeze_count() > 0  # by the tests' process, which keeps it so
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -46,7 +47,8 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         gc.collect()
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         gc.enable()
         sys.unraisablehook = hook
 

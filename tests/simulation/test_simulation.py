@@ -1,20 +1,23 @@
-"""Schedules of the whole control plane; `make test` runs a sample, `make chaos` many more."""
+"""Schedules of the whole control plane.
+
+`make test` runs a few, which are always the same, `make test-all` and `make chaos` many, others each time.
+"""
 
 import logging
 import os
+import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from tests.simulation.mutants import FEW, MUTANTS, search
 from tests.simulation.schedule import Outcome, run, undisturbed
 
+SAMPLE, ADAPTERS = 100, 10  # schedules in `make test`, without adapters and with them
 BLOCK = 150  # schedules; some twenty seconds of one core
-SAMPLE = 4  # blocks in `make test`
-ADAPTERS = 30  # schedules with adapters in `make test`
-MANY = 80  # in `make chaos`
+BLOCKS, MANY = 4, 80  # in `make test-all`, in `make chaos`
 pytestmark = pytest.mark.timeout(900)  # they compute, and share their core
 
 
@@ -33,48 +36,60 @@ def other_tests_hear_serves_logger() -> Iterator[None]:
     serve.setLevel(level)
 
 
-def check(block: int) -> None:
-    for seed in range(block * BLOCK, (block + 1) * BLOCK):
-        outcome = run(seed)
-        if outcome.problem is not None:
-            pytest.fail(described(run(seed, trace=True)), pytrace=False)
+def check(seeds: Iterable[int], *, adapters: bool = False) -> None:
+    for seed in seeds:
+        if run(seed, adapters=adapters).problem is not None:
+            pytest.fail(described(run(seed, trace=True, adapters=adapters)), pytrace=False)
 
 
 def described(outcome: Outcome) -> str:
     return "\n".join([*outcome.trace[-40:], f"seed {outcome.seed}: {outcome.problem}", outcome.replay])
 
 
-@pytest.mark.parametrize("block", range(SAMPLE))
-def test_whatever_goes_wrong_the_fleet_is_never_wrong_and_recovers(block: int) -> None:
-    check(block)
+def fresh(count: int) -> range:
+    """Seeds that no run had: a schedule that fails names its own."""
+    first = random.SystemRandom().randrange(10**9)
+    print(f"seeds from {first}")
+    return range(first, first + count)
 
 
-def check_adapters(seeds: range) -> None:
-    for seed in seeds:
-        if run(seed, adapters=True).problem is not None:
-            pytest.fail(described(run(seed, trace=True, adapters=True)), pytrace=False)
+@pytest.mark.slow
+def test_whatever_goes_wrong_the_fleet_is_never_wrong_and_recovers() -> None:
+    check(range(SAMPLE))
 
 
+@pytest.mark.slow
 def test_adapters_are_everywhere_or_nowhere_whatever_goes_wrong() -> None:
-    check_adapters(range(ADAPTERS))
+    check(range(ADAPTERS), adapters=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_other_schedules(block: int) -> None:
+    check(fresh(BLOCK))
+
+
+@pytest.mark.long
+def test_other_schedules_with_adapters() -> None:
+    check(fresh(3 * ADAPTERS), adapters=True)
 
 
 @pytest.mark.chaos
 @pytest.mark.long
-@pytest.mark.parametrize("block", range(1, 20))
+@pytest.mark.parametrize("block", range(MANY))
+def test_many_schedules(block: int) -> None:
+    check(fresh(BLOCK))
+
+
+@pytest.mark.chaos
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(MANY // 4))
 def test_many_schedules_with_adapters(block: int) -> None:
-    check_adapters(range(block * BLOCK, (block + 1) * BLOCK))
+    check(fresh(BLOCK), adapters=True)
 
 
 def test_a_seed_is_one_schedule_with_adapters() -> None:
     assert run(3, trace=True, adapters=True) == run(3, trace=True, adapters=True)
-
-
-@pytest.mark.chaos
-@pytest.mark.long
-@pytest.mark.parametrize("block", range(SAMPLE, MANY))
-def test_many_schedules(block: int) -> None:
-    check(block)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -82,10 +97,11 @@ def test_a_seed_is_one_schedule(seed: int) -> None:
     assert run(seed, trace=True) == run(seed, trace=True)
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_schedule_in_another_process() -> None:
     program = (
         "from tests.simulation.schedule import run, undisturbed\n"
-        "with undisturbed():\n    print([run(seed, trace=True) for seed in range(20, 40)])"
+        "with undisturbed():\n    print([run(seed, trace=True) for seed in range(20, 25)])"
     )
     printed = {
         subprocess.run(
@@ -100,6 +116,7 @@ def test_a_seed_is_the_same_schedule_in_another_process() -> None:
     assert len(printed) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [each.name for each in MUTANTS if each.situation or each.adapters])
 def test_a_fault_that_is_put_in_is_found_in_its_situation(name: str) -> None:
     assert "seed " in search(name, FEW, 600.0)

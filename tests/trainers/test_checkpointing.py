@@ -49,7 +49,9 @@ def test_selective_checkpointing_repeats_what_is_cheap(tmp_path: Path, kind: str
         assert selective[cheap] == full[cheap] > none[cheap], cheap
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("llama", marks=pytest.mark.long), pytest.param("qwen3", marks=pytest.mark.slow)]
+)
 def test_compiled_layers_keep_less_within_a_budget(tmp_path: Path, kind: str) -> None:
     tiny.model(kind).save_pretrained(tmp_path)
     kept, after = [], []

