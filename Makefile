@@ -4,9 +4,9 @@
 #                CONFIG=app/layouts/ipc.yaml and the like: on GPUs, with the packages for them
 #   make rl      submits the RL job to the running fleet (in a second terminal)
 #   make test    the test suite         make test-fast  the tests without engines, for the daily loop
+#   make test-all      with searches, other ones each time, and every variant, before a release
 #   make test-clients  other people's clients from PyPI, each in an environment of its own (.venv-clients)
 #   make chaos   every real fault       make check      format, lint, types, import rules
-#   make explore random walks over the ledger, other ones each time
 #   make bench   the benchmarks         make clean      removes caches and state, keeps the environment
 #
 # Variables: CONFIG=serve_config.yaml  ARGS="passed on to the program"  PYTHON=python3.12  VENV=.venv
@@ -15,7 +15,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup machine serve test test-fast explore test-clients chaos rl check bench clean format
+.PHONY: help setup machine serve test test-fast test-all test-clients chaos rl check bench clean format
 
 VENV ?= .venv
 CONFIG ?= serve_config.yaml
@@ -23,6 +23,9 @@ ARGS ?=
 # Where torch's CPU build is found when the configured indexes have none: only then is it asked.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTHON ?= $(shell python3.11 -c pass 2>/dev/null && echo python3.11 || echo python3)
+
+# Where it is set, pytest rewrites all tests at every start.
+unexport PYTHONDONTWRITEBYTECODE
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
@@ -59,16 +62,19 @@ serve: machine $(STAMP)
 rl: $(STAMP)
 	@exec $(PY) -m app.command.cli rl $(ARGS)
 
-# Two processes: most of the time a fleet waits for an engine that starts, or for a deadline.
+# Two processes, which spread the fleets (see tests/conftest.py). One that dies ends the run: what killed it would
+# kill the next one too.
+TEST := -m pytest -n 2 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
+
 test: $(STAMP)
-	@exec $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
+	@exec $(PY) $(TEST) --durations=20 $(ARGS)
 
 test-fast: $(STAMP)
-	@exec $(PY) -m pytest -m "not serve and not chaos and not gpu and not long" $(ARGS)
+	@exec $(PY) $(TEST) -m "not serve and not chaos and not gpu and not long and not slow" $(ARGS)
 
-# Random walks, other ones at each call and twenty times as many as `make test` takes.
-explore: $(STAMP)
-	@exec $(PY) -m pytest -n 2 --hypothesis-profile explore --timeout 3600 tests/deployments/ledger $(ARGS)
+test-all: $(STAMP)
+	@exec $(PY) $(TEST) --durations=20 --timeout 1800 --hypothesis-profile search \
+	  -m "not gpu and not (chaos and long)" $(ARGS)
 
 test-clients: $(STAMP)
 	@exec $(PY) -m pytest -m clients $(ARGS)
