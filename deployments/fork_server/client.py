@@ -51,6 +51,7 @@ class NoServer(Exception):
 
 def main() -> None:
     directory, command = sys.argv[1], sys.argv[2:]
+    os.environ.pop(REASON, None)  # of the process that started this one
     try:
         if os.environ.get(SWITCH) == "off":
             raise NoServer(f"{SWITCH} is off")

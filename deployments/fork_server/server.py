@@ -54,6 +54,7 @@ def main() -> None:
     os.set_inheritable(lock, False)
     del sys.path[0]  # this file's folder: its modules would hide others
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's would start threads at import
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as vLLM sets it, but before any import asks for CUDA
     threads = _threads()
     try:
         preload(os.environ[MODULES].split(",") if MODULES in os.environ else _modules())
