@@ -25,6 +25,7 @@ import sys
 import time
 
 SOCKET = "socket"
+RESERVED = "reserved"  # holds the numbers of descriptors that a fork has from its imports
 LOG = "server.log"
 SERVER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "server.py")
 FAILED = "failed"  # holds the reason for which no server runs with this environment
@@ -32,7 +33,7 @@ MODULES = "SLIPSTREAM_PRELOAD"  # see server.py
 REASON = "SLIPSTREAM_NOT_FORKED"
 SWITCH = "SLIPSTREAM_FORK_SERVER"  # "off": ordinary interpreters; in a fork: the server's directory
 PREFIX = "/tmp/slipstream-fork"  # short: the path of a Unix socket has at most 107 bytes
-READY_S = 45.0  # the imports take 8 to 25 s; Ray gives up on a worker that has not registered after 60
+READY_S = 55.0  # the imports take 8 to 45 s; Ray gives up on a worker that has not registered after 60
 ANSWER_S = 20.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # What the fork can still apply, or what is not read at import. All else decides which server is asked.
@@ -152,6 +153,9 @@ def _run(directory: str, options: int, command: list[str]) -> int:
     lifeline, kept = os.pipe()  # the fork is killed by the kernel when `kept` is closed
     descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     descriptors = [each for each in descriptors if each not in (lifeline, kept) and _is_inherited(each)]
+    with open(f"{directory}/{RESERVED}") as file:
+        if taken := set(json.load(file)) & set(descriptors):
+            raise NoServer(f"the imports have opened the descriptors {sorted(taken)} too")
     request = {
         "command": command,
         "options": options,

@@ -33,6 +33,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 IDLE_S = 60.0
+RESERVED = "reserved"
+CUDA_NOT_INITIALIZED = 3
+# Of libraries, waiting with nothing locked: jemalloc's (pyarrow's) and the NVIDIA driver's.
+IDLE_THREADS = ("jemalloc_bg_thd", "cuda0")
+BEFORE_IMPORTS = {
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's library starts threads when it is loaded
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # as vLLM sets it, but before any import looks for CUDA
+}
 SWITCH = "SLIPSTREAM_FORK_SERVER"  # see client.py
 MODULES = "SLIPSTREAM_PRELOAD"  # separated by commas, instead of those below
 MOST_DESCRIPTORS = 200
@@ -53,19 +61,16 @@ def main() -> None:
     directory, owner, lock = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(lock, False)
     del sys.path[0]  # this file's folder: its modules would hide others
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's would start threads at import
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as vLLM sets it, but before any import asks for CUDA
-    threads = _threads()
+    os.environ |= BEFORE_IMPORTS
     try:
         preload(os.environ[MODULES].split(",") if MODULES in os.environ else _modules())
-        _require_forkable(lock, threads)
+        _require_forkable()
     except BaseException as error:  # whatever an import raises: the next client need not wait for the same
         with open(f"{directory}/failed", "w") as file:
             file.write(f"the fork server's imports failed: {type(error).__name__}: {error}")
         raise
-    client = serve(directory, owner)
+    client = serve(directory, owner, lock)
     if client is not None:
-        os.close(lock)
         _exit_after(_receive_request(client))
 
 
@@ -82,30 +87,32 @@ def preload(names: Iterable[str]) -> None:
     gc.freeze()  # a collection in a fork would copy the pages of every object
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def _require_forkable() -> None:
+    """A fork has only the thread that forked, and cannot use CUDA if its parent has initialised it."""
+    with contextlib.suppress(OSError, AttributeError):  # no NVIDIA driver
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        while nvml.nvmlShutdown() == 0:  # torch looks for GPUs at import and leaves NVML's files open
+            pass
+        if ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != CUDA_NOT_INITIALIZED:
+            raise RuntimeError("an import has initialised CUDA")
+    threads = []
+    for number in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/comm") as file:
+            threads.append(file.read().strip())
+    others = [name for name in threads if not name.startswith(IDLE_THREADS)]
+    if len(others) != 1:
+        raise RuntimeError(f"expected one thread after the imports, got {others}")
 
 
-def _require_forkable(lock: int, threads: int) -> None:
-    """A fork has only the thread that forked, cannot use its parent's CUDA context, and gives descriptors the
-    numbers that they have in its client.
-
-    Args:
-        threads: before the imports. A library that is loaded into every process (LD_PRELOAD) may have some.
-    """
-    if _threads() != threads:
-        raise RuntimeError(f"expected no threads of the imports, got {_threads() - threads}")
-    opened = {}
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # that of the listing itself
-            opened[number] = os.readlink(f"/proc/self/fd/{number}")
-    if others := {number: path for number, path in opened.items() if number > 2 and number != lock}:
-        raise RuntimeError(f"expected no open files after the imports (CUDA opens its devices), got {others}")
-
-
-def serve(directory: str, owner: int) -> socket.socket | None:
+def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
     """Fork for each connection that sends something. Returns it in the fork, where nothing else is open, and
     None in the server, when it stops."""
+    listed = [int(name) for name in os.listdir("/proc/self/fd")]
+    opened = [
+        each for each in listed if each not in (0, 1, 2, lock) and os.path.exists(f"/proc/self/fd/{each}")
+    ]
+    with open(f"{directory}/{RESERVED}", "w") as file:
+        json.dump(opened, file)  # by the imports, and so in each fork
     owner_process = os.pidfd_open(owner)
     reaped, wakeup = os.pipe()
     for descriptor in (reaped, wakeup):
@@ -138,7 +145,7 @@ def serve(directory: str, owner: int) -> socket.socket | None:
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
-                    for descriptor in (owner_process, reaped, wakeup):
+                    for descriptor in (owner_process, reaped, wakeup, lock):
                         os.close(descriptor)
                     open_sockets = [key.fileobj for key in selector.get_map().values()]
                     for each in (*open_sockets, *clients.values()):

@@ -220,12 +220,29 @@ def test_imports_that_fail_or_start_threads_leave_ordinary_interpreters(
     environment["PYTHONPATH"] = str(tmp_path)
     for modules, reason in {
         "no_such_module": "No module named",
-        "threaded": "expected no threads of the imports, got 1",
+        "threaded": "expected one thread",
     }.items():
         for _ in range(2):  # the second one does not try again
             cold = shown({**environment, MODULES: modules})
             assert reason in cold["reason"]
             assert cold["argv"] == ["-c"]
+
+
+def test_a_descriptor_that_an_import_has_opened_is_not_replaced(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "opening.py").write_text("import os; number = os.dup2(os.open('/dev/null', os.O_RDONLY), 77)")
+    environment |= {"PYTHONPATH": str(tmp_path), MODULES: "opening"}
+    assert shown(environment)["reason"] is None
+    read, write = os.pipe()
+    os.dup2(write, 77)
+    command = client("-c", SHOW)
+    output = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, check=True, pass_fds=[77]
+    )
+    for each in (read, write, 77):
+        os.close(each)
+    assert "descriptors [77]" in json.loads(output.stdout)["reason"]
 
 
 def test_what_a_fork_cannot_apply_and_a_switch_leave_ordinary_interpreters(
