@@ -9,12 +9,13 @@ import pytest
 
 from tests.chaos.arena import Arena, until
 from tests.chaos.launching import SETTINGS, launch
+from tests.chaos.marked_weights import save_marked
 
 
 @pytest.fixture(scope="package")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     root = tmp_path_factory.mktemp("chaos")
-    with launch(root, SETTINGS) as launched:
+    with launch(root, save_marked(root / "model", 0), SETTINGS) as launched:
         arena = Arena(launched, root / "seen.jsonl")
         try:
             until(lambda: arena.trainer_answers() and arena.committed() >= 3, 120, "the first rounds")

@@ -4,6 +4,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from enum import StrEnum
 
 
@@ -85,9 +86,16 @@ def cases() -> list[Case]:
     return [case for case in made if not _impossible(case)]
 
 
-def sample(every: Sequence[Case], count: int) -> list[Case]:
-    """A few cases, drawn with the seed in CHAOS_SEED: not two of the same target."""
-    seed = os.environ.get("CHAOS_SEED", "12")
+def chosen() -> list[Case]:
+    """All cases, or so many as CHAOS_CASES says, drawn with the seed CHAOS_SEED or else with the date."""
+    every, count = cases(), os.environ.get("CHAOS_CASES")
+    if count is None:
+        return every
+    return sample(every, int(count), os.environ.get("CHAOS_SEED", f"{date.today()}"))
+
+
+def sample(every: Sequence[Case], count: int, seed: str) -> list[Case]:
+    """A few cases that are drawn with the seed: not two of the same target, and none that takes a minute."""
     drawn: dict[tuple[str, ...], Case] = {}
     quick = [case for case in every if case.action is not Action.STOP_45_S]
     for case in random.Random(seed).sample(quick, len(quick)):

@@ -18,9 +18,12 @@ import httpx
 import psutil
 import yaml
 
+from app.client.connection import bearer
 from app.command.ports import free_ports
-from tests.chaos.marked_weights import save_marked
+from app.settings.security import OPERATOR_VARIABLE
 from tests.environment import users_environment
+from tests.fleet.deployed import merged, settings
+from tests.fleet.processes import marked, title
 
 OWNER_FILE = re.compile(r"slipstream-[0-9a-f]{32}-owner")
 MODEL = "marked"
@@ -29,14 +32,9 @@ START_S = 240.0
 STOP_S = 90.0
 DISK_MIB = 128  # for decisions and versions of 1 MiB
 SETTINGS: Mapping[str, Any] = {
-    "engine": {
-        "dtype": "float32",
-        "max_model_len": 512,
-        "max_num_seqs": 16,
-        "enforce_eager": True,
-        "num_replicas": 2,
-    },
-    "weights": {"lease_s": 30},  # of a publisher that was killed: not shorter than a heartbeat
+    "served_model_name": MODEL,
+    "engine": {"max_model_len": 512, "max_num_seqs": 16},
+    "weights": {"heartbeat_timeout_s": 30},
     "router": {"request_timeout_s": 120},
     "store": {"keep": 100},
     "trainer": {"optimizer": {"learning_rate": 1e-6}},
@@ -59,7 +57,9 @@ class Launched:
 
     Attributes:
         mark: value of the variable that all its processes have.
+        token: the operator's, without which most routes refuse; None: nobody needs one.
         state: its directory of decisions and versions.
+        model: the checkpoint that it started from.
     """
 
     url: str
@@ -68,51 +68,51 @@ class Launched:
     state: Path
     output: Path
     document: Mapping[str, Any]
+    model: Path
     own_disk: bool  # `state` is a small file system
+    token: str | None = None
 
     @property
     def replicas(self) -> int:
         return int(self.document["applications"][0]["args"]["engine"]["num_replicas"])
 
     def client(self, timeout_s: float = 30.0) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=timeout_s, trust_env=False)
+        headers = bearer(self.token)
+        return httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers, trust_env=False)
 
     def processes(self) -> list[psutil.Process]:
         """All that live."""
-        return list(_marked(self.mark))
+        return list(marked(MARK, self.mark))
 
     def named(self, name: str) -> list[psutil.Process]:
         """Those that a case calls by this name, oldest first; not those that only build what is to run."""
-        found = [process for process in self.processes() if TITLES[name] in _title(process)]
+        found = [process for process in self.processes() if TITLES[name] in title(process)]
         return sorted(found, key=_started)
 
 
-def engine_core(replica: psutil.Process) -> psutil.Process:
-    """The process of a replica's engine, whose worker it is as well."""
-    (core,) = [each for each in replica.children(recursive=True) if "VLLM::EngineCore" in _title(each)]
-    return core
-
-
 @contextmanager
-def launch(root: Path, settings: Mapping[str, Any], **of_serve: Any) -> Iterator[Launched]:
-    """A fleet of the marked model, started by the launcher. Ctrl-C ends it, and nothing may be left of it.
+def launch(
+    root: Path,
+    model: Path,
+    changes: Mapping[str, Any],
+    *,
+    host: str = "127.0.0.1",
+    token: str | None = None,
+    **of_serve: Any,
+) -> Iterator[Launched]:
+    """A fleet that the launcher has started. Ctrl-C ends it, and nothing may be left of it.
 
     Args:
-        settings: of the application.
+        changes: of the application's settings.
         of_serve: other entries of the configuration.
     """
     http_port, dashboard_port = free_ports(2)
     mark = uuid.uuid4().hex
     scratch = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # short: sockets are below it
-    args = {
-        "model": str(save_marked(root / "model", 0)),
-        "served_model_name": MODEL,
-        "state_dir": str(root / "state"),
-        **settings,
-    }
+    args = merged(settings(model, root / "state"), changes)
     application = {"name": "slipstream", "route_prefix": "/", "import_path": "app.main:build", "args": args}
     document = {
-        "http_options": {"host": "127.0.0.1", "port": http_port, "request_timeout_s": None},
+        "http_options": {"host": host, "port": http_port, "request_timeout_s": None},
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
         "applications": [application],
         **of_serve,
@@ -123,6 +123,8 @@ def launch(root: Path, settings: Mapping[str, Any], **of_serve: Any) -> Iterator
     command = [sys.executable, "-m", "app.command.cli", "serve", "--config", str(file)]
     command += ["--dashboard-port", str(dashboard_port)]
     environment = users_environment(**{MARK: mark, "TMPDIR": str(scratch)})
+    if token is not None:
+        environment[OPERATOR_VARIABLE] = token
     shared = _shared_memory()
     with output.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
@@ -135,10 +137,12 @@ def launch(root: Path, settings: Mapping[str, Any], **of_serve: Any) -> Iterator
             state=root / "state",
             output=output,
             document=document,
+            model=model,
             own_disk=own_disk,
+            token=token,
         )
     finally:
-        for each in _marked(mark):  # a stopped one ends nobody
+        for each in marked(MARK, mark):  # a stopped one ends nobody
             with suppress(psutil.Error):
                 each.resume()
         process.send_signal(signal.SIGINT)
@@ -161,7 +165,7 @@ def left_behind(mark: str, shared: set[str], scratch: Path, patience_s: float = 
     """
     deadline = time.monotonic() + patience_s
     while True:
-        left = [f"process {process.pid} {_title(process)}" for process in _marked(mark)]
+        left = [f"process {process.pid} {title(process)}" for process in marked(MARK, mark)]
         names = _shared_memory() - shared
         left += [f"/dev/shm/{name}" for name in sorted(names - used_by_others(names, mark))]
         # But for those of Python's own `multiprocessing`, in a process that was killed.
@@ -187,23 +191,11 @@ def _until_up(process: subprocess.Popen[bytes], output: Path) -> None:
         time.sleep(0.3)
 
 
-def _marked(mark: str) -> Iterator[psutil.Process]:
-    wanted = f"{MARK}={mark}".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with suppress(OSError, psutil.Error):
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                process = psutil.Process(int(entry.name))
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    yield process
-
-
 def used_by_others(names: set[str], mark: str) -> set[str]:
     """Those of these names in /dev/shm that a living process without the mark has open or mapped, or whose
     owner's file (`deployments.weights.wire.ownership`) it has.
     """
-    ours = {process.pid for process in _marked(mark)}
+    ours = {process.pid for process in marked(MARK, mark)}
     files: dict[tuple[int, int], str] = {}
     for name in names:
         with suppress(OSError):
@@ -229,12 +221,6 @@ def _identity(path: str | Path) -> tuple[int, int]:
 
 def _shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-def _title(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return " ".join(process.cmdline()[:2]) or process.name()
-    return ""
 
 
 def _started(process: psutil.Process) -> float:

@@ -24,7 +24,7 @@ import psutil
 
 from tests.chaos.arena import Arena, until
 from tests.chaos.faults import OF_TRAINER, STOPPED_S, Action, Case, Phase
-from tests.chaos.launching import engine_core
+from tests.fleet.processes import engine_of
 
 HELD_S = 30.0
 _SYS_PIDFD_GETFD = 438
@@ -52,7 +52,7 @@ def _victims(arena: Arena, case: Case) -> tuple[list[psutil.Process], psutil.Pro
     An engine is not asked when a round is verified: it has said what it received. Its replica is.
     """
     first, *_, last = arena.launched.named("replica")
-    of_replica = {"replica": first, "engine": engine_core(first)}
+    of_replica = {"replica": first, "engine": engine_of(first)}
     found = []
     for target in case.targets:
         if target in of_replica:
@@ -62,7 +62,7 @@ def _victims(arena: Arena, case: Case) -> tuple[list[psutil.Process], psutil.Pro
             found.append(psutil.Process(arena.publisher.process.pid))
         else:
             found.append(arena.launched.named(target)[0])
-    return found, last if case.phase is Phase.VERIFYING else engine_core(last)
+    return found, last if case.phase is Phase.VERIFYING else engine_of(last)
 
 
 @contextmanager

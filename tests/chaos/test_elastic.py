@@ -15,9 +15,17 @@ from deployments.protocol.status import SizeStatus
 from tests.chaos.arena import Arena, load, until
 from tests.chaos.checker import Expected, check
 from tests.chaos.launching import SETTINGS, launch
+from tests.chaos.marked_weights import save_marked
 from tests.chaos.recording import Reader
+from tests.fleet.deployed import merged
 
-pytestmark = [pytest.mark.chaos, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(580)]
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.serve,
+    pytest.mark.fleet("elastic"),
+    pytest.mark.long,
+    pytest.mark.timeout(580),
+]
 MOST = 4
 SCALE_S = 200.0
 GROW_S = 300.0  # the load asks for one replica after the other
@@ -27,8 +35,8 @@ FAULTS = ("lost", "fence", "not_stored")
 @pytest.fixture
 def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     root = tmp_path_factory.mktemp("elastic")
-    engine = {**SETTINGS["engine"], "num_replicas": 2, "max_replicas": MOST}
-    with launch(root, {**SETTINGS, "engine": engine}) as launched:
+    engine = {"num_replicas": 2, "max_replicas": MOST}
+    with launch(root, save_marked(root / "model", 0), merged(SETTINGS, {"engine": engine})) as launched:
         arena = Arena(launched, root / "seen.jsonl")
         try:
             until(lambda: arena.committed() >= 3, 120, "the first rounds")
@@ -43,8 +51,8 @@ def automatic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     root = tmp_path_factory.mktemp("automatic")
     scaling = {"target_load": 0.8, "upscale_delay_s": 3.0, "downscale_delay_s": 5.0}
     size = {"num_replicas": "auto", "min_replicas": 1, "max_replicas": MOST - 1, "max_num_seqs": 4}
-    engine = {**SETTINGS["engine"], **size, "scaling": scaling}
-    with launch(root, {**SETTINGS, "engine": engine}) as launched:
+    engine = {**size, "scaling": scaling}
+    with launch(root, save_marked(root / "model", 0), merged(SETTINGS, {"engine": engine})) as launched:
         arena = Arena(launched, root / "seen.jsonl", clients=2, replicas=1)
         try:
             until(lambda: arena.committed() >= 3, 120, "the first rounds")

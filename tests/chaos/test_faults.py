@@ -8,20 +8,21 @@ import pytest
 
 from tests.chaos.arena import Arena
 from tests.chaos.checker import Expected, check
-from tests.chaos.faults import IN_THE_WAY, Action, Case, cases, sample
+from tests.chaos.faults import IN_THE_WAY, Action, Case, chosen
 from tests.chaos.striking import strike
 from tests.chaos.timing import Recovery, recovery
 
-EVERY = cases()
-SAMPLE = sample(EVERY, 3)
 LATE_S = 8.0  # what a fault does may be seen only after a while
-pytestmark = [pytest.mark.chaos, pytest.mark.serve, pytest.mark.timeout(500)]
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.serve,
+    pytest.mark.fleet("arena"),
+    pytest.mark.long,
+    pytest.mark.timeout(500),
+]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=() if case in SAMPLE else pytest.mark.long) for case in EVERY],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in chosen()])
 def test_the_fleet_is_never_wrong(arena: Arena, case: Case) -> None:
     begin = time.time()
     struck = strike(arena, case)

@@ -13,10 +13,18 @@ from app.client.connection import FleetClient
 from tests.chaos.arena import Arena, until
 from tests.chaos.checker import Expected, check
 from tests.chaos.launching import SETTINGS, launch
+from tests.chaos.marked_weights import save_marked
 from tests.chaos.nodes import Node, second_node
 from tests.chaos.timing import LOST
+from tests.fleet.deployed import merged
 
-pytestmark = [pytest.mark.chaos, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(580)]
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.serve,
+    pytest.mark.fleet("nodes"),
+    pytest.mark.long,
+    pytest.mark.timeout(580),
+]
 REPLICAS = 3
 SCALE_S = 200.0
 DRAIN_S = 10.0
@@ -26,10 +34,11 @@ DRAIN_S = 10.0
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Arena, Node]]:
     """Three replicas, at least one of them on the second node."""
     root = tmp_path_factory.mktemp("nodes")
-    engine = {**SETTINGS["engine"], "num_replicas": 1, "max_replicas": 4, "drain_timeout_s": DRAIN_S}
+    engine = {"num_replicas": 1, "max_replicas": 4, "drain_timeout_s": DRAIN_S}
+    settings, model = merged(SETTINGS, {"engine": engine}), save_marked(root / "model", 0)
     # One proxy: both nodes are this machine, and have its ports.
     with (
-        launch(root, {**SETTINGS, "engine": engine}, proxy_location="HeadOnly") as launched,
+        launch(root, model, settings, proxy_location="HeadOnly") as launched,
         second_node(launched, root / "node") as node,
     ):
         with launched.client() as client:  # before there is load: engines start slowly beside it

@@ -11,11 +11,17 @@ import pytest
 
 from tests.chaos.arena import Arena, Publisher, until
 from tests.chaos.checker import Expected, check
-from tests.chaos.launching import engine_core
 from tests.chaos.timing import LOST
 from tests.chaos.unreliable import Trouble, network
+from tests.fleet.processes import engine_of
 
-pytestmark = [pytest.mark.chaos, pytest.mark.serve, pytest.mark.timeout(600), pytest.mark.long]
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.serve,
+    pytest.mark.fleet("arena"),
+    pytest.mark.timeout(600),
+    pytest.mark.long,
+]
 
 
 @contextmanager
@@ -82,7 +88,7 @@ def test_a_dead_engine_is_reported_by_its_replica_when_no_round_asks_for_it(aren
     """Its process lives: without its report the fleet would wait for Serve's three health checks."""
     begin = time.time()
     with watched(arena, may_lose=1), arena.quiet():
-        engine_core(arena.launched.named("replica")[0]).kill()
+        engine_of(arena.launched.named("replica")[0]).kill()
         killed = time.time()
         until(lambda: bool(losses(arena, killed)), 30, "the loss of the replica")
         noticed_s = min(losses(arena, killed)) - killed

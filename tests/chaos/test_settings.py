@@ -1,12 +1,15 @@
 """What can be wrong with the cases before a fleet is started."""
 
+from pathlib import Path
+
 from app.settings.config import parse_config
 from tests.chaos.faults import Phase, cases, sample
 from tests.chaos.launching import SETTINGS
+from tests.fleet.deployed import merged, settings
 
 
 def test_the_fleet_of_the_cases_has_settings_that_are_allowed() -> None:
-    assert parse_config({"model": "/model", "state_dir": "/state", **SETTINGS}).engine.num_replicas == 2
+    assert parse_config(merged(settings(Path("/model"), Path("/state")), SETTINGS)).engine.num_replicas == 2
 
 
 def test_cases_have_names_of_their_own_and_cover_every_phase() -> None:
@@ -17,5 +20,6 @@ def test_cases_have_names_of_their_own_and_cover_every_phase() -> None:
 
 def test_the_sample_depends_on_the_seed_alone_and_has_different_targets() -> None:
     every = cases()
-    first = sample(every, 3)
-    assert sample(every, 3) == first and len({case.targets for case in first}) == 3
+    first = sample(every, 3, "12")
+    assert sample(every, 3, "12") == first != sample(every, 3, "13")
+    assert len({case.targets for case in first}) == 3

@@ -6,20 +6,19 @@ the body of an answer only if it has a length. ART 0.5.18: `art/unsloth/service.
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 import pytest
 
 from tests.fleet.adapter_fleet import Adapted
 from tests.fleet.adapter_talk import COUNT, Merged, everywhere, tokens, unload
-from tests.fleet.session_fleet import MODEL, Fleet
-from tests.fleet.talk import PROMPT, Reference, complete, on_every_replica, succeeded
+from tests.fleet.deployed import MODEL, Fleet
+from tests.fleet.talk import PROMPT, Reference, complete, on_every_replica, served_checkpoint, succeeded
 from tests.tiny_models import tiny_llama
 
-pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(600)]
+ADAPTERS = pytest.mark.fleet("gloo")
 
 
 # -- prime-rl --------------------------------------------------------------------------------------
@@ -47,7 +46,8 @@ def test_prime_rl_is_told_at_once_that_its_broadcast_is_another(fleet: Fleet) ->
         assert admin.post("/init_broadcaster", json=body).status_code == 404  # it goes on without
 
 
-@pytest.mark.long  # a second fleet
+@pytest.mark.long  # the fleet waits ten seconds for the directory that is missing
+@ADAPTERS
 def test_prime_rl_loads_adapters_under_one_name(adapted: Adapted) -> None:
     with adapted.fleet.client() as admin:
         # Retried by prime-rl: a shared file system may lag behind.
@@ -57,15 +57,10 @@ def test_prime_rl_loads_adapters_under_one_name(adapted: Adapted) -> None:
             for seed in (41, 42):
                 path = adapted.save(f"step_{seed}", seed).as_posix()
                 succeeded(admin.post("/load_lora_adapter", json={"lora_name": "run", "lora_path": path}))
-                expected = Merged(_of_now(adapted, admin, f"now_{seed}"), seed)(PROMPT, COUNT)
+                expected = Merged(served_checkpoint(adapted.fleet), seed)(PROMPT, COUNT)
                 assert [tokens(answer) for answer in everywhere(admin, "run")] == [expected] * 2
         finally:
             unload(admin, "run")
-
-
-def _of_now(adapted: Adapted, client: httpx.Client, name: str) -> Path:
-    path = str(adapted.root.parent / name)
-    return Path(succeeded(client.post("/train/save", json={"path": path})).json()["path"])
 
 
 # -- SkyRL -----------------------------------------------------------------------------------------
@@ -127,7 +122,7 @@ async def test_skyrl_controls_the_fleet(fleet: Fleet, session: aiohttp.ClientSes
         assert answer.status == 200
 
 
-@pytest.mark.long  # a second fleet
+@ADAPTERS
 async def test_skyrl_loads_an_adapter_in_place(adapted: Adapted, session: aiohttp.ClientSession) -> None:
     url = adapted.fleet.url
     payload = {
@@ -148,7 +143,7 @@ async def test_skyrl_loads_an_adapter_in_place(adapted: Adapted, session: aiohtt
 # -- ART -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long  # a second fleet
+@ADAPTERS
 def test_art_numbers_its_adapters_by_steps(adapted: Adapted) -> None:
     """It loads, asks for and unloads `name@step`; one that it loads again is another version."""
     with adapted.fleet.client() as client:
@@ -158,7 +153,7 @@ def test_art_numbers_its_adapters_by_steps(adapted: Adapted) -> None:
             path = adapted.save(f"art_{seed}", seed).as_posix()
             body = {"lora_name": f"agent@{step}", "lora_path": path, "load_inplace": True}
             succeeded(client.post("/v1/load_lora_adapter", json=body))
-            expected = Merged(_of_now(adapted, client, f"now_{seed}"), seed)(PROMPT, COUNT)
+            expected = Merged(served_checkpoint(adapted.fleet), seed)(PROMPT, COUNT)
             assert [tokens(answer) for answer in everywhere(client, f"agent@{step}")] == [expected] * 2
         for step in (1, 2):
             succeeded(unload(client, f"agent@{step}"))

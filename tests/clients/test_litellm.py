@@ -5,9 +5,15 @@ import json
 import pytest
 
 from tests.clients.environments import run
-from tests.fleet.session_fleet import MODEL, Fleet
+from tests.fleet.deployed import MODEL, Fleet
 
-pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.serve,
+    pytest.mark.fleet("shared"),
+    pytest.mark.long,  # its environment is installed from PyPI
+    pytest.mark.timeout(600),
+]
 
 
 def test_its_calls(fleet: Fleet) -> None:

@@ -5,9 +5,9 @@ import json
 import openai
 import pytest
 
-from tests.fleet.session_fleet import MODEL, Fleet
+from tests.fleet.deployed import MODEL, Fleet
 
-pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(300)]
 
 COLOUR = {
     "type": "object",

@@ -10,7 +10,7 @@ import yaml
 
 from app.settings.config import parse_config
 from tests.clients.environments import HERE, python_of
-from tests.fleet.session_fleet import MODEL, Fleet
+from tests.fleet.deployed import MODEL, Fleet
 
 ROOT = HERE.parents[1]
 PAGES = sorted((ROOT / "docs" / "clients").glob("*.md"))
@@ -73,6 +73,7 @@ def test_no_command_of_the_table_has_gone_from_the_pages() -> None:
 
 
 @pytest.mark.serve
+@pytest.mark.fleet("shared")
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", with_python, ids=lambda page: page.stem)

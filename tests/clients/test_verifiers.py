@@ -16,10 +16,16 @@ import pytest
 
 from tests.clients.environments import HERE, commands_of, shell
 from tests.clients.recorder import Call, Record, recorded
-from tests.fleet.session_fleet import MODEL, Fleet
+from tests.fleet.deployed import MODEL, Fleet
 from tests.fleet.talk import succeeded, train_and_publish
 
-pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.serve,
+    pytest.mark.fleet("shared"),
+    pytest.mark.long,
+    pytest.mark.timeout(1800),
+]
 
 TALLY = HERE / "programs" / "tally"
 EVALUATE, TRAIN = commands_of("verifiers.md", "vf-eval")

@@ -22,11 +22,17 @@ from app.jobs.metrics import StepRecord
 from tests.clients.environments import HERE, PAGES, commands_of, python_of
 from tests.clients.recorder import Call, recorded
 from tests.clients.test_verifiers import CHAT, GENERATE, TALLY
-from tests.fleet.session_fleet import Fleet
+from tests.fleet.deployed import Fleet
 from trainers.trajectory import Trajectory
 from trainers.trajectory_arrays import from_bytes
 
-pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.serve,
+    pytest.mark.fleet("shared"),
+    pytest.mark.long,
+    pytest.mark.timeout(1800),
+]
 
 ROOT = HERE.parents[1]
 PAGE = "../training.md"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.clients.environments import HERE, commands_of
-from tests.fleet.session_fleet import MODEL, Fleet
+from tests.fleet.deployed import MODEL, Fleet
 
-pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(600)]
 PROMPTS, TOKENS = 20, 32  # the page's
 PREPARE = "$(.venv/bin/python -m app.settings.models prepare smollm2-135m)"
 

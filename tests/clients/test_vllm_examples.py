@@ -14,7 +14,13 @@ from tests.clients.environments import HERE, vllms_examples
 from tests.clients.hub_cache import cached, save_tiny_opt
 from tests.environment import users_environment
 
-pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.serve,
+    pytest.mark.fleet("examples"),
+    pytest.mark.long,
+    pytest.mark.timeout(1200),
+]
 MODEL = "facebook/opt-125m"  # the examples' own; a tiny one has its name here
 ROUND = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 PROMPTS = 4

@@ -1,15 +1,20 @@
-"""A fleet that serves LoRA adapters, beside the session's fleet and in its cluster."""
+"""A fleet with the other settings: LoRA adapters, gloo, rolling commits, kept caches, two trainer ranks.
 
-from collections.abc import Iterator
+vLLM's engine with adapters dies on a CPU of a request with `prompt_logprobs`; no test here sends one.
+"""
+
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray import serve
 
-from tests.fleet.session_fleet import MODEL, PORT, Fleet
+from tests.fleet.deployed import Fleet, deployed
+from tests.fleet.keeping import KEEPER
 
+TRANSPORT = "gloo"
+RANKS = 2
 SLOTS = 4  # adapters that an engine has room for
 
 
@@ -19,7 +24,6 @@ class Adapted:
 
     fleet: Fleet
     root: Path
-    transport: str = "shm"
 
     def save(self, name: str, seed: int, **options: Any) -> Path:
         from tests.tiny_adapters import save_tiny_adapter
@@ -27,42 +31,22 @@ class Adapted:
         return save_tiny_adapter(self.root / name, seed, **options)
 
 
-@pytest.fixture(scope="module")
-def adapted(
-    fleet: Fleet, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Adapted]:
-    """Its parameter: the transport."""
-    root, transport = tmp_path_factory.mktemp("adapters"), getattr(request, "param", "shm")
-    from app.main import build
-    from app.settings.config import parse_config
-    from deployments.trainer.spec import adapter_directory
+@pytest.fixture
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    fleet = KEEPER.fleet("gloo", tmp_path_factory, _start)
+    return Adapted(fleet=fleet, root=fleet.published / "adapters")
 
-    config = parse_config(
-        {
-            "model": str(fleet.checkpoint),
-            "served_model_name": MODEL,
-            "state_dir": str(root / "state"),
-            "engine": {
-                "dtype": "float32",
-                "max_model_len": 1024,
-                "enforce_eager": True,
-                "num_replicas": 2,
-                "extra": {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8},
-            },
-            "weights": {"transport": transport, "lease_s": 30, "heartbeat_timeout_s": 20},
-            "security": {
-                "checkpoint_roots": [str(root / "user"), str(adapter_directory(root / "state" / "store"))]
-            },
-            "trainer": {"optimizer": {"learning_rate": 0.02}},
-        }
-    )
-    serve.run(build(config), name="adapters", route_prefix="/adapters")
-    try:
-        served = Fleet(
-            url=f"http://127.0.0.1:{PORT}/adapters",
-            checkpoint=fleet.checkpoint,
-            store=root / "state" / "store",
-        )
-        yield Adapted(fleet=served, root=root / "user", transport=transport)
-    finally:
-        serve.delete("adapters")
+
+def _start(root: Path) -> AbstractContextManager[Fleet]:
+    from deployments.trainer.spec import adapter_directory
+    from tests.tiny_models import save_tiny_llama
+
+    # The second one for trainers of adapters that are applications of their own.
+    roots = (root / "published", adapter_directory(root / "state" / "store"))
+    changes = {
+        "engine": {"extra": {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8}},
+        "weights": {"transport": TRANSPORT, "commit": "rolling", "kv_cache": "keep", "chunk_bytes": 1 << 16},
+        "trainer": {"strategy": "fsdp2", "world_size": RANKS, "cpu_threads": 1},
+        "security": {"checkpoint_roots": [str(each) for each in roots]},
+    }
+    return deployed("gloo", save_tiny_llama(root / "model", seed=1), root, changes)

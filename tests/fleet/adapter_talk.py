@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.fleet.adapter_fleet import Adapted
-from tests.fleet.session_fleet import MODEL
+from tests.fleet.deployed import MODEL
 from tests.fleet.talk import PROMPT, Reference, body, from_every_replica, succeeded
 from tests.tiny_adapters import tiny_adapter_tensors
 
@@ -72,10 +71,6 @@ class Merged(Reference):
             weight = parameters[name.removeprefix("base_model.model.") + ".weight"]
             with torch.no_grad():
                 weight += scale * lora[f"{name}.lora_B.weight"] @ lora[f"{name}.lora_A.weight"]
-
-
-def checkpoint_of_now(adapted: Adapted, client: httpx.Client, path: Path) -> Path:
-    return Path(succeeded(client.post("/train/save", json={"path": str(path)})).json()["path"])
 
 
 def scored(reference: Reference) -> list[float]:

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import Trainer
 from deployments.trainer_reports import AdapterReport, TrainerStatus
-from tests.fleet.adapter_fleet import Adapted
+from tests.fleet.adapter_fleet import TRANSPORT, Adapted
 from tests.fleet.talk import PROMPT, sampled
 from trainers.settings import LoraConfig, OptimizerConfig, TrainerConfig
 
@@ -69,7 +69,7 @@ def adapter_trainer(adapted: Adapted) -> Iterator[AdapterTrainer]:
         model=str(adapted.fleet.checkpoint),
         device="cpu",
         store_dir=str(adapted.fleet.store),
-        transport=adapted.transport,
+        transport=TRANSPORT,
         chunk_bytes=1 << 20,
         native=False,
     )
@@ -79,7 +79,7 @@ def adapter_trainer(adapted: Adapted) -> Iterator[AdapterTrainer]:
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=100,
         health_check_period_s=1.0,
-    ).bind(spec, serve.get_deployment_handle("controller", "adapters"))
+    ).bind(spec, serve.get_deployment_handle("controller", adapted.fleet.application))
     handle = serve.run(trainer, name=APPLICATION, route_prefix=None)
     try:
         yield AdapterTrainer(handle)

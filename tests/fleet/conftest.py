@@ -6,17 +6,25 @@ import httpx
 import pytest
 
 from tests.fleet.adapter_fleet import Adapted
-from tests.fleet.adapter_talk import unload
+from tests.fleet.deployed import Fleet
 from tests.fleet.failure_report import last_events, last_warnings
-from tests.fleet.session_fleet import Fleet
+from tests.fleet.keeping import pytest_runtest_teardown as pytest_runtest_teardown
+from tests.fleet.keeping import pytest_sessionfinish as pytest_sessionfinish
 
 
 @pytest.fixture
 def client(adapted: Adapted) -> Iterator[httpx.Client]:
-    with adapted.fleet.client() as made:
+    """Of the fleet with adapters; those that were loaded are unloaded."""
+    with adapted.fleet.client(timeout_s=300) as made:
         yield made
         for name in {each["name"] for each in made.get("/fleet/adapters").json()["adapters"]}:
-            unload(made, name)
+            made.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+@pytest.fixture
+def gloo(adapted: Adapted) -> Fleet:
+    """Of the fleet with adapters what has nothing to do with them."""
+    return adapted.fleet
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,8 +1,5 @@
 """Whole applications on GPUs: the ready-made configurations with tiny models, and engines to compare with."""
 
-import os
-import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,16 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
-import ray
 import torch
 import yaml
-from ray import serve
 
 from app.client.completions import Answer
-from app.command.cluster import MARK
 from app.scenarios import fresh_engine
 from app.settings.config import AppConfig, parse_config
-from tests.fleet.session_fleet import MODEL, Fleet, left_behind
+from tests.fleet.deployed import MODEL, Fleet, merged, ray_cluster, served
 from tests.fleet.talk import PROMPT, on_every_replica
 
 LAYOUTS = Path(__file__).parents[2] / "app" / "layouts"
@@ -57,40 +51,12 @@ def configuration(
     return parse_config(merged(merged(args, small), overrides or {}))
 
 
-def merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(settings)
-    for name, value in changes.items():
-        inner = result.get(name)
-        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        result[name] = merged(inner, value) if both else value  # type: ignore[arg-type]
-    return result
-
-
 @contextmanager
 def running(config: AppConfig, checkpoint: Path, port: int) -> Iterator[Fleet]:
     """The application in a Ray cluster of its own. Afterwards nothing of it may be left."""
-    from app.main import build
-
-    os.environ[MARK] = mark = uuid.uuid4().hex
     # Ray starts a worker for each CPU: with 64 and twenty fleets, more threads than a kernel allows.
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        configure_logging=False,
-        object_store_memory=1 << 30,
-    )
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    try:
-        begin = time.perf_counter()
-        serve.run(build(config), name="slipstream", route_prefix="/")
-        print(f"up after {time.perf_counter() - begin:.0f} s", flush=True)
-        yield Fleet(url=f"http://127.0.0.1:{port}", checkpoint=checkpoint, store=config.store_path)
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-        left = left_behind(mark)
-        assert not left, f"processes were left behind: {left}"
+    with ray_cluster(num_cpus=8, object_store_memory=1 << 30), served(config, checkpoint, port) as fleet:
+        yield fleet
 
 
 def fresh_answers(config: AppConfig, saved: Path, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -4,12 +4,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import httpx
 import psutil
 
-from tests.fleet.session_fleet import Fleet
+from tests.fleet.deployed import Fleet
+from tests.fleet.processes import descendants, wait_until_ended
 
 
 def members(client: httpx.Client) -> set[str]:
@@ -17,13 +17,13 @@ def members(client: httpx.Client) -> set[str]:
     return {each["replica_id"] for each in client.get("/fleet").json()["members"] if each["admitted"]}
 
 
-def a_replica(application: str = "slipstream") -> psutil.Process:
-    return process_of("rollout", application)
+def a_replica(fleet: Fleet) -> psutil.Process:
+    return process_of(fleet, "rollout")
 
 
-def process_of(deployment: str, application: str = "slipstream") -> psutil.Process:
+def process_of(fleet: Fleet, deployment: str) -> psutil.Process:
     """The process of a deployment, or one of its processes."""
-    wanted = f"ServeReplica:{application}:{deployment}"
+    wanted = f"ServeReplica:{fleet.application}:{deployment}"
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):  # also a zombie
             if wanted in " ".join(process.cmdline()[:1]):
@@ -31,9 +31,10 @@ def process_of(deployment: str, application: str = "slipstream") -> psutil.Proce
     raise AssertionError(f"there is no process {wanted!r}")
 
 
-def kill_controller_when(journal: Path, decision: str, timeout_s: float = 60.0) -> None:
+def kill_controller_when(fleet: Fleet, decision: str, timeout_s: float = 60.0) -> None:
     """As soon as the next decision of a kind is on the disk."""
-    controller, wanted = process_of("controller"), f'"kind":"{decision}"'.encode()
+    controller, wanted = process_of(fleet, "controller"), f'"kind":"{decision}"'.encode()
+    journal = fleet.store.parent / "decisions.jsonl"
     before = journal.read_bytes().count(wanted)
     deadline = time.monotonic() + timeout_s
     while journal.read_bytes().count(wanted) == before:
@@ -42,37 +43,22 @@ def kill_controller_when(journal: Path, decision: str, timeout_s: float = 60.0) 
     controller.kill()
 
 
-def engine_of(replica: psutil.Process) -> psutil.Process:
-    return next(each for each in replica.children(recursive=True) if each.name().startswith("VLLM::"))
-
-
 def kill_with_workers(engine: psutil.Process, timeout_s: float = 30.0) -> None:
     """Afterwards all connections of the engine are closed. vLLM's worker processes notice by themselves that
     their engine core is gone, but some hundred milliseconds later: until then they receive what is sent."""
-    processes = [engine, *engine.children(recursive=True)]
+    processes = [engine, *descendants(engine)]
     for process in processes:
-        process.kill()
-    deadline = time.monotonic() + timeout_s
-    while any(map(_runs, processes)):
-        assert time.monotonic() < deadline, f"not all of {processes} have ended"
-        time.sleep(0.01)
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_until_ended(processes, timeout_s)
 
 
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def kill_a_replica(application: str = "slipstream") -> None:
-    """By its process id; its engine must go with it."""
-    victim = a_replica(application)
-    engine = victim.children(recursive=True)
+def kill_a_replica(victim: psutil.Process) -> None:
+    """Its engine must go with it."""
+    engine = descendants(victim)
     assert engine, "a replica's engine runs in processes of its own"
     victim.kill()
-    _, orphans = psutil.wait_procs(engine, timeout=10)
-    assert not orphans, "the engine of a killed replica must not live on"
+    wait_until_ended(engine, timeout_s=10)
 
 
 def wait_for_another(client: httpx.Client, before: set[str], timeout_s: float = 240.0) -> None:

@@ -1,5 +1,6 @@
 """How the fleet's tests ask, train and check: over HTTP, as a user does."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from app.client import calls, completions
 from app.client.completions import Answer, join
 from app.client.connection import AsyncFleetClient, FleetClient
 from app.scenarios.fresh_engine import fresh_answers
-from tests.fleet.session_fleet import MODEL, Fleet
+from tests.fleet.deployed import MODEL, Fleet
 from tests.tiny_models import tiny_llama
 
 T = TypeVar("T")
@@ -56,6 +57,29 @@ async def ask(
     if not stream:
         return (await fleet.send(call)).answer
     return join([piece async for piece in fleet.stream(call)])
+
+
+async def begun(
+    client: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, *, model: str = MODEL
+) -> "asyncio.Task[Answer]":
+    """A streamed answer whose first token has come: an engine is at it."""
+    first = asyncio.Event()
+
+    async def read() -> Answer:
+        pieces = []
+        try:
+            async for piece in AsyncFleetClient(client).stream(
+                completions.complete(model, prompt, max_tokens, stream=True)
+            ):
+                pieces.append(piece)
+                first.set()
+        finally:
+            first.set()
+        return join(pieces)
+
+    reading = asyncio.create_task(read())
+    await first.wait()
+    return reading
 
 
 def sampled(client: httpx.Client, seed: int) -> Answer:
@@ -127,6 +151,13 @@ class Reference:
         )
         return [int(token) for token in output[0, len(prompt) :]]
 
+    def continues(self, prompt: list[int], tokens: list[int]) -> int:
+        """How many of the tokens are those that it says itself after the prompt."""
+        with torch.no_grad():
+            logits = self._model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        agrees = logits.argmax(-1) == torch.tensor(tokens)
+        return len(tokens) if agrees.all() else int(agrees.int().argmin())
+
     def logprobs(self, prompt: list[int], tokens: list[int]) -> list[float]:
         """Of the tokens, after the prompt."""
         with torch.no_grad():
@@ -144,3 +175,17 @@ def fresh_engine(checkpoint: Path, prompts: list[list[int]], count: int) -> list
 
 def stored(fleet: Fleet, version: int) -> Path:
     return fleet.checkpoint if version == 0 else fleet.store / f"v{version:08d}"
+
+
+def wait_for(directory: Path, timeout_s: float = 30.0) -> Path:
+    """The store is written after the commit, off the critical path."""
+    deadline = time.monotonic() + timeout_s
+    while not directory.is_dir():
+        assert time.monotonic() < deadline, f"{directory} was not written"
+        time.sleep(0.1)
+    return directory
+
+
+def served_checkpoint(fleet: Fleet) -> Path:
+    """What the fleet serves now, whoever has published it."""
+    return wait_for(stored(fleet, fleet.version()))

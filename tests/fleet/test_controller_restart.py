@@ -16,19 +16,19 @@ from vllm.distributed.weight_transfer import ModuleSource
 from app.client.options import parse
 from app.jobs import grpo, metrics
 from app.jobs.options import Options
-from tests.fleet.losing import kill_controller_when, process_of
-from tests.fleet.session_fleet import Fleet
-from tests.fleet.talk import Reference, on_every_replica, stored, succeeded, train_and_publish
+from tests.fleet.deployed import Fleet
+from tests.fleet.losing import a_replica, kill_controller_when, process_of
+from tests.fleet.processes import engine_of
+from tests.fleet.talk import Reference, on_every_replica, served_checkpoint, succeeded, train_and_publish
 from tests.fleet.test_http_publisher import publish, reference
-from tests.fleet.test_rounds import wait_for
 from tests.tiny_models import tiny_llama
 
-pytestmark = [pytest.mark.serve, pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.serve,
+    pytest.mark.fleet("shared"),
+    pytest.mark.timeout(600),
+]
 PROMPT = [5, 6, 7, 8, 9]
-
-
-def journal_of(fleet: Fleet) -> Path:
-    return fleet.store.parent / "decisions.jsonl"
 
 
 def wait_until_ready(client: httpx.Client, timeout_s: float = 120.0) -> None:
@@ -49,22 +49,26 @@ def in_a_thread(action: Any, *arguments: Any) -> threading.Thread:
 
 
 # Before the close, after the decision, after the end: then the release of the lease is lost.
-@pytest.mark.parametrize("decision", ["opened", "committed", "finished"])
+@pytest.mark.parametrize(
+    "decision",
+    [
+        pytest.param("opened", marks=pytest.mark.long),
+        "committed",
+        pytest.param("finished", marks=pytest.mark.long),
+    ],
+)
 def test_a_publish_whose_controller_dies_ends_with_a_version_that_is_served_and_stored(
     fleet: Fleet, decision: str
 ) -> None:
     with fleet.client(timeout_s=300) as client:
         train_and_publish(client)  # the journal exists
         before = fleet.version()
-        killer = in_a_thread(kill_controller_when, journal_of(fleet), decision)
-        began = time.monotonic()
+        killer = in_a_thread(kill_controller_when, fleet, decision)
         version = train_and_publish(client)
-        print(f"{decision}: published after {time.monotonic() - began:.1f} s")
         killer.join()
         wait_until_ready(client)
         assert version == fleet.version() == before + 1
-        directory = wait_for(stored(fleet, version))
-        expected = Reference(directory)(PROMPT, 16)
+        expected = Reference(served_checkpoint(fleet))(PROMPT, 16)
         for answer in on_every_replica(client, prompt=PROMPT, max_tokens=16).values():
             assert (answer.version, answer.token_ids) == (version, expected)
         deadline = time.monotonic() + 30
@@ -73,10 +77,11 @@ def test_a_publish_whose_controller_dies_ends_with_a_version_that_is_served_and_
             time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_a_controller_that_dies_again_and_again_costs_no_publish(fleet: Fleet) -> None:
     with fleet.client(timeout_s=300) as client:
         for delay_s in (0.02, 0.1, 0.2, 0.3, 0.45, 0.6):
-            timer = threading.Timer(delay_s, process_of("controller").kill)
+            timer = threading.Timer(delay_s, process_of(fleet, "controller").kill)
             timer.start()
             report = succeeded(client.post("/train/publish", json={"label": f"after {delay_s}"})).json()
             timer.join()
@@ -88,11 +93,12 @@ def test_a_controller_that_dies_again_and_again_costs_no_publish(fleet: Fleet) -
                 assert answer.version == report["version"]
 
 
+@pytest.mark.long
 def test_an_outside_publisher_whose_controller_dies_after_the_decision_has_finished(fleet: Fleet) -> None:
     with fleet.client() as client:
         wait_until_ready(client)
         before = fleet.version()
-        killer = in_a_thread(kill_controller_when, journal_of(fleet), "committed")
+        killer = in_a_thread(kill_controller_when, fleet, "committed")
         publish(fleet, ModuleSource(tiny_llama(31)))
         killer.join()
         wait_until_ready(client)
@@ -102,20 +108,30 @@ def test_an_outside_publisher_whose_controller_dies_after_the_decision_has_finis
 
 
 # Before the close the round is lost, and the caller is told so; after the decision it is finished.
+@pytest.mark.long
 @pytest.mark.parametrize(("decision", "seed"), [("opened", 41), ("committed", 42)])
 def test_a_directory_whose_controller_dies_is_published_once(fleet: Fleet, decision: str, seed: int) -> None:
     directory = fleet.published / f"lost-{decision}"
     tiny_llama(seed).save_pretrained(directory)
+    answers: list[httpx.Response] = []
     with fleet.client(timeout_s=300) as client:
+
+        def post() -> None:
+            answers.append(client.post("/fleet/publish", json={"path": str(directory)}))
+
         wait_until_ready(client)
         train_and_publish(client)  # the journal exists
-        before = fleet.version()
-        killer = in_a_thread(kill_controller_when, journal_of(fleet), decision)
-        answer = client.post("/fleet/publish", json={"path": str(directory)})
+        before, engine = fleet.version(), engine_of(a_replica(fleet))
+        killer = in_a_thread(kill_controller_when, fleet, decision)
+        if decision == "opened":
+            engine.suspend()  # until the controller is dead nothing more can be decided
+        posting = in_a_thread(post)
         killer.join()
+        engine.resume()
+        posting.join()
         wait_until_ready(client)
-        print(f"{decision}: {answer.status_code} {answer.text[:200]}")
-        if decision == "opened" and not answer.is_success:
+        (answer,) = answers
+        if decision == "opened":
             assert answer.status_code == 409 and "publish again" in answer.json()["error"]["message"]
             assert fleet.version() == before
             answer = client.post("/fleet/publish", json={"path": str(directory)})
@@ -149,7 +165,7 @@ def test_an_rl_run_survives_its_controller_and_its_trainer(
             while not record.exists() or len(metrics.records(record)) < steps:
                 assert time.monotonic() < deadline, "the run makes no progress"
                 time.sleep(0.05)
-            process_of(deployment).kill()
+            process_of(fleet, deployment).kill()
 
     killer = in_a_thread(kill_both)
     asyncio.run(asyncio.wait_for(grpo.main(options, time.monotonic()), 400))

@@ -5,7 +5,7 @@ after the only replica, or a rank, has died.
 import os
 import signal
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,51 +13,37 @@ import httpx
 import pytest
 from ray import serve
 
-from tests.fleet.losing import a_round_that_is_open, kill_a_replica, members, wait_for_another
-from tests.fleet.session_fleet import MODEL, PORT, Fleet
+from tests.fleet.deployed import Fleet, deployed
+from tests.fleet.keeping import KEEPER
+from tests.fleet.losing import a_replica, a_round_that_is_open, kill_a_replica, members, wait_for_another
 from tests.fleet.talk import PROMPT, Reference, complete, train_and_publish
 from tests.tiny_models import save_tiny_llama
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("sharded"), pytest.mark.long, pytest.mark.timeout(600)]
 LAYERS = 8  # enough, in small chunks, for a round to last
 RANKS = 2
 
 
-@pytest.fixture(scope="module")
-def sharded(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+@pytest.fixture
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    return KEEPER.fleet("sharded", tmp_path_factory, _start)
+
+
+def _start(root: Path) -> AbstractContextManager[Fleet]:
     """At first its store cannot be written: a file is where its directory would be."""
-    root = tmp_path_factory.mktemp("fsdp2")
     store = root / "state" / "store"
     store.parent.mkdir()
     store.touch()
-    from app.main import build
-    from app.settings.config import parse_config
-
-    checkpoint = save_tiny_llama(root / "model", seed=3, layers=LAYERS)
-    config = parse_config(
-        {
-            "model": str(checkpoint),
-            "served_model_name": MODEL,
-            "state_dir": str(root / "state"),
-            "engine": {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "num_replicas": 1},
-            "weights": {"chunk_bytes": 1 << 16, "lease_s": 30, "heartbeat_timeout_s": 20},
-            "trainer": {
-                "strategy": "fsdp2",
-                "world_size": RANKS,
-                "cpu_threads": 1,
-                "optimizer": {"learning_rate": 0.02},
-            },
-        }
-    )
-    serve.run(build(config), name="fsdp2", route_prefix="/fsdp2")
-    try:
-        yield Fleet(url=f"http://127.0.0.1:{PORT}/fsdp2", checkpoint=checkpoint, store=store)
-    finally:
-        serve.delete("fsdp2")
+    changes = {
+        "engine": {"num_replicas": 1},
+        "weights": {"chunk_bytes": 1 << 16},
+        "trainer": {"strategy": "fsdp2", "world_size": RANKS, "cpu_threads": 1},
+    }
+    return deployed("sharded", save_tiny_llama(root / "model", seed=3, layers=LAYERS), root, changes)
 
 
 def rank_ids() -> list[int]:
-    handle: Any = serve.get_deployment_handle("trainer", app_name="fsdp2")
+    handle: Any = serve.get_deployment_handle("trainer", app_name="sharded")
     return list(handle.process_ids.remote().result(timeout_s=30))
 
 
@@ -69,7 +55,6 @@ def storing(sharded: Fleet) -> Fleet:
     return sharded
 
 
-@pytest.mark.chaos
 def test_a_version_that_died_with_its_replicas_is_published_anew(sharded: Fleet, tmp_path: Path) -> None:
     """All replicas die before the store has the committed version: the trainer publishes what it has."""
     with sharded.client() as client:
@@ -80,26 +65,13 @@ def test_a_version_that_died_with_its_replicas_is_published_anew(sharded: Fleet,
         assert complete(client, max_tokens=24).token_ids == expected
         assert f"version {version} is not in the store" in wait_for_problem(client)
         before = members(client)
-        kill_a_replica("fsdp2")
+        kill_a_replica(a_replica(sharded))
         wait_for_another(client, before)
         answer = complete(client, max_tokens=24)
         assert answer.token_ids == expected, "these weights were in no store and in no replica"
         assert answer.version == version + 1
         last = client.get("/fleet/rounds").json()["rounds"][-1]
         assert last["label"] == f"version {version} was lost"
-
-
-def test_three_rounds_of_two_ranks_serve_what_both_hold(storing: Fleet, tmp_path: Path) -> None:
-    with storing.client() as client:
-        status = client.get("/train/status").json()
-        assert status["strategy"] == "fsdp2" and status["world_size"] == RANKS == len(set(rank_ids()))
-        before = complete(client, max_tokens=24).token_ids
-        for _ in range(3):
-            version = train_and_publish(client)
-        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
-        answer = complete(client, max_tokens=24)
-        assert answer.version == version and answer.token_ids != before
-        assert answer.token_ids == Reference(saved)(PROMPT, 24)
 
 
 def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_served(storing: Fleet) -> None:

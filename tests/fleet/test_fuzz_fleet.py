@@ -6,10 +6,10 @@ import time
 import pytest
 
 from tests.app.http.fuzzing import EXAMPLES, fuzz, judge
-from tests.fleet.session_fleet import MODEL, Fleet
+from tests.fleet.deployed import MODEL, Fleet
 from tests.fleet.talk import PROMPT, complete
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(900)]
 
 # Its answer does not end; or the requests after it would wait.
 HELD = ("/fleet/events", "/pause", "/sleep", "/wake_up")

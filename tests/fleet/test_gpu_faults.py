@@ -13,9 +13,9 @@ import torch
 from ray import serve
 
 from app.command.cluster import MARK, marked_processes
+from tests.fleet.deployed import Fleet
 from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
 from tests.fleet.losing import a_round_that_hangs, members, wait_for_another
-from tests.fleet.session_fleet import Fleet
 from tests.fleet.talk import complete, on_every_replica, train_and_publish
 from tests.tiny_models import save_tiny_llama
 

@@ -10,6 +10,7 @@ import torch
 from ray import serve
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
+from app.client.completions import Answer
 from deployments.errors import RoundAborted
 from deployments.protocol.instructions import KvCache
 from deployments.protocol.operations import InFlight
@@ -17,16 +18,17 @@ from deployments.protocol.publishing import DrainFallback, RoundOptions, RoundRe
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo
-from tests.fleet.session_fleet import Fleet
-from tests.fleet.talk import body, complete
+from tests.fleet.deployed import Fleet
+from tests.fleet.talk import ask, begun, body, complete
 from tests.tiny_models import tiny_llama
+from trainers.trajectory import VersionSpan
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(300)]
 register()
 
 
-def publish(seed: int, in_flight: InFlight, **options: Any) -> RoundReport:
-    controller = serve.get_deployment_handle("controller", app_name="slipstream")
+def publish(fleet: Fleet, seed: int, in_flight: InFlight, **options: Any) -> RoundReport:
+    controller = serve.get_deployment_handle("controller", app_name=fleet.application)
     # It writes no versions itself; a replica that starts later would wait for them.
     rounds = RoundOptions(in_flight=in_flight, persist=True, **options)
     client = FleetWeightSyncClient(controller, "test", rounds)
@@ -50,74 +52,64 @@ async def until(reached: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def running_during_a_round(fleet: Fleet, seed: int, in_flight: InFlight) -> list[dict[str, object]]:
+async def running_answers(client: httpx.AsyncClient, count: int, tokens: int) -> list["asyncio.Task[Answer]"]:
+    """Streams of so many tokens, each of which has begun."""
+    return await asyncio.gather(*(begun(client, [60 + index, 4], tokens) for index in range(count)))
+
+
+async def running_during_a_round(fleet: Fleet, seed: int, in_flight: InFlight) -> list[Answer]:
     async with httpx.AsyncClient(base_url=fleet.url, timeout=200) as client:
-        calls = [
-            asyncio.create_task(client.post("/v1/completions", json=body([60 + index, 4], 300)))
-            for index in range(8)
-        ]
-        await asyncio.sleep(0.5)
-        await asyncio.to_thread(publish, seed, in_flight)
-        answers = await asyncio.gather(*calls)
-    assert all(answer.status_code == 200 for answer in answers)
-    return [answer.json()["choices"][0] for answer in answers]
+        running = await running_answers(client, 8, 300)
+        await asyncio.to_thread(publish, fleet, seed, in_flight)
+        return await asyncio.gather(*running)
 
 
 def test_wait_lets_running_requests_end_with_the_version_they_began_with(fleet: Fleet) -> None:
     before = fleet.version()
-    for choice in asyncio.run(running_during_a_round(fleet, 31, InFlight.WAIT)):
-        assert choice["weight_versions"] == [{"version": before, "start": 0, "end": 300}]
+    for answer in asyncio.run(running_during_a_round(fleet, 31, InFlight.WAIT)):
+        assert answer.weight_versions == [VersionSpan(version=before, start=0, end=300)]
     with fleet.client() as client:
         assert complete(client).version == before + 1
 
 
-async def long_answers(client: httpx.AsyncClient, count: int = 16) -> list["asyncio.Task[httpx.Response]"]:
-    calls = [
-        asyncio.create_task(client.post("/v1/completions", json=body([80 + index, 4], 900)))
-        for index in range(count)
-    ]
-    await asyncio.sleep(1.0)
-    return calls
-
-
 async def publish_over_long_answers(
     fleet: Fleet, seed: int, fallback: DrainFallback
-) -> tuple[RoundReport | RoundAborted, list[dict[str, Any]]]:
-    """What the publisher got, and the answers that ran, and one that came meanwhile."""
+) -> tuple[RoundReport | RoundAborted, list[Answer]]:
+    """What a round with a short drain came to, the answers that ran, and one that came meanwhile."""
     async with httpx.AsyncClient(base_url=fleet.url, timeout=200) as client:
-        calls = await long_answers(client)
+        calls = await running_answers(client, 16, 900)
         publishing = asyncio.create_task(
-            asyncio.to_thread(publish, seed, InFlight.WAIT, drain_timeout_s=0.5, drain_fallback=fallback)
+            asyncio.to_thread(
+                publish, fleet, seed, InFlight.WAIT, drain_timeout_s=0.5, drain_fallback=fallback
+            )
         )
         await until(lambda: any(each["draining"] for each in members(fleet).values()))
-        calls.append(asyncio.create_task(client.post("/v1/completions", json=body([99], 4))))
+        late = asyncio.create_task(ask(client, [99], 4, stream=False))
         outcome: RoundReport | RoundAborted
         try:
             outcome = await publishing
         except RoundAborted as error:
             outcome = error
-        answers = await asyncio.gather(*calls)
-    assert all(answer.status_code == 200 for answer in answers)
-    return outcome, [answer.json()["choices"][0] for answer in answers]
+        return outcome, [*await asyncio.gather(*calls), await late]
 
 
 def test_a_round_that_waits_too_long_is_aborted_and_costs_nobody_anything(fleet: Fleet) -> None:
     before, replicas = fleet.version(), members(fleet)
-    outcome, choices = asyncio.run(publish_over_long_answers(fleet, 33, DrainFallback.ABORT))
+    outcome, answers = asyncio.run(publish_over_long_answers(fleet, 33, DrainFallback.ABORT))
     assert isinstance(outcome, RoundAborted), "900 tokens take longer than half a second"
     assert "requests still ran after drain_timeout_s = 0.5 s" in outcome.message
-    for choice, tokens in zip(choices, [900] * 16 + [4], strict=True):
-        assert choice["weight_versions"] == [{"version": before, "start": 0, "end": tokens}]
+    for answer, tokens in zip(answers, [900] * 16 + [4], strict=True):
+        assert answer.weight_versions == [VersionSpan(version=before, start=0, end=tokens)]
     asyncio.run(until(lambda: not any(each["draining"] for each in members(fleet).values())))
     assert fleet.version() == before and members(fleet).keys() == replicas.keys()
 
 
 def test_a_round_that_waits_too_long_is_committed_over_requests_if_so_configured(fleet: Fleet) -> None:
     before, replicas = fleet.version(), members(fleet)
-    outcome, choices = asyncio.run(publish_over_long_answers(fleet, 34, DrainFallback.KEEP))
+    outcome, answers = asyncio.run(publish_over_long_answers(fleet, 34, DrainFallback.KEEP))
     assert isinstance(outcome, RoundReport)
     assert outcome.not_drained and all(count > 0 for count in outcome.not_drained.values())
-    spans = [[span["version"] for span in choice["weight_versions"]] for choice in choices]
+    spans = [[span.version for span in answer.weight_versions] for answer in answers]
     assert [before, before + 1] in spans[:16]
     assert spans[16] == [before + 1], "what came while replicas drained waited for the swap"
     assert members(fleet).keys() == replicas.keys()
@@ -125,22 +117,24 @@ def test_a_round_that_waits_too_long_is_committed_over_requests_if_so_configured
 
 async def drained_pause(fleet: Fleet) -> None:
     async with httpx.AsyncClient(base_url=fleet.url, timeout=200) as client:
-        calls = await long_answers(client, 2)
+        calls = await running_answers(client, 2, 900)
         paused = await client.post("/pause", params={"mode": "wait"})
         assert paused.status_code == 200, paused.text
-        assert all(call.done() for call in calls), "they had come to their end"
-        waits = asyncio.create_task(client.post("/v1/completions", json=body([99], 4)))
+        assert all(
+            len(answer.token_ids) == 900 for answer in await asyncio.wait_for(asyncio.gather(*calls), 5)
+        ), "they had come to their end"
+        waits = asyncio.create_task(ask(client, [99], 4, stream=False))
         await asyncio.sleep(0.5)
         assert not waits.done() and (await client.get("/is_paused")).json()["is_paused"]
         assert (await client.post("/resume")).status_code == 200
-        assert (await waits).status_code == 200
-        calls = await long_answers(client, 2)
+        assert len((await waits).token_ids) == 4
+        calls = await running_answers(client, 2, 900)
         late = asyncio.create_task(client.post("/pause", params={"mode": "wait"}))
         await until(lambda: all(each["draining"] for each in members(fleet).values()))
         assert (await client.post("/resume")).status_code == 200
         superseded = await late
         assert superseded.status_code == 409 and "gave way to a later resume" in superseded.text
-        assert all(answer.status_code == 200 for answer in await asyncio.gather(*calls))
+        assert all(len(answer.token_ids) == 900 for answer in await asyncio.gather(*calls))
 
 
 def test_a_pause_that_waits_lets_running_requests_end(fleet: Fleet) -> None:
@@ -151,13 +145,12 @@ def test_a_pause_that_waits_lets_running_requests_end(fleet: Fleet) -> None:
 
 def test_abort_ends_running_requests_with_what_they_have(fleet: Fleet) -> None:
     before = fleet.version()
-    choices = asyncio.run(running_during_a_round(fleet, 32, InFlight.ABORT))
-    aborted = [choice for choice in choices if choice["finish_reason"] == "abort"]
+    answers = asyncio.run(running_during_a_round(fleet, 32, InFlight.ABORT))
+    aborted = [answer for answer in answers if answer.aborted]
     assert aborted, "eight requests of 300 tokens were running"
-    for choice in aborted:
-        spans = choice["weight_versions"]
-        assert isinstance(spans, list) and all(span["version"] == before for span in spans)
-        assert len(choice["token_ids"]) < 300  # type: ignore[arg-type]
+    for answer in aborted:
+        assert answer.weight_versions and {span.version for span in answer.weight_versions} == {before}
+        assert len(answer.token_ids) < 300
     with fleet.client() as client:
         assert complete(client).version == before + 1
 
@@ -182,7 +175,7 @@ async def keep_rounds_under_one_prefix(fleet: Fleet, seeds: list[int]) -> list[d
         asking += [asyncio.create_task(ask_on(client, 120 + index, 200)) for index in range(4)]
         for seed in seeds:
             await asyncio.sleep(0.5)
-            await asyncio.to_thread(publish, seed, InFlight.KEEP, kv_cache=KvCache.KEEP)
+            await asyncio.to_thread(publish, fleet, seed, InFlight.KEEP, kv_cache=KvCache.KEEP)
         await asyncio.sleep(0.5)
         ended.set()
         return [choice for choices in await asyncio.gather(*asking) for choice in choices]

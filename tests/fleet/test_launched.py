@@ -1,155 +1,408 @@
-"""A fleet as `make serve` starts it: a Ray of its own, HAProxy in front, ended by Ctrl-C."""
+"""A fleet as `make serve` starts it: a Ray of its own, HAProxy before two routers, a token, ended by Ctrl-C.
 
-import signal
-import socket
+One replica is killed while rounds follow each other.
+"""
+
+import json
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
-import yaml
+from transformers import AutoTokenizer
 
-from app.command.ports import free_ports
+from app.main import STATS_PERIOD_S
+from app.settings.security import OPERATOR_VARIABLE
+from tests.chaos.launching import Launched, launch
 from tests.environment import users_environment
-from tests.fleet.losing import kill_a_replica, members, process_of, wait_for_another
-from tests.fleet.session_fleet import MODEL, Fleet
-from tests.fleet.talk import PROMPT, body, complete, train_and_publish
+from tests.fleet.deployed import MODEL
+from tests.fleet.losing import kill_a_replica, members, wait_for_another
+from tests.fleet.processes import names_of, wait_until_gone
+from tests.fleet.scraping import by_replica, scraped
+from tests.fleet.talk import (
+    PROMPT,
+    Reference,
+    body,
+    complete,
+    on_every_replica,
+    succeeded,
+    train_and_publish,
+    wait_for,
+)
 from tests.tiny_models import save_tiny_llama
 
-APPLICATION = "launched"
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("launched"), pytest.mark.timeout(600)]
+ROUTERS = 2
+KEPT = 2  # versions in the store: fewer than rounds while an engine starts
+PERIOD_S = 0.2  # between quick rounds
+LISTS = 24  # requests at a time
+SEEN_S = 60.0  # Ray's processes report to the agent every ten seconds
+
+PROMPTS = [[5 + row, 6, 7 + 2 * row, 8] for row in range(12)]
+GREEDY = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+DETAILS = {"logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+STREAMED = {
+    **{"stream": True, "logprobs": 1, "return_token_ids": True},
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+ALONE = {"x-session-id": "all of it to one replica"}
 
 
-@pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Fleet]:
-    checkpoint = save_tiny_llama(tmp_path / "model", seed=1)
-    http_port, dashboard_port = free_ports(2)
-    args = {
-        "model": str(checkpoint),
-        "served_model_name": MODEL,
-        "state_dir": str(tmp_path / "state"),
-        "engine": {
-            "dtype": "float32",
-            "max_model_len": 1024,
-            "enforce_eager": True,
-            "num_replicas": 1,
-            "load_format": "dummy",  # noise, until the trainer has published
-        },
-        "trainer": {"optimizer": {"learning_rate": 0.02}},
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    root = tmp_path_factory.mktemp("launched")
+    changes = {
+        "engine": {"load_format": "dummy"},  # noise, until the trainer has published
+        "router": {"num_replicas": ROUTERS, "request_timeout_s": 60},
+        "store": {"keep": KEPT},
+        "security": {"host": "0.0.0.0"},
     }
-    application = {"name": APPLICATION, "route_prefix": "/", "import_path": "app.main:build", "args": args}
-    document = {"http_options": {"host": "127.0.0.1", "port": http_port}, "applications": [application]}
-    file = tmp_path / "serve.yaml"
-    file.write_text(yaml.safe_dump(document))
-    output = tmp_path / "output"
-    command = [
-        sys.executable,
-        "-m",
-        "app.command.cli",
-        "serve",
-        "--config",
-        str(file),
-        "--dashboard-port",
-        str(dashboard_port),
-    ]
-    with output.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=users_environment())
-    try:
-        deadline = time.monotonic() + 400  # an engine alone took 200 s on a slow host
-        while "Slipstream is up" not in output.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+    model = save_tiny_llama(root / "model", seed=1)
+    with launch(root, model, changes, host="0.0.0.0", token=uuid.uuid4().hex) as fleet:
+        deadline = time.monotonic() + SEEN_S
+        while len(fleet.named("router")) < ROUTERS:
+            assert time.monotonic() < deadline, "the second router did not start"
             time.sleep(0.5)
-        url = f"http://127.0.0.1:{http_port}"
-        yield Fleet(url=url, checkpoint=checkpoint, store=tmp_path / "state" / "store")
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(90) == 0, output.read_text()
-    assert "Traceback" not in output.read_text()
+        with fleet.client(300) as client:
+            noise = complete(client)
+            assert train_and_publish(client) == 1
+            after = complete(client)
+            assert (noise.version, after.version) == (0, 1) and noise.token_ids != after.token_ids
+        yield fleet
 
 
-def lasting(client: httpx.Client) -> float:
-    """The seconds between the first and the last piece of a stream."""
-    pieces = []
-    with client.stream("POST", "/v1/completions", json=body(PROMPT, 64, stream=True)) as answer:
-        for piece in answer.iter_raw():
-            pieces.append((time.monotonic(), piece))
-    assert len(pieces) > 10 and b"[DONE]" in pieces[-1][1]
-    return pieces[-1][0] - pieces[0][0]
+def stored_now(fleet: Launched) -> Path:
+    """What the fleet serves now."""
+    with fleet.client() as client:
+        version = client.get("/fleet").json()["committed_version"]
+    return wait_for(fleet.state / "store" / f"v{version:08d}")
 
 
-def test_it_answers_streams_learns_and_replaces_what_is_lost(launched: Fleet) -> None:
+# -- with a token -----------------------------------------------------------------------------------
+
+
+def test_without_the_token_answers_are_given_and_nothing_is_changed(launched: Launched) -> None:
+    with launched.client() as operator, httpx.Client(base_url=launched.url, trust_env=False) as anybody:
+        assert complete(anybody).token_ids == complete(operator).token_ids
+        for method, path in (
+            ("POST", "/pause"),
+            ("POST", "/train/publish"),
+            ("GET", "/fleet"),
+            ("GET", "/server_info"),
+        ):
+            refused = anybody.request(method, path)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (401, "unauthorized"), path
+        assert operator.get("/nothing/here").json()["error"]["type"] == "not_found"
+        with operator.stream("GET", "/fleet/events") as events:
+            assert next(line for line in events.iter_lines() if line.startswith("data:"))
+
+
+def test_streams_do_not_arrive_in_one_piece_and_end_when_the_client_leaves(launched: Launched) -> None:
     with launched.client() as client:
-        before = complete(client, PROMPT, 24)
-        assert train_and_publish(client) == 1
-        after = complete(client, PROMPT, 24)
-        assert (before.version, after.version) == (0, 1) and before.token_ids != after.token_ids
+
+        def lasts() -> float:
+            """The seconds between the first and the last piece of a stream."""
+            pieces = []
+            with client.stream("POST", "/v1/completions", json=body(PROMPT, 64, stream=True)) as answer:
+                for piece in answer.iter_raw():
+                    pieces.append((time.monotonic(), piece))
+            assert len(pieces) > 10 and b"[DONE]" in pieces[-1][1]
+            return pieces[-1][0] - pieces[0][0]
+
         # Not each one: on two cores vLLM by itself delivered 8 of 200 such streams in one piece.
-        assert any(lasting(client) > 0.01 for _ in range(8)), "streams must not arrive in one piece"
+        assert any(lasts() > 0.01 for _ in range(8))
+        before = total(client, "vllm:generation_tokens", "_total")
         with client.stream("POST", "/v1/completions", json=body(PROMPT, 900, stream=True)) as answer:
             next(answer.iter_raw())
-        time.sleep(1.0)  # the rest of it would take several
-        assert client.post("/abort_requests", json={}).json()["aborted"] == 0
-        assert client.get("/nothing/here").json()["error"]["type"] == "not_found"
-        before_loss = members(client)
-        while client.get("/fleet").json()["stored_version"] != 1:
+        while total(client, "vllm:num_requests_running"):
             time.sleep(0.1)
-        kill_a_replica(APPLICATION)
-        wait_for_another(client, before_loss)
-        again = complete(client, PROMPT, 24)
-        assert (again.version, again.token_ids) == (1, after.token_ids), (
-            "not the noise that the first one started with"
-        )
-        with client.stream("GET", "/fleet/events") as events:
-            assert next(line for line in events.iter_lines() if line.startswith("data:"))
-        while_its_router_stands_still_nobody_answers_for(launched)
-        assert complete(client, PROMPT, 24).token_ids == after.token_ids
+        assert total(client, "vllm:generation_tokens", "_total") - before < 900
 
 
-def while_its_router_stands_still_nobody_answers_for(fleet: Fleet) -> None:
-    """Ray gives the fallback proxy of every cluster the port 8500, and proxies share ports: another cluster's
-    proxy would answer."""
-    router = process_of("router", APPLICATION)
-    answers: list[str] = []
-    with somebody_elses_proxy(8500):
-        router.suspend()
-        try:
-            end = time.monotonic() + 20  # HAProxy notices after two checks, 5 s apart
-            while time.monotonic() < end:
-                with suppress(httpx.TimeoutException):
-                    answers.append(httpx.get(f"{fleet.url}/fleet", timeout=1).text)
-        finally:
-            router.resume()
-    assert not [text for text in answers if "somebody else" in text]
+def total(client: httpx.Client, name: str, suffix: str = "") -> float:
+    """Over the replicas."""
+    return sum(by_replica(scraped(client)[name], suffix).values())
+
+
+# -- two routers ------------------------------------------------------------------------------------
+
+
+def at_once(fleet: Launched, path: str, asked: Mapping[str, Any], count: int = LISTS) -> list[httpx.Response]:
+    """The answers to as many equal requests, each over a connection of its own."""
+
+    def post(_: int) -> httpx.Response:
+        with fleet.client(120) as client:
+            return succeeded(client.post(path, json=asked))
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(post, range(count)))
+
+
+def alone(fleet: Launched, path: str, asked: Mapping[str, Any]) -> httpx.Response:
+    """The answer of one replica."""
+    with fleet.client() as client:
+        return succeeded(client.post(path, json=asked, headers=ALONE))
+
+
+def divided(fleet: Launched, path: str, asked: Mapping[str, Any]) -> httpx.Response:
+    """An answer of both replicas.
+
+    How a list is divided depends on how far others are. What one router has in flight, the other one learns
+    from the replicas' reports, also that it is done.
+    """
+    deadline = time.monotonic() + SEEN_S
+    while True:
+        (answer,) = at_once(fleet, path, asked, count=1)
+        if ", " in answer.headers["x-slipstream-replica"]:
+            return answer
+        assert time.monotonic() < deadline, "nothing else was to do"
+        time.sleep(STATS_PERIOD_S)
+
+
+def _rounded(value: Any) -> Any:
+    """Without what is an answer's own, and with numbers that do not depend on the batch."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items() if name not in ("id", "created")}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def _streamed(answer: httpx.Response) -> Any:
+    """What a stream said of each choice, and its usage; ids and times are one."""
+    *events, done = answer.text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    parsed = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert len({(each["id"], each["created"]) for each in parsed}) == 1
+    *pieces, usage = parsed
+    assert usage["choices"] == [] and all(each["choices"] for each in pieces)
+    said: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        for choice in piece["choices"]:
+            about = said.setdefault(
+                choice["index"], {"text": "", "token_ids": [], "logprobs": [], "prompt": None}
+            )
+            about["text"] += choice["text"]
+            about["token_ids"] += choice["token_ids"] or []
+            about["logprobs"] += choice["logprobs"]["token_logprobs"]
+            about["prompt"] = choice.get("prompt_token_ids") or about["prompt"]
+            about["end"] = choice["finish_reason"], choice.get("weight_versions")
+            about["usage"] = piece["usage"]
+    return _rounded([dict(sorted(said.items())), usage["usage"], usage["weight_version"]])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        DETAILS,
+        {"n": 2, "temperature": 1.0, "seed": 5},
+        {"echo": True, "logprobs": 1},
+        {"use_beam_search": True, "n": 2},
+        {**DETAILS, "prompt": [f"text {number}" for number in range(12)]},
+    ],
+    ids=["details", "seed", "echo", "beams", "texts"],
+)
+def test_a_list_of_prompts_over_two_replicas_is_answered_as_by_one(
+    launched: Launched, options: Mapping[str, Any]
+) -> None:
+    asked = {**GREEDY, **options}
+    expected = _rounded(alone(launched, "/v1/completions", asked).json())
+    assert _rounded(divided(launched, "/v1/completions", asked).json()) == expected
+    assert [choice["index"] for choice in expected["choices"]] == list(range(12 * options.get("n", 1)))
+    has_spans = ["weight_versions" in choice for choice in expected["choices"]]
+    assert has_spans == [not options.get("use_beam_search")] * len(has_spans)
+
+
+def test_lists_and_streams_of_lists_are_merged_by_both_routers(launched: Launched) -> None:
+    asked = {**GREEDY, **DETAILS}
+    expected = _rounded(alone(launched, "/v1/completions", asked).json())
+    answers = at_once(launched, "/v1/completions", asked)
+    assert [_rounded(answer.json()) for answer in answers] == [expected] * LISTS
+    streamed = {**GREEDY, **STREAMED, "n": 2, "temperature": 1.0, "seed": 7}
+    expected = _streamed(alone(launched, "/v1/completions", streamed))
+    answers = at_once(launched, "/v1/completions", streamed, count=8)
+    assert [_streamed(answer) for answer in answers] == [expected] * 8
+    assert _streamed(divided(launched, "/v1/completions", streamed)) == expected
+    deadline = time.monotonic() + SEEN_S
+    while len([count for count in requests_of_routers(launched).values() if count]) < ROUTERS:
+        assert time.monotonic() < deadline, f"requests were answered by {requests_of_routers(launched)} alone"
+        time.sleep(2)
+
+
+def requests_of_routers(fleet: Launched) -> dict[str, float]:
+    """How many each router has answered, as Serve counts them."""
+    with fleet.client() as client:
+        found = scraped(client)
+    family = found.get("ray_serve_deployment_request_counter", found.get("ray_serve_num_http_requests"))
+    return {} if family is None else by_replica(family, "_total", deployment="router")
+
+
+def test_a_batch_of_chats_is_divided_and_merged(launched: Launched) -> None:
+    chats = [[{"role": "user", "content": f"say {number}"}] for number in range(10)]
+    asked = {"model": MODEL, "messages": chats, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    path = "/v1/chat/completions/batch"
+    expected = _rounded(alone(launched, path, asked).json())
+    assert _rounded(divided(launched, path, asked).json()) == expected
+    assert len(expected["choices"]) == len(chats)
+
+
+def test_what_vllm_refuses_in_a_part_is_refused(launched: Launched) -> None:
+    asked = {**GREEDY, "prompt": [*PROMPTS, [5] * 2000]}  # longer than the model takes
+    with launched.client() as client:
+        one = client.post("/v1/completions", json=asked, headers=ALONE)
+        both = client.post("/v1/completions", json=asked)
+    assert one.status_code == both.status_code == 400
+    assert both.json()["error"] == one.json()["error"]
+
+
+def test_a_session_has_one_replica_whichever_router_it_comes_to(launched: Launched) -> None:
+    def replicas_of(session: str) -> set[str]:
+        found = set()
+        for _ in range(6):
+            with launched.client() as client:  # a connection each: HAProxy chooses a router for it
+                found.add(complete(client, max_tokens=2, headers={"x-session-id": session}).replica)
+        return found
+
+    def settled() -> bool:
+        # Two at a time: a session leaves a replica that has much more to do than the others.
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(replicas_of, [uuid.uuid4().hex for _ in range(12)]))
+        return [len(each) for each in found] == [1] * 12 and len(set.union(*found)) == 2
+
+    # What one router has in flight the other one knows as of the replicas' last reports: for as long as these
+    # say that a replica is too loaded, sessions leave it. Those of an idle fleet do not.
+    deadline = time.monotonic() + SEEN_S
+    while not settled():
+        assert time.monotonic() < deadline, "sessions change their replica with the router"
+
+
+def test_rounds_of_an_outside_program_whose_calls_come_to_different_routers_are_committed(
+    launched: Launched, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    with launched.client() as client:
+        version = client.get("/fleet").json()["committed_version"]
+        command = [sys.executable, "-m", "app.scenarios.http_publisher", "--url", launched.url]
+        command += ["--model", str(launched.model), "--transport", "shm", "--rounds", "2"]
+        command += ["--noise", "0.3", "--save", str(saved)]
+        environment = users_environment(**{OPERATOR_VARIABLE: str(launched.token)})
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert f"version {version + 2} in" in done.stdout and done.stdout.count("after: version") == 4
+        assert AutoTokenizer.from_pretrained(saved).decode(PROMPT), "a whole checkpoint"
+        expected = Reference(saved)(PROMPT, 16)
+        assert expected != Reference(launched.model)(PROMPT, 16)
+        for answer in on_every_replica(client).values():
+            assert (answer.token_ids, answer.version) == (expected, version + 2)
+
+
+def test_metrics_do_not_depend_on_the_router(launched: Launched) -> None:
+    """vLLM's counters come from the replicas and ours from the controller, once each."""
+
+    def figures() -> dict[str, Any]:
+        with launched.client() as client:  # a connection each
+            found = scraped(client)
+        latency = found["vllm:e2e_request_latency_seconds"]
+        assert latency.type == "histogram" and found["vllm:num_requests_running"].type == "gauge"
+        counts = by_replica(latency, "_count")
+        assert counts == by_replica(latency, "_bucket", le="+Inf")
+        up = by_replica(found["slipstream_replica_metrics_up"])
+        assert up == dict.fromkeys(counts, 1.0)
+        rounds = {each.labels["outcome"]: each.value for each in found["slipstream_rounds"].samples}
+        return {"tokens": by_replica(found["vllm:generation_tokens"], "_total"), "rounds": rounds}
+
+    before = figures()
+    assert len(before["tokens"]) == 2
+    assert [figures() for _ in range(3 * ROUTERS)] == [before] * (3 * ROUTERS)
+    with launched.client() as client:
+        rounds = client.get("/fleet/rounds").json()["rounds"]
+    assert before["rounds"]["committed"] == len([each for each in rounds if each["phase"] == "committed"])
+    answers = at_once(launched, "/v1/completions", dict(GREEDY), count=6)
+    after = figures()
+    made = sum(answer.json()["usage"]["completion_tokens"] for answer in answers)
+    assert sum(after["tokens"].values()) - sum(before["tokens"].values()) == made, "each is counted once"
+    assert after["rounds"] == before["rounds"]
+
+
+def test_requests_come_to_no_other_cluster_of_the_host(launched: Launched) -> None:
+    """Ray gives the fallback proxy of every cluster the same port, and proxies share ports: while a router
+    stands still another fleet would answer."""
+    (proxy, *_) = launched.named("proxy")
+    words = proxy.cmdline()
+    configuration = Path(words[words.index("-f") + 1]).read_text()
+    behind = {int(port) for port in re.findall(r"^\s*server .*?:(\d+)", configuration, re.M)}
+    assert len(behind) == ROUTERS + 1, "the routers, and the proxy in their place"
+    ours = {process.pid for process in launched.processes()}
+    listening: dict[int, set[int | None]] = {port: set() for port in behind}
+    for each in psutil.net_connections("tcp"):
+        if each.status == psutil.CONN_LISTEN and each.laddr.port in behind:
+            listening[each.laddr.port].add(each.pid)
+    assert all(pids and pids <= ours for pids in listening.values()), listening
+
+
+# -- a fault ----------------------------------------------------------------------------------------
 
 
 @contextmanager
-def somebody_elses_proxy(port: int) -> Iterator[None]:
-    """A server that shares its port with others, as Serve's proxies do."""
+def quick_rounds(fleet: Launched) -> Iterator[list[str]]:
+    """The trainer publishes all the time; the list has for each round why it failed, or nothing."""
+    ended: list[str] = []
+    stop = threading.Event()
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"somebody else")
+    def publish() -> None:
+        with fleet.client(timeout_s=300) as trainer:
+            while not stop.wait(PERIOD_S):
+                answer = trainer.post("/train/publish", json={})
+                ended.append("" if answer.is_success else answer.text)
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", port), Answer, bind_and_activate=False)
-    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    server.server_bind()
-    server.server_activate()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    publishing = threading.Thread(target=publish)
+    publishing.start()
     try:
-        yield
+        yield ended
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+        stop.set()
+        publishing.join(timeout=300)
+
+
+def test_a_killed_replica_comes_back_whole_while_rounds_are_quick(launched: Launched) -> None:
+    """No request and no round fails. The successor has the fleet's version and its pause, and nothing of the
+    lost one is left."""
+    with launched.client(300) as client:
+        train_and_publish(client)  # not the noise that an engine starts with
+        expected = Reference(stored_now(launched))(PROMPT, 24)
+        before, victim = members(client), launched.named("replica")[0]
+        names = names_of(victim)
+        assert len(names) > 1, "its owner's, and the engine's sockets"
+        with quick_rounds(launched) as ended:
+            while not ended:
+                time.sleep(0.05)
+            kill_a_replica(victim)
+            killed_at = len(ended)
+            for _ in range(5):  # of the same weights: no step was made
+                assert complete(client, max_tokens=24).token_ids == expected
+            while len(members(client)) == len(before):
+                time.sleep(0.05)
+            succeeded(client.post("/pause?mode=keep"))
+            wait_for_another(client, before)
+            rounds = len(ended) - killed_at
+        assert ended == [""] * len(ended), "no round fails"
+        assert rounds > KEPT, "the store still had what the replica was told to load: nothing is shown"
+        assert client.get("/is_paused").json() == {"is_paused": True}, "of every replica"
+        succeeded(client.post("/resume"))
+        version = client.get("/fleet").json()["committed_version"]
+        for answer in on_every_replica(client, max_tokens=24).values():
+            assert (answer.version, answer.token_ids) == (version, expected)
+        wait_until_gone(names)
+        for replica in launched.named("replica"):
+            assert len(names_of(replica)) > 1, "a living replica keeps its names"
+        assert train_and_publish(client) == version + 1

@@ -4,17 +4,18 @@ import time
 
 import pytest
 
-from tests.fleet.session_fleet import MODEL, Fleet
+from tests.fleet.deployed import MODEL, Fleet
 from tests.fleet.talk import succeeded
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(300)]
 
 
 def test_server_info_is_that_of_one_server(fleet: Fleet) -> None:
     with fleet.client() as client:
         shown = succeeded(client.get("/server_info?config_format=json")).json()["vllm_config"]
         assert shown["weight_transfer_config"] == {"backend": "shm"}
-        assert shown["lora_config"] is None and shown["model_config"]["dtype"] == "torch.float32"
+        assert shown["lora_config"] is None
+        assert shown["model_config"]["dtype"] == "torch.float32"
         assert shown["parallel_config"]["data_parallel_size"] == 1
         assert shown["model_config"]["served_model_name"] == MODEL
         text = succeeded(client.get("/server_info")).json()

@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from app.main import STATS_PERIOD_S
-from tests.fleet.session_fleet import Fleet
+from tests.fleet.deployed import Fleet
+from tests.fleet.scraping import by_replica, scraped
 from tests.fleet.talk import complete, train_and_publish
-from tests.fleet.test_metrics import by_replica, scraped
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(400)]
 
 LENGTH = 512  # tokens of the beginning that a group has in common
 ANSWERS = 6

@@ -1,7 +1,6 @@
 """Rounds under a running service: what a client sees before, during and after."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import httpx
@@ -9,7 +8,7 @@ import pytest
 
 from app.client.completions import Answer
 from app.client.connection import KEPT_S
-from tests.fleet.session_fleet import Fleet
+from tests.fleet.deployed import Fleet
 from tests.fleet.talk import (
     PROMPT,
     Reference,
@@ -20,11 +19,12 @@ from tests.fleet.talk import (
     stored,
     succeeded,
     train_and_publish,
+    wait_for,
 )
 from tests.tiny_models import tiny_llama
 from trainers.trajectory import VersionSpan
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(600)]
 
 
 def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transformers(
@@ -97,17 +97,8 @@ def test_200_requests_in_flight_do_not_notice_ten_rounds(fleet: Fleet) -> None:
             if version not in references:
                 references[version] = Reference(wait_for(stored(fleet, version)))
             begin, end = span.start, span.end
-            expected = references[version](prompt + tokens[:begin], end - begin)
-            assert tokens[begin:end] == expected, f"tokens {begin} to {end} are not version {version}'s"
-
-
-def wait_for(directory: Path, timeout_s: float = 30.0) -> Path:
-    """The store is written after the commit, off the critical path."""
-    deadline = time.monotonic() + timeout_s
-    while not directory.is_dir():
-        assert time.monotonic() < deadline, f"{directory} was not written"
-        time.sleep(0.1)
-    return directory
+            agreeing = references[version].continues(prompt + tokens[:begin], tokens[begin:end])
+            assert agreeing == end - begin, f"tokens {begin} to {end} are not version {version}'s"
 
 
 def test_no_request_that_starts_after_the_commit_sees_an_older_version(fleet: Fleet) -> None:

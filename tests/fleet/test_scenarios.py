@@ -1,19 +1,17 @@
-"""The scenario scripts against a fleet on CPUs: as outside programs, as their users run them."""
+"""The scenario scripts against a fleet on CPUs. `test_launched` runs the one that publishes."""
 
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from app.scenarios.async_inflight import parse, scenario
-from tests.fleet.session_fleet import Fleet
-from tests.fleet.talk import ENGINE, ENVIRONMENT, PROMPT, Reference, on_every_replica
+from tests.fleet.deployed import Fleet
+from tests.fleet.talk import ENGINE, ENVIRONMENT
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.long, pytest.mark.timeout(300)]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,21 +19,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False
     )
-
-
-def test_an_outside_program_publishes_a_checkpoint_round_after_round(fleet: Fleet, tmp_path: Path) -> None:
-    version, saved = fleet.version(), tmp_path / "saved"
-    common = ("--url", fleet.url, "--transport", "shm", "--model", str(fleet.checkpoint))
-    said = run(*common, "--rounds", "2", "--noise", "0.3", "--save", str(saved))
-    assert said.returncode == 0, said.stderr[-2000:]
-    assert f"version {version + 2} in" in said.stdout
-    assert said.stdout.count("after: version") == 4
-    assert AutoTokenizer.from_pretrained(saved).decode(PROMPT), "a whole checkpoint"
-    expected = Reference(saved)(PROMPT, 16)
-    assert expected != Reference(fleet.checkpoint)(PROMPT, 16)
-    with fleet.client() as client:
-        for answer in on_every_replica(client, max_tokens=16).values():
-            assert (answer.token_ids, answer.version) == (expected, version + 2)
 
 
 def test_a_transport_that_needs_a_gpu_is_refused_where_there_is_none(fleet: Fleet) -> None:

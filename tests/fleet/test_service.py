@@ -9,9 +9,10 @@ import httpx
 import pytest
 from ray import serve
 
+from tests.fleet.deployed import Fleet
 from tests.fleet.failure_report import serve_logs
-from tests.fleet.losing import kill_a_replica, members, process_of
-from tests.fleet.session_fleet import MAX_IN_FLIGHT, Fleet
+from tests.fleet.losing import members, process_of
+from tests.fleet.session_fleet import MAX_IN_FLIGHT
 from tests.fleet.talk import (
     PROMPT,
     ask,
@@ -26,17 +27,7 @@ from tests.fleet.talk import (
 from trainers.trajectory import Trajectory
 from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
-
-
-def test_a_session_stays_with_its_replica(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        seen = {}
-        for session in map(str, range(20)):  # by chance all on one replica: twice in a million runs
-            headers = {"x-session-id": session}
-            seen[session] = {complete(client, max_tokens=2, headers=headers).replica for _ in range(3)}
-        assert all(len(replicas) == 1 for replicas in seen.values())
-        assert len(set.union(*seen.values())) == 2, "twenty sessions must not all land on one replica"
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(300)]
 
 
 def test_an_answer_with_a_seed_is_the_same_in_however_many_steps_its_prompt_is_computed(fleet: Fleet) -> None:
@@ -127,7 +118,7 @@ def test_a_refused_call_is_one_line_in_serves_logs(fleet: Fleet) -> None:
         assert client.post("/train/step", json={"trajectories": []}).status_code == 400
     for deployment in ("controller", "trainer"):
         # Each replica of a deployment has a file of its own; other tests kill some.
-        logs = serve_logs().glob(f"replica_slipstream_{deployment}_*.log")
+        logs = serve_logs().glob(f"replica_{fleet.application}_{deployment}_*.log")
         said = "".join(log.read_text() for log in logs)
         assert f"conflict: {refused.json()['error']['message']}" in said
         assert "deployments.errors." not in said, "the last line of a stack trace"
@@ -156,51 +147,39 @@ def test_the_page_is_served(fleet: Fleet) -> None:
     assert answer.status_code == 200 and "<title>Slipstream</title>" in answer.text
 
 
-@pytest.mark.parametrize("deployment", ["rollout", "trainer", "router"])
+STANDS_S = 5.0  # several of the intervals in which replicas report
+
+
+@pytest.mark.parametrize(
+    "deployment",
+    [
+        "rollout",
+        pytest.param("trainer", marks=pytest.mark.long),
+        pytest.param("router", marks=pytest.mark.long),
+    ],
+)
 def test_a_process_that_stands_still_stops_the_controller_for_nobody(fleet: Fleet, deployment: str) -> None:
     """It stands still in the middle of a call to the controller: replicas wait there for instructions, and
     the others are caught in one of theirs."""
-    stopped = process_of(deployment)
-    controller = serve.get_deployment_handle("controller", app_name="slipstream")
+    stopped = process_of(fleet, deployment)
+    controller = serve.get_deployment_handle("controller", app_name=fleet.application)
     with fleet.client() as client:
         ids = members(client)
         stopped.suspend()
         try:
-            end = time.monotonic() + 8
+            end = time.monotonic() + STANDS_S
             while time.monotonic() < end:
-                status = controller.fleet.remote().result(timeout_s=3)
+                status = controller.fleet.remote().result(timeout_s=20)
                 time.sleep(0.2)
         finally:
             stopped.resume()
         silent = sorted(member.silent_s for member in status.members)
-        assert silent[0] < 3, "the other replica reports as ever"
         if deployment == "rollout":
-            assert silent[-1] > 5, "not the process that was meant"
+            assert silent[0] < STANDS_S / 2 < silent[-1], "the other replica reports as ever"
+        else:
+            assert silent[-1] < STANDS_S / 2, "replicas report as ever"
         assert members(client) == ids
         train_and_publish(client)
-
-
-@pytest.mark.chaos
-def test_a_killed_replica_comes_back_with_the_committed_version(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        version = train_and_publish(client)
-        expected = complete(client, max_tokens=24).token_ids
-        before = members(client)
-        kill_a_replica()
-        deadline = time.monotonic() + 150
-        answered = 0
-        while time.monotonic() < deadline:
-            answer = complete(client, max_tokens=24)
-            assert answer.token_ids == expected and answer.version == version
-            answered += 1
-            if len(now := members(client)) == 2 and now != before:
-                break
-            time.sleep(0.2)
-        assert len(now) == 2 and now != before, "the replica did not come back"
-        assert answered > 5
-        for answer in on_every_replica(client, max_tokens=24).values():
-            assert answer.token_ids == expected and answer.version == version
-        assert train_and_publish(client) == version + 1
 
 
 def test_engine_and_trainer_agree_about_the_weights_that_they_share(fleet: Fleet) -> None:
@@ -226,7 +205,7 @@ def test_engine_and_trainer_agree_about_the_weights_that_they_share(fleet: Fleet
         content = {"content": arrays, "headers": {"content-type": MEDIA_TYPE}}
         third = succeeded(client.post("/train/step", **content)).json()
         assert (third["tokens"], third["step"]) == (metrics["tokens"], metrics["step"] + 2)
-        trainer = serve.get_deployment_handle("trainer", app_name="slipstream")
+        trainer = serve.get_deployment_handle("trainer", app_name=fleet.application)
         fourth = trainer.step.remote(arrays).result(timeout_s=60)
         assert (fourth["tokens"], fourth["step"]) == (metrics["tokens"], metrics["step"] + 3)
         wrong = client.post("/train/step", content=arrays[:-1], headers=content["headers"])

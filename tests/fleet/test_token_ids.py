@@ -6,10 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fleet.session_fleet import MODEL, Fleet
-from tests.fleet.talk import PROMPT, complete, succeeded, train_and_publish
+from tests.fleet.deployed import MODEL, Fleet
+from tests.fleet.talk import PROMPT, complete, succeeded
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(300)]
 
 ROUTE = "/inference/v1/generate"
 VOCABULARY = 32_000  # more than any tiny model has
@@ -75,33 +75,6 @@ def test_answers_and_streams_have_versions(fleet: Fleet) -> None:
             {"version": str(version), "start": 0, "end": 8}
         ]
         assert events[-2] == "data: [DONE]"
-
-
-def test_a_minimum_version_is_waited_for_or_refused(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        version = train_and_publish(client)
-        fresh = succeeded(generate(client, headers={"x-min-weight-version": str(version)}))
-        assert fresh.json()["weight_version"] == version
-        headers = {"x-min-weight-version": str(version + 1), "x-weight-timeout": "0.2"}
-        refused = generate(client, headers=headers)
-        assert refused.status_code == 409
-        assert refused.json()["error"]["detail"] == {"expected": version + 1, "actual": version}
-
-
-@pytest.mark.parametrize("header", ["x-session-id", "X-Session-ID"])
-def test_a_session_stays_with_its_replica(fleet: Fleet, header: str) -> None:
-    with fleet.client() as client:
-        seen: set[str] = set()
-        for session in map(str, range(20)):
-            of_session = {
-                succeeded(generate(client, {"max_tokens": 1}, headers={header: session})).headers[
-                    "x-slipstream-replica"
-                ]
-                for _ in range(3)
-            }
-            assert len(of_session) == 1
-            seen |= of_session
-        assert len(seen) == 2
 
 
 def test_what_is_out_of_bounds_is_refused_and_no_engine_is_lost(fleet: Fleet) -> None:
