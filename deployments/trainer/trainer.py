@@ -22,7 +22,7 @@ from deployments.trainer.former_session import end_former_session
 from deployments.trainer.lost_version import watch
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.turns import Turns
-from deployments.trainer.worker_group import TrainerWorkerActor, WorkerGroup
+from deployments.trainer.worker_group import PING_TIMEOUT_S, TrainerWorkerActor, WorkerGroup
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
 from deployments.unary import UnaryHandle
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
@@ -41,13 +41,19 @@ class Trainer:
         spec: what the workers are started with.
         controller: the fleet's controller.
         slots: whose GPUs the ranks share with the replicas; None if they have GPUs of their own.
+        ping_timeout_s: after which a worker that does not answer is taken to hang.
 
     Raises:
         FleetUnavailable: a worker died while it loaded the model, or did not load it in time.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, spec: TrainerSpec, controller: DeploymentHandle, slots: DeploymentHandle | None = None
+        self,
+        spec: TrainerSpec,
+        controller: DeploymentHandle,
+        slots: DeploymentHandle | None = None,
+        *,
+        ping_timeout_s: float = PING_TIMEOUT_S,
     ) -> None:
         self._spec = spec
         self._step_timeout_s = spec.config.step_timeout_s
@@ -64,7 +70,7 @@ class Trainer:
             await self._free_shared_memory()
         else:
             await end_former_session(fleet)
-        self._group, self._loaded = await WorkerGroup.start(spec, fleet, plan)
+        self._group, self._loaded = await WorkerGroup.start(spec, fleet, plan, ping_timeout_s=ping_timeout_s)
         self._version = self._loaded.version
         self._step = self._loaded.step
         self._adapter_version = self._loaded.adapter_version

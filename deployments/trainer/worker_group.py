@@ -112,7 +112,12 @@ class WorkerGroup:
 
     @classmethod
     async def start(
-        cls, spec: TrainerSpec, controller: UnaryHandle, slots: SlotPlan | None = None
+        cls,
+        spec: TrainerSpec,
+        controller: UnaryHandle,
+        slots: SlotPlan | None = None,
+        *,
+        ping_timeout_s: float = PING_TIMEOUT_S,
     ) -> tuple["WorkerGroup", LoadedTrainer]:
         """Start the ranks; returns when all of them have loaded the model, with rank 0's report.
 
@@ -131,7 +136,8 @@ class WorkerGroup:
                     name=f"slipstream-trainer-{incarnation}-{rank}", **resources(spec, rank, slots)
                 ).remote(spec, rank, controller)
                 for rank in range(spec.config.world_size)
-            ]
+            ],
+            ping_timeout_s=ping_timeout_s,
         )
         try:
             # A worker group that is just ending may still hold the GPUs, but not for long.

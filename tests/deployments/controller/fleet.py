@@ -4,7 +4,9 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from deployments.controller.controller import Controller
 from deployments.ledger.adapters.catalog import AdapterLimits
@@ -27,6 +29,7 @@ class Fleet:
         model: str | None = None,
         adapters: AdapterLimits | None = None,
         tick_s: float = 0.02,
+        **options: Any,
     ) -> None:
         self.now = 1000.0
         self.config = config
@@ -39,7 +42,8 @@ class Fleet:
         self.polls: Counter[str] = Counter()
         self.replicas: dict[str, FakeReplica] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
-        self.controller = Controller(
+        self._new_process = partial(
+            Controller,
             config=config,
             model=model,
             state_dir=str(directory / "state"),
@@ -53,7 +57,9 @@ class Fleet:
             tick_s=tick_s,
             clock=lambda: self.now,
             disk=self.disk,
+            **options,
         )
+        self.controller = self._new_process()
 
     def _is_alive(self, replica_id: str) -> bool:
         self.ray_answers.wait(HELD_S)
@@ -67,9 +73,12 @@ class Fleet:
 
     def start(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:
-            replica = FakeReplica(replica_id=replica_id, incarnation=f"{replica_id}-1")
-            self.replicas[replica_id] = replica
-            self._followers[replica_id] = asyncio.create_task(self._follow(replica))
+            self.add(FakeReplica(replica_id=replica_id, incarnation=f"{replica_id}-1"))
+
+    def add(self, replica: FakeReplica) -> None:
+        """It follows the controller from now on, or again."""
+        self.replicas[replica.replica_id] = replica
+        self._followers[replica.replica_id] = asyncio.create_task(self._follow(replica))
 
     def kill(self, replica_id: str) -> None:
         self._followers.pop(replica_id).cancel()
@@ -116,6 +125,18 @@ class Fleet:
         while self.now < end:
             self.now = min(end, self.now + 1.0)
             await self.controller.fleet()
+
+    async def restart(self, *silent: str) -> None:
+        """Another process on the same disk; all replicas but the silent ones follow it."""
+        for follower in self._followers.values():
+            follower.cancel()
+        await asyncio.gather(*self._followers.values(), return_exceptions=True)
+        following = [each for each in self._followers if each not in silent]
+        self._followers.clear()
+        await self.controller.aclose()
+        self.controller = self._new_process()
+        for replica_id in following:
+            self.add(self.replicas[replica_id])
 
     async def aclose(self) -> None:
         self.disk.goes.set()

@@ -3,12 +3,12 @@
 from deployments.protocol.instructions import CommitMode
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.fleet_client import FleetWeightSyncClient
-from tests.deployments.fake_controller import FakeController
+from tests.deployments.controller_in_process import ControllerInProcess
 
 OPTIONS = RoundOptions(commit=CommitMode.ROLLING)
 
 
-def client_of(controller: FakeController, publisher: str = "trainer") -> FleetWeightSyncClient:
+def client_of(controller: ControllerInProcess, publisher: str = "trainer") -> FleetWeightSyncClient:
     return FleetWeightSyncClient(
         controller,  # type: ignore[arg-type]  # a DeploymentHandle's port
         publisher,

@@ -1,14 +1,15 @@
-"""A trainer's only rank, in the test's own process, with a tiny model and a fake controller."""
+"""A trainer's only rank, in the test's own process, with a tiny model and the real controller."""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
-from tests.deployments.fake_controller import FakeController
+from tests.deployments.controller_in_process import CONTROLLER_THREAD, ControllerInProcess
 from tests.deployments.trainer.trainer_specs import trainer_spec
 from tests.tiny_models import save_tiny_llama
 from trainers.settings import OptimizerConfig, TrainerConfig
@@ -30,7 +31,7 @@ def small_spec(tmp_path: Path) -> TrainerSpec:
     )
 
 
-def started(spec: TrainerSpec, controller: FakeController) -> TrainerWorker:
+def started(spec: TrainerSpec, controller: ControllerInProcess) -> TrainerWorker:
     worker = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
     worker.load(("127.0.0.1", 0))
     return worker
@@ -44,3 +45,12 @@ def published(worker: TrainerWorker, label: str | None = None) -> RoundReport:
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the trainer has logged, not its controller."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "ray.serve" and record.threadName != CONTROLLER_THREAD
+    ]

@@ -16,7 +16,7 @@ from deployments.protocol.publishing import LACKING
 from deployments.trainer.checkpoint import BaseCheckpoint, summary
 from deployments.trainer.spec import TrainerSpec
 from deployments.weights.store.integrity import check_files
-from tests.deployments.fake_controller import FakeController
+from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, started
 from tests.deployments.trainer.trainer_specs import trainer_spec
 from tests.tiny_models import (
@@ -57,15 +57,14 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 @every_kind
 def test_what_is_sent_and_what_is_lacking_are_the_checkpoint(
-    save: Save, untrained: list[str], tmp_path: Path
+    save: Save, untrained: list[str], tmp_path: Path, controller: ControllerInProcess
 ) -> None:
-    controller = FakeController()
     model = save(tmp_path / "model", 0)
     worker = started(spec_of(model, tmp_path), controller)
     before = tensors_of(model)
     worker.step(BATCH)
     published(worker)
-    lacking = controller.init_info[LACKING]
+    lacking = controller.last["connect"][1][LACKING]
     assert set(lacking) | controller.received.keys() == before.keys()
     assert not set(lacking) & controller.received.keys()
     assert sorted(summary(lacking)) == sorted(untrained)
@@ -74,8 +73,9 @@ def test_what_is_sent_and_what_is_lacking_are_the_checkpoint(
 
 
 @every_kind
-def test_a_stored_version_is_a_complete_checkpoint(save: Save, untrained: list[str], tmp_path: Path) -> None:
-    controller = FakeController()
+def test_a_stored_version_is_a_complete_checkpoint(
+    save: Save, untrained: list[str], tmp_path: Path, controller: ControllerInProcess
+) -> None:
     model = save(tmp_path / "model", 0)
     spec = spec_of(model, tmp_path)
     worker = started(spec, controller)
@@ -83,9 +83,9 @@ def test_a_stored_version_is_a_complete_checkpoint(save: Save, untrained: list[s
     published(worker)
     saved = Path(worker.save(str(tmp_path / "saved")).path)
     assert worker.flush(30.0)
-    stored = Path(controller.stored_versions[1])
+    stored = controller.directory_of(1)
     check_files(stored, 1)
-    lacking = controller.init_info[LACKING]
+    lacking = controller.last["connect"][1][LACKING]
     expected = {**controller.received, **{name: tensors_of(model)[name] for name in lacking}}
     assert equal(tensors_of(stored), expected) and equal(tensors_of(saved), expected)
     for directory in (stored, saved):
@@ -94,10 +94,10 @@ def test_a_stored_version_is_a_complete_checkpoint(save: Save, untrained: list[s
         assert config.architectures == AutoConfig.from_pretrained(model).architectures
     assert not AutoModelForCausalLM.from_pretrained(stored, output_loading_info=True)[1]["missing_keys"]
     # It is what a restarted trainer resumes from, and publishes as it is.
-    again = started(spec, successor := FakeController())
-    published(again)
-    assert equal(successor.received, controller.received)
-    assert successor.init_info[LACKING] == lacking
+    sent = controller.received
+    published(started(spec, controller))
+    assert equal(controller.received, sent) and controller.received is not sent
+    assert controller.last["connect"][1][LACKING] == lacking
 
 
 def test_tied_weights_that_differ_in_the_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -109,13 +109,15 @@ def test_tied_weights_that_differ_in_the_checkpoint_are_refused(tmp_path: Path) 
         Policy.load(model)
 
 
-def test_a_module_of_which_the_trainer_has_a_part_is_refused(tmp_path: Path) -> None:
+def test_a_module_of_which_the_trainer_has_a_part_is_refused(
+    tmp_path: Path, controller: ControllerInProcess
+) -> None:
     model = save_tiny_llama(tmp_path / "model", 0)
     tensors = tensors_of(model)
     tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(256)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"up_proj\.weight' came without '\S+up_proj\.bias' of the same"):
-        started(spec_of(model, tmp_path), FakeController())
+        started(spec_of(model, tmp_path), controller)
 
 
 def test_a_parameter_that_would_not_be_sent_is_refused(tmp_path: Path) -> None:
@@ -135,20 +137,20 @@ def test_a_checkpoint_without_safetensors_has_no_names(tmp_path: Path) -> None:
     assert BaseCheckpoint(tmp_path).names == frozenset() and BaseCheckpoint(tmp_path).lacking(["a"]) == []
 
 
-def test_versions_have_a_tokenizer_though_the_version_that_was_resumed_from_is_gone(tmp_path: Path) -> None:
+def test_versions_have_a_tokenizer_though_the_version_that_was_resumed_from_is_gone(
+    tmp_path: Path, controller: ControllerInProcess
+) -> None:
     model = save_tiny_llama(tmp_path / "model", 0)
     spec = spec_of(model, tmp_path)
-    first = started(spec, FakeController())
+    first = started(spec, controller)
     first.step(BATCH)
     published(first)
     assert first.flush(30.0)
-    controller = FakeController()
-    controller.version = 1
     worker = started(spec, controller)  # resumes from version 1
     shutil.rmtree(Path(spec.store_dir) / "v00000001")  # as retention does after a few rounds
     published(worker)
     assert worker.flush(30.0)
-    assert (Path(controller.stored_versions[2]) / "tokenizer.json").is_file()
+    assert (controller.directory_of(2) / "tokenizer.json").is_file()
 
 
 def test_the_configuration_of_a_whole_gets_the_dtype_of_its_weights(tmp_path: Path) -> None:

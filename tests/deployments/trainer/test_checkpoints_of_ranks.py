@@ -99,6 +99,7 @@ def rank_that_may_fail(rank: int, directory: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_ranks_agree_on_a_checkpoint_after_a_fault_of_one(tmp_path: Path) -> None:
     tiny.policy(tmp_path)
     both(rank_that_may_fail, tmp_path)
@@ -112,6 +113,7 @@ def _sharded(directory: Path, stored: Weights | None = None) -> Learner:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_any_number_of_ranks_resumes_and_all_of_them_or_none(tmp_path: Path) -> None:
     tiny.policy(tmp_path)
     single = Learner(Policy.load(tmp_path), CONFIG)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from deployments.errors import FleetUnavailable
-from deployments.protocol.status import FleetStatus, RoundStatus
+from deployments.protocol.status import FleetStatus, MemberStatus, RoundStatus
 from deployments.trainer.lost_version import CONFIRMATIONS, is_lost, is_starved, watch
-from tests.deployments.fake_controller import FakeController, member_status
+from tests.deployments.ledger.ledger_scene import Scene
 
 ROUND = RoundStatus(round_id=5, version=5, label=None, phase="open", age_s=1.0, participants=("r0",))
 
@@ -21,12 +21,23 @@ def fleet(
     current_round: RoundStatus | None = None,
 ) -> FleetStatus:
     return replace(
-        FakeController().on_fleet(),
+        Scene().status(),
         committed_version=committed,
         stored_version=stored,
         round=current_round,
         members=tuple(
-            member_status(state, version, f"r{index}") for index, (state, version) in enumerate(members)
+            MemberStatus(
+                replica_id=f"r{index}",
+                incarnation=f"r{index}-1",
+                state=state,
+                admitted=state == "serving",
+                version=version,
+                world_size=1,
+                silent_s=0.0,
+                pending=(),
+                reason="",
+            )
+            for index, (state, version) in enumerate(members)
         ),
     )
 

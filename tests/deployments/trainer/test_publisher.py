@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from deployments.errors import FleetUnavailable, RoundAborted
+from deployments.errors import FleetUnavailable, TransferAborted
+from deployments.protocol.instructions import Verify
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.status import FleetStatus
+from deployments.protocol.reports import Outcome
 from deployments.trainer.publisher import Publisher, PublishSource
-from tests.deployments.fake_controller import FakeController
+from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.trainer_specs import trainer_spec
 from tests.tiny_models import tiny_llama
 from trainers.sources import ParameterSource
@@ -32,12 +33,7 @@ class BreakingSource(ParameterSource):
             yield pair
 
 
-class UnreachableController(FakeController):
-    def on_fleet(self) -> FleetStatus:
-        raise FleetUnavailable("the controller is being restarted")
-
-
-def publisher_of(controller: FakeController, source: ParameterSource | None = None) -> Publisher:
+def publisher_of(controller: ControllerInProcess, source: ParameterSource | None = None) -> Publisher:
     return Publisher(SPEC, 0, ParameterSource(tiny_llama(0)) if source is None else source, controller)
 
 
@@ -106,8 +102,7 @@ def test_draining_completes_the_iteration_that_was_left() -> None:
 # -- rounds ----------------------------------------------------------------------------------------
 
 
-def test_a_round_sends_every_tensor_and_states_the_label() -> None:
-    controller = FakeController()
+def test_a_round_sends_every_tensor_and_states_the_label(controller: ControllerInProcess) -> None:
     model = tiny_llama(0)
     publisher = publisher_of(controller, ParameterSource(model))
     report = published(publisher, "step-1")
@@ -117,23 +112,22 @@ def test_a_round_sends_every_tensor_and_states_the_label() -> None:
     publisher.close()
 
 
-def new_epoch(controller: FakeController) -> None:
-    controller.epoch += 1
+def new_epoch(controller: ControllerInProcess) -> None:
+    controller.add_replica()
 
 
-def other_publisher(controller: FakeController) -> None:
-    controller.connected_to = "an outside trainer"
+def other_publisher(controller: ControllerInProcess) -> None:
+    controller.publish_as("an outside trainer")
 
 
-def restarted_controller(controller: FakeController) -> None:
-    controller.connected_to = None
+def restarted_controller(controller: ControllerInProcess) -> None:
+    controller.restart()
 
 
 @pytest.mark.parametrize("change", [new_epoch, other_publisher, restarted_controller])
 def test_a_connection_is_made_anew_only_when_the_fleet_needs_it(
-    change: Callable[[FakeController], None],
+    change: Callable[[ControllerInProcess], None], controller: ControllerInProcess
 ) -> None:
-    controller = FakeController()
     publisher = publisher_of(controller)
     for _ in range(2):
         published(publisher)
@@ -142,38 +136,42 @@ def test_a_connection_is_made_anew_only_when_the_fleet_needs_it(
     for _ in range(2):
         published(publisher)
     assert controller.calls.count("connect") == 2
-    assert controller.version == 4
     publisher.close()
 
 
-def test_a_round_that_breaks_while_it_is_sent_is_aborted_with_the_reason() -> None:
-    controller = FakeController()
+def test_a_round_that_breaks_while_it_is_sent_is_aborted_with_the_reason(
+    controller: ControllerInProcess,
+) -> None:
     source = BreakingSource(tiny_llama(0))
     publisher = publisher_of(controller, source)
     source.broken = True
     with pytest.raises(RuntimeError, match="out of memory"):
         publisher.publish(None)
-    assert controller.abort_reasons == ["out of memory"]
-    assert controller.lease is None and controller.open_round_id is None
+    assert controller.ask("rounds")[-1].reason.endswith(": out of memory")
+    assert controller.status.lease is None and controller.status.round is None
     source.broken = False
     assert published(publisher).version == 1
     assert controller.calls.count("connect") == 2, "a connection that broke is not used again"
     publisher.close()
 
 
-def test_a_round_that_the_fleet_aborts_raises_its_error_and_leaves_no_lease() -> None:
-    controller = FakeController()
-    controller.abort_next = RoundAborted("replicas disagree")
+def test_a_round_that_the_fleet_aborts_raises_its_error_and_leaves_no_lease(
+    controller: ControllerInProcess,
+) -> None:
+    controller.replica.outcomes[Verify] = Outcome.TRANSFER_FAILED
     publisher = publisher_of(controller)
-    with pytest.raises(RoundAborted, match="replicas disagree"):
+    with pytest.raises(TransferAborted, match="transfer_failed here"):
         publisher.publish(None)
-    assert controller.lease is None
+    controller.replica.outcomes.clear()
+    assert controller.status.lease is None
     assert published(publisher).version == 1
     publisher.close()
 
 
-def test_an_unreachable_controller_is_the_error_and_nothing_was_begun() -> None:
-    controller = UnreachableController()
+def test_an_unreachable_controller_is_the_error_and_nothing_was_begun(
+    controller: ControllerInProcess,
+) -> None:
+    controller.fails["fleet"] = FleetUnavailable("the controller is being restarted")
     with pytest.raises(FleetUnavailable, match="the controller is being restarted"):
         publisher_of(controller).publish(None)
     assert controller.calls == ["fleet"]

@@ -8,7 +8,7 @@ import pytest
 
 from deployments.errors import InvalidRequest
 from deployments.trainer.rank import logger
-from tests.deployments.fake_controller import FakeController
+from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, small_spec, started
 from trainers.loss_settings import LossConfig
 
@@ -21,9 +21,9 @@ def with_version(version: int) -> list[Any]:
 
 
 def test_rollouts_that_the_trainer_does_not_agree_with_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
 ) -> None:
-    worker = started(small_spec(tmp_path), FakeController())
+    worker = started(small_spec(tmp_path), controller)
     logger.addHandler(caplog.handler)
     try:
         metrics = worker.step(with_version(3), 4)
@@ -37,8 +37,8 @@ def test_rollouts_that_the_trainer_does_not_agree_with_are_warned_of(
     assert f"differ by {metrics['logprob_difference_mean']:.4f} on average" in record.getMessage()
 
 
-def test_a_bad_batch_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    worker = started(small_spec(tmp_path), FakeController())
+def test_a_bad_batch_is_refused_and_changes_nothing(tmp_path: Path, controller: ControllerInProcess) -> None:
+    worker = started(small_spec(tmp_path), controller)
     for change, sentence in (
         ({"loss_mask": [True]}, "loss_mask must have 2 entries"),
         ({"advantage": [1.0, float("nan")]}, "advantage must be a finite number"),
@@ -46,15 +46,18 @@ def test_a_bad_batch_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidRequest, match=sentence):
             worker.step([BATCH[0] | change, BATCH[1]])
+    for batch, sentence in (([], "non-empty list"), ([{"token_ids": [1]}], "needs the field")):
+        with pytest.raises(InvalidRequest, match=sentence):
+            worker.step(batch)
     with pytest.raises(InvalidRequest, match="none of 1 trajectories"):
         worker.step([BATCH[0] | {"loss_mask": [False, False]}])
     assert worker.step(BATCH)["step"] == 1
 
 
-def test_a_warm_start_needs_tokens_alone(tmp_path: Path) -> None:
+def test_a_warm_start_needs_tokens_alone(tmp_path: Path, controller: ControllerInProcess) -> None:
     spec = small_spec(tmp_path)
     config = spec.config.model_copy(update={"loss": LossConfig(name="sft")})
-    worker = started(replace(spec, config=config), FakeController())
+    worker = started(replace(spec, config=config), controller)
     bare = [{name: each[name] for name in ("prompt_token_ids", "token_ids")} for each in BATCH]
     first, second = worker.step(bare), worker.step(bare)
     assert second["loss"] < first["loss"] and "importance_mean" not in first

@@ -3,19 +3,20 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.errors import InvalidRequest, RoundAborted
+from deployments.errors import InvalidRequest, TransferAborted
+from deployments.protocol.instructions import Verify
+from deployments.protocol.reports import Outcome
 from deployments.trainer.messages import StoreStatus
 from deployments.trainer.spec import TrainerSpec
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
-from tests.deployments.fake_controller import FakeController
+from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, small_spec, started
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.fake_hub import FakeHub
@@ -27,9 +28,8 @@ def spec(tmp_path: Path) -> TrainerSpec:
 
 
 def test_what_is_published_is_what_save_writes_and_what_the_store_has(
-    spec: TrainerSpec, tmp_path: Path
+    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
-    controller = FakeController()
     worker = started(spec, controller)
     assert worker.step(BATCH)["step"] == 1
     report = published(worker, "first")
@@ -40,45 +40,54 @@ def test_what_is_published_is_what_save_writes_and_what_the_store_has(
     assert equal(controller.received, saved)
     assert not equal(saved, load_file(Path(spec.model) / "model.safetensors"))
     assert worker.flush(30.0)
-    stored = Path(controller.stored_versions[1])
+    stored = controller.directory_of(1)
     assert equal(load_file(stored / "model.safetensors"), saved)
     assert (stored / "tokenizer.json").is_file()
     assert json.loads((stored / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_the_manifest_of_a_stored_version_says_what_it_is(spec: TrainerSpec) -> None:
-    controller = FakeController()
+def test_the_manifest_of_a_stored_version_says_what_it_is(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
     published(worker, "first")
     assert worker.flush(30.0)
     manifest = Store(Path(spec.store_dir)).manifest_of(1)
     assert (manifest.version, manifest.label, manifest.trainer_step) == (1, "first", 1)
-    assert manifest.fleet_id == "fleet" and manifest.digest is not None
+    assert manifest.fleet_id == controller.status.fleet_id and manifest.digest is not None
     assert {name: tensor.digest for name, tensor in manifest.tensors.items()} == {
         name: f"{digest(tensor):016x}" for name, tensor in controller.received.items()
     }
 
 
-def test_the_controller_hears_of_a_version_that_could_not_be_written(spec: TrainerSpec) -> None:
-    controller = FakeController()
+def test_the_controller_hears_of_a_version_that_could_not_be_written(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
     worker = started(spec, controller)
     Path(spec.store_dir).parent.mkdir(exist_ok=True)
     Path(spec.store_dir).write_text("a file where the store was to be")
     published(worker)
     assert worker.flush(30.0)
-    assert controller.problems[1].startswith("NotADirectoryError: ")
+    problem = controller.status.store_problem
+    assert problem is not None and "NotADirectoryError: " in problem
 
 
-def test_a_trainer_does_not_go_on_from_another_fleets_weights(spec: TrainerSpec) -> None:
+def test_a_trainer_does_not_go_on_from_another_fleets_weights(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
     foreign = CommittedVersion(version=12, label=None, fleet_id="another", tensors={"w": torch.ones(1)})
     write_version(foreign, Store(Path(spec.store_dir)), lambda directory: None)
-    with pytest.raises(ValueError, match=r"version 12 in .* is of fleet another, this is fleet fleet"):
-        started(spec, FakeController())
+    with pytest.raises(
+        ValueError, match=rf"version 12 in .* is of fleet another, this is fleet {controller.status.fleet_id}"
+    ):
+        started(spec, controller)
 
 
-def test_a_checkpoint_is_saved_beside_the_store_by_default(spec: TrainerSpec) -> None:
-    worker = started(spec, FakeController())
+def test_a_checkpoint_is_saved_beside_the_store_by_default(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
+    worker = started(spec, controller)
     worker.step(BATCH)
     assert Path(worker.save(None).path) == Path(spec.store_dir).parent / "checkpoint-000001"
     Path(spec.store_dir).parent.joinpath("file").write_text("")
@@ -86,19 +95,21 @@ def test_a_checkpoint_is_saved_beside_the_store_by_default(spec: TrainerSpec) ->
         worker.save(str(Path(spec.store_dir).parent / "file" / "x"))
 
 
-def test_the_store_has_what_was_published_though_a_step_follows_at_once(spec: TrainerSpec) -> None:
-    controller = FakeController()
+def test_the_store_has_what_was_published_though_a_step_follows_at_once(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
     worker.publish(None)
     sent = {name: tensor.clone() for name, tensor in controller.received.items()}
     worker.step(BATCH)
     assert worker.flush(30.0)
-    assert equal(load_file(Path(controller.stored_versions[1]) / "model.safetensors"), sent)
+    assert equal(load_file(controller.directory_of(1) / "model.safetensors"), sent)
 
 
-def test_rolling_back_publishes_the_old_weights_as_a_newer_version(spec: TrainerSpec) -> None:
-    controller = FakeController()
+def test_rolling_back_publishes_the_old_weights_as_a_newer_version(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
     worker.publish(None)
@@ -113,60 +124,46 @@ def test_rolling_back_publishes_the_old_weights_as_a_newer_version(spec: Trainer
         worker.load_version(9)
 
 
-def test_an_aborted_round_raises_and_the_next_one_connects_again(spec: TrainerSpec) -> None:
-    controller = FakeController()
+def test_an_aborted_round_raises_and_the_next_one_connects_again(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
     worker = started(spec, controller)
-    controller.abort_next = RoundAborted("no replica is left")
-    with pytest.raises(RoundAborted, match="no replica is left"):
+    controller.replica.outcomes[Verify] = Outcome.TRANSFER_FAILED
+    with pytest.raises(TransferAborted, match="transfer_failed here"):
         worker.publish(None)
+    controller.replica.outcomes.clear()
     assert controller.calls[-1] == "release"
     assert published(worker).version == 1
     assert controller.calls.count("connect") == 2
 
 
-def test_a_connection_lasts_as_long_as_the_membership(spec: TrainerSpec) -> None:
-    controller = FakeController()
+def test_a_connection_lasts_as_long_as_the_membership(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
     worker = started(spec, controller)
     worker.publish(None)
     worker.publish(None)
     assert controller.calls.count("connect") == 1
-    controller.epoch = 2
+    controller.add_replica()
     worker.publish(None)
     assert controller.calls.count("connect") == 2
-    controller.connected_to = "somebody else"
+    controller.publish_as("somebody else")
     worker.publish(None)
     assert controller.calls.count("connect") == 3
 
 
-def test_weights_are_cast_for_the_wire_and_the_store(spec: TrainerSpec) -> None:
-    controller = FakeController()
+def test_weights_are_cast_for_the_wire_and_the_store(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
     worker = started(with_config(spec, wire_dtype="bfloat16"), controller)
     worker.publish(None)
     assert {tensor.dtype for tensor in controller.received.values()} == {torch.bfloat16}
     assert worker.flush(30.0)
-    config = json.loads((Path(controller.stored_versions[1]) / "config.json").read_text())
+    config = json.loads((controller.directory_of(1) / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ([], "non-empty list"),
-        ([{"token_ids": [1]}], "needs the field"),
-        ([BATCH[0] | {"token_ids": [7, 999]}], r"\[0, 258\), got 999"),
-    ],
-)
-def test_a_bad_batch_is_refused_and_changes_nothing(
-    spec: TrainerSpec, batch: list[Any], message: str
-) -> None:
-    worker = started(spec, FakeController())
-    with pytest.raises(InvalidRequest, match=message):
-        worker.step(batch)
-    assert worker.step(BATCH)["step"] == 1
-
-
-def test_a_disk_that_fails_does_not_end_training(spec: TrainerSpec) -> None:
-    controller = FakeController()
+def test_a_disk_that_fails_does_not_end_training(spec: TrainerSpec, controller: ControllerInProcess) -> None:
     worker = started(spec, controller)
     Path(spec.store_dir).parent.mkdir(parents=True, exist_ok=True)
     Path(spec.store_dir).parent.mkdir(exist_ok=True)
@@ -185,14 +182,18 @@ def test_a_disk_that_fails_does_not_end_training(spec: TrainerSpec) -> None:
 @pytest.mark.parametrize(
     "path", ["relative", "../up", "", "~nobody-of-this-name/x", "/tmp/\0", "/proc/1/x/y"]
 )
-def test_a_checkpoint_is_not_saved_just_anywhere(spec: TrainerSpec, path: str) -> None:
-    worker = started(spec, FakeController())
+def test_a_checkpoint_is_not_saved_just_anywhere(
+    spec: TrainerSpec, path: str, controller: ControllerInProcess
+) -> None:
+    worker = started(spec, controller)
     with pytest.raises(InvalidRequest, match="path must be"):
         worker.save(path)
 
 
-def test_a_checkpoint_is_never_saved_over_what_is_there(spec: TrainerSpec, tmp_path: Path) -> None:
-    worker = started(spec, FakeController())
+def test_a_checkpoint_is_never_saved_over_what_is_there(
+    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
+) -> None:
+    worker = started(spec, controller)
     taken, link = tmp_path / "taken", tmp_path / "link"
     taken.mkdir()
     (taken / "config.json").write_text("mine")
@@ -204,22 +205,23 @@ def test_a_checkpoint_is_never_saved_over_what_is_there(spec: TrainerSpec, tmp_p
 
 
 def test_a_model_of_the_hub_is_trained_from_where_it_was_downloaded_to(
-    spec: TrainerSpec, tmp_path: Path, hub: FakeHub
+    spec: TrainerSpec, tmp_path: Path, hub: FakeHub, controller: ControllerInProcess
 ) -> None:
     hub.repositories["org/tiny"] = Path(spec.model)
-    controller = FakeController()
     worker = started(replace(spec, model="org/tiny", revision="v2"), controller)
     assert [(model, options["revision"]) for model, options in hub.asked] == [("org/tiny", "v2")]
     worker.step(BATCH)
     published(worker)
     assert worker.flush(30.0)
-    stored = Path(controller.stored_versions[1])
+    stored = controller.directory_of(1)
     assert equal(load_file(stored / "model.safetensors"), controller.received)
     assert (stored / "config.json").is_file() and (stored / "tokenizer.json").is_file()
     again = started(replace(spec, model="org/tiny"), controller)
     assert again.save(str(tmp_path / "saved")).step == 1, "it goes on from the store"
 
 
-def test_a_model_that_cannot_be_downloaded_is_named(spec: TrainerSpec, hub: FakeHub) -> None:
+def test_a_model_that_cannot_be_downloaded_is_named(
+    spec: TrainerSpec, hub: FakeHub, controller: ControllerInProcess
+) -> None:
     with pytest.raises(ValueError, match="a Hugging Face id that can be downloaded, got 'org/tiny'"):
-        started(replace(spec, model="org/tiny"), FakeController())
+        started(replace(spec, model="org/tiny"), controller)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from deployments.trainer.messages import LoadedTrainer
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
-from tests.deployments.fake_controller import FakeController
-from tests.deployments.trainer.one_worker import BATCH, equal, small_spec, started
+from tests.deployments.controller_in_process import ControllerInProcess
+from tests.deployments.trainer.one_worker import BATCH, equal, lines, small_spec, started
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.tiny_models import tiny_llama
 from trainers.settings import OptimizerConfig
@@ -40,9 +40,9 @@ def spec(tmp_path: Path) -> TrainerSpec:
     return small_spec(tmp_path)
 
 
-def trained(spec: TrainerSpec, *, steps: int) -> TrainerWorker:
+def trained(spec: TrainerSpec, controller: ControllerInProcess, *, steps: int) -> TrainerWorker:
     """A worker after this many steps, each published, stored and followed by a save of the state."""
-    worker = started(spec, FakeController())
+    worker = started(spec, controller)
     for _ in range(steps):
         worker.step(BATCH)
         worker.publish(None)
@@ -64,34 +64,38 @@ def checkpoints(spec: TrainerSpec) -> list[Path]:
     return sorted((Path(spec.store_dir).parent / "trainer" / "checkpoints").glob("*step-*"))
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
-
-
-def test_a_restarted_trainer_resumes_from_the_newest_version(spec: TrainerSpec) -> None:
-    straight = trained(spec, steps=2)
-    resumed = TrainerWorker(spec, 0, FakeController())  # type: ignore[arg-type]
+def test_a_restarted_trainer_resumes_from_the_newest_version(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
+    straight = trained(spec, controller, steps=2)
+    resumed = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
     parameters = sum(parameter.numel() for parameter in tiny_llama(0, tied=True).parameters())
     assert resumed.load(("", 0)) == LoadedTrainer(version=2, step=2, parameters=parameters)
     assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
 
 
-def test_a_restart_without_a_checkpoint_resumes_the_schedule(spec: TrainerSpec) -> None:
-    trained(with_config(spec, checkpoint_every=0), steps=1)
-    metrics = started(spec, FakeController()).step(BATCH)
+def test_a_restart_without_a_checkpoint_resumes_the_schedule(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
+    trained(with_config(spec, checkpoint_every=0), controller, steps=1)
+    metrics = started(spec, controller).step(BATCH)
     assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(1e-3 * 2 / 5)
 
 
-def test_before_the_first_step_there_is_nothing_to_save(spec: TrainerSpec) -> None:
-    worker = started(spec, FakeController())
+def test_before_the_first_step_there_is_nothing_to_save(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
+    worker = started(spec, controller)
     worker.publish(None)
     worker.save_checkpoint()
     assert worker.flush(30.0)
     assert not checkpoints(spec)
 
 
-def test_one_step_that_is_published_twice_is_saved_once(spec: TrainerSpec) -> None:
-    worker = trained(spec, steps=1)
+def test_one_step_that_is_published_twice_is_saved_once(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
+    worker = trained(spec, controller, steps=1)
     (before,) = checkpoints(spec)
     written = before.stat().st_mtime_ns
     worker.publish(None)
@@ -107,14 +111,14 @@ def test_one_step_that_is_published_twice_is_saved_once(spec: TrainerSpec) -> No
 
 
 def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
-    spec: TrainerSpec, tmp_path: Path
+    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
     small = OptimizerConfig(learning_rate=1e-6)
     spec = with_config(spec, wire_dtype="bfloat16", optimizer=small)
-    worker = trained(spec, steps=2)
+    worker = trained(spec, controller, steps=2)
     before = saved(worker, tmp_path / "trained")
     assert not equal(before, rounded(before))
-    resumed = started(spec, FakeController())
+    resumed = started(spec, controller)
     assert equal(saved(resumed, tmp_path / "resumed"), before)
     resumed.step(BATCH)
     worker.step(BATCH)
@@ -122,12 +126,12 @@ def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
 
 
 def test_master_weights_of_another_step_are_not_restored(
-    spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
 ) -> None:
     spec = with_config(spec, wire_dtype="bfloat16", checkpoint_every=2)
-    worker = trained(spec, steps=3)
+    worker = trained(spec, controller, steps=3)
     with caplog.at_level("INFO", "ray.serve"):
-        resumed = started(spec, FakeController())
+        resumed = started(spec, controller)
     assert lines(caplog) == [
         "the trainer resumes from version 3, step 3; weights as stored, moments of step 2"
     ]
@@ -138,14 +142,19 @@ def test_master_weights_of_another_step_are_not_restored(
 @pytest.mark.parametrize("file", ["checkpoint.json", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("damage", [b"", b"not a state", None])
 def test_a_damaged_checkpoint_costs_the_moments_and_not_the_trainer(
-    spec: TrainerSpec, tmp_path: Path, file: str, damage: bytes | None, caplog: pytest.LogCaptureFixture
+    spec: TrainerSpec,
+    tmp_path: Path,
+    file: str,
+    damage: bytes | None,
+    caplog: pytest.LogCaptureFixture,
+    controller: ControllerInProcess,
 ) -> None:
-    worker = trained(spec, steps=1)
+    worker = trained(spec, controller, steps=1)
     (checkpoint,) = checkpoints(spec)
     content = (checkpoint / file).read_bytes()
     (checkpoint / file).write_bytes(content[: len(content) // 2] if damage is None else damage)
     with caplog.at_level("INFO", "ray.serve"):
-        resumed = started(spec, FakeController())
+        resumed = started(spec, controller)
     (line,) = lines(caplog)
     assert line.startswith("the trainer resumes from version 1, step 1; moments start at zero: ")
     assert str(checkpoint.parent) in line and "\n" not in line
@@ -154,26 +163,30 @@ def test_a_damaged_checkpoint_costs_the_moments_and_not_the_trainer(
 
 
 def test_a_damaged_checkpoint_leaves_the_one_before(
-    spec: TrainerSpec, caplog: pytest.LogCaptureFixture
+    spec: TrainerSpec, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
 ) -> None:
-    trained(spec, steps=3)
+    trained(spec, controller, steps=3)
     older, newest = checkpoints(spec)
     assert (older.name, newest.name) == ("step-000002", "step-000003"), "two are kept"
     (newest / "__0_0.distcp").write_bytes(b"")
     with caplog.at_level("INFO", "ray.serve"):
-        started(spec, FakeController())
+        started(spec, controller)
     assert lines(caplog) == [
         "the trainer resumes from version 3, step 3; weights as stored, moments of step 2"
     ]
 
 
 def test_a_full_disk_does_not_end_training(
-    spec: TrainerSpec, caplog: pytest.LogCaptureFixture, full_disk: Callable[[], AbstractContextManager[None]]
+    spec: TrainerSpec,
+    caplog: pytest.LogCaptureFixture,
+    full_disk: Callable[[], AbstractContextManager[None]],
+    controller: ControllerInProcess,
 ) -> None:
-    worker = trained(spec, steps=1)
+    worker = trained(spec, controller, steps=1)
     worker.step(BATCH)
     worker.publish(None)
     assert worker.flush(30.0)
+    controller.close()  # it writes to that disk, too
     with caplog.at_level("INFO", "ray.serve"), full_disk():
         worker.save_checkpoint()
         assert worker.flush(30.0)
@@ -185,11 +198,13 @@ def test_a_full_disk_does_not_end_training(
     assert [each.name for each in checkpoints(spec)] == ["step-000001", "step-000002"]
 
 
-def test_after_a_rollback_and_a_restart_the_moments_start_at_zero(spec: TrainerSpec, tmp_path: Path) -> None:
-    worker = trained(spec, steps=2)
+def test_after_a_rollback_and_a_restart_the_moments_start_at_zero(
+    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
+) -> None:
+    worker = trained(spec, controller, steps=2)
     worker.load_version(1)
     worker.publish("rollback to 1")
     assert worker.flush(30.0)  # and the trainer is lost before it saves a state
-    resumed = started(spec, FakeController())
+    resumed = started(spec, controller)
     assert resumed.step(BATCH) | {"step_s": 0} == worker.step(BATCH) | {"step_s": 0}
     assert equal(saved(resumed, tmp_path / "resumed"), saved(worker, tmp_path / "rolled back"))

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deployments.trainer.spec import TrainerSpec, adapter_directory
-from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
+from deployments.trainer.spec import TrainerSpec
 from tests.deployments.trainer.lora.one_adapter import lora
 from tests.deployments.trainer.one_worker import small_spec
 from tests.deployments.trainer.trainer_specs import with_config
@@ -23,9 +22,3 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def spec(tmp_path: Path) -> TrainerSpec:
     return with_config(small_spec(tmp_path), lora=lora())
-
-
-@pytest.fixture
-def controller(spec: TrainerSpec, tmp_path: Path) -> FakeAdapterController:
-    users = tmp_path / "users"
-    return FakeAdapterController(Path(spec.store_dir), adapter_directory(spec.store_dir), users)

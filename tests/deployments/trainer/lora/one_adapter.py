@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer_reports import AdapterReport
-from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
+from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH
 
 TENSORS = "adapter_model.safetensors"
@@ -20,7 +19,7 @@ def lora(**changes: Any) -> dict[str, Any]:
     return {"name": "math", "rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]} | changes
 
 
-def started(spec: TrainerSpec, controller: FakeAdapterController) -> LoraWorker:
+def started(spec: TrainerSpec, controller: ControllerInProcess) -> LoraWorker:
     worker = LoraWorker(spec, 0, controller)  # type: ignore[arg-type]
     worker.load(("127.0.0.1", 0))
     return worker
@@ -32,7 +31,7 @@ def published(worker: LoraWorker, label: str | None = None) -> AdapterReport:
     return report
 
 
-def trained(spec: TrainerSpec, controller: FakeAdapterController, steps: int = 2) -> LoraWorker:
+def trained(spec: TrainerSpec, controller: ControllerInProcess, steps: int = 2) -> LoraWorker:
     worker = started(spec, controller)
     for _ in range(steps):
         worker.step(BATCH)
@@ -45,11 +44,11 @@ def saved(worker: LoraWorker, directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / TENSORS)
 
 
+def live_files(controller: ControllerInProcess) -> list[Path]:
+    """The fleet's copies of the live versions, oldest first."""
+    return [Path(each.path) for each in controller.ask("adapters") if each.state == "live"]
+
+
 def state_file(spec: TrainerSpec) -> Path:
     [found] = (Path(spec.store_dir).parent / "trainer").glob("lora-*/trainer_state.rank0.pt")
     return found
-
-
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the application has logged."""
-    return [record.getMessage() for record in caplog.records if record.name == "ray.serve"]

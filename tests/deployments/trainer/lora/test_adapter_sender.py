@@ -8,34 +8,28 @@ import pytest
 import torch
 
 from deployments.errors import Conflict
-from deployments.ledger.adapters.catalog import named
 from deployments.trainer.lora.sender import FileSource, adapter_sender
 from deployments.trainer.spec import TrainerSpec
-from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
-from tests.deployments.trainer.lora.one_adapter import (
-    TENSORS,
-    lines,
-    published,
-    started,
-)
-from tests.deployments.trainer.one_worker import BATCH
+from tests.deployments.controller_in_process import ControllerInProcess
+from tests.deployments.trainer.lora.one_adapter import TENSORS, live_files, published, started
+from tests.deployments.trainer.one_worker import BATCH, lines
 from tests.tiny_adapters import save_tiny_adapter
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def test_the_replicas_receive_the_bytes_that_the_store_keeps(
-    spec: TrainerSpec, controller: FakeAdapterController
+    spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = started(spec, controller)
     for count in (1, 2, 3):
         worker.step(BATCH)
         report = published(worker)
-        assert report.transfer_s is not None and len(controller.sent) == count
-        files, load_id = controller.files("math"), named(controller.catalog, "math")[-1].load_id
-        assert controller.sent[load_id] == {each.name: each.read_bytes() for each in files.iterdir()}
-    assert controller.calls.count("connect") == 1 and controller.lease is None
-    controller.epoch += 1  # a replica joined
+        assert report.transfer_s is not None and len(controller.replica.adapters.received) == count
+        *_, received = controller.replica.files_received.values()
+        assert received == {each.name: each.read_bytes() for each in live_files(controller)[-1].iterdir()}
+    assert controller.calls.count("connect") == 1 and controller.status.lease is None
+    controller.add_replica()
     assert published(worker).transfer_s is not None and controller.calls.count("connect") == 2
 
 
@@ -53,11 +47,11 @@ def test_a_connection_is_for_files_of_one_size(tmp_path: Path) -> None:
 
 
 def test_the_connection_of_another_publisher_is_left_to_it(
-    spec: TrainerSpec, controller: FakeAdapterController, caplog: pytest.LogCaptureFixture
+    spec: TrainerSpec, controller: ControllerInProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
-    controller.connected_to = "somebody else"
+    controller.connect_as("somebody else")
     with caplog.at_level("WARNING", "ray.serve"):
         assert published(worker).transfer_s is None and controller.live == ["math@1"]
     assert "'somebody else' is connected" in lines(caplog)[-1] and "connect" not in controller.calls
@@ -67,25 +61,20 @@ def test_the_connection_of_another_publisher_is_left_to_it(
 @pytest.mark.parametrize("fate", ["fails", "before", "after"])
 def test_a_transfer_that_fails_costs_the_transfer_and_not_the_publish(
     spec: TrainerSpec,
-    controller: FakeAdapterController,
+    controller: ControllerInProcess,
     method: str,
     fate: Any,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
-    with caplog.at_level("WARNING", "ray.serve"), monkeypatch.context() as patch:
+    with caplog.at_level("WARNING", "ray.serve"):
         if fate == "fails":
-
-            def fail(*args: Any) -> None:
-                raise Conflict("not now")
-
-            patch.setattr(controller, f"on_{method}", fail)
+            controller.fails[method] = Conflict("not now")
         else:
             controller.dies_in[method] = fate
         report = published(worker)
-    assert report.version == 1 and controller.live == ["math@1"]
+    assert controller.live == [f"math@{report.version}"]
     failures = [each for each in lines(caplog) if "its transfer over 'shm' failed" in each]
     assert len(failures) == (report.transfer_s is None)
     if method in ("connect", "send_adapter"):  # others are asked again, or matter to nobody
@@ -105,7 +94,7 @@ def test_a_transfer_that_fails_costs_the_transfer_and_not_the_publish(
 )
 def test_every_rank_sends_where_one_does_not_reach_all_and_none_over_vllms_own(
     spec: TrainerSpec,
-    controller: FakeAdapterController,
+    controller: ControllerInProcess,
     transport: str,
     ranks: int,
     native: bool,

@@ -9,9 +9,9 @@ import torch
 
 from deployments.trainer.lora import sender as sending
 from deployments.trainer.lora.sender import AdapterSender, adapter_sender
-from deployments.trainer.spec import TrainerSpec, adapter_directory
+from deployments.trainer.spec import TrainerSpec
 from deployments.weights.transports.ipc import IpcTrainerInitInfo
-from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
+from tests.deployments.controller_in_process import ControllerInProcess
 from tests.two_ranks import both, grouped
 
 pytestmark = pytest.mark.timeout(300)
@@ -45,7 +45,7 @@ class Engine:
         pass
 
 
-def publishes(sender: AdapterSender, controller: FakeAdapterController, rank: int) -> dict[str, Any]:
+def publishes(sender: AdapterSender, controller: ControllerInProcess, rank: int) -> dict[str, Any]:
     """What this rank saw of some publishes, in their order; both ranks make the same ones."""
     seen: dict[str, Any] = {}
 
@@ -59,16 +59,16 @@ def publishes(sender: AdapterSender, controller: FakeAdapterController, rank: in
     publish("first")
     publish("again")
     publish("resized on rank 1", FILES if rank == 0 else LARGER)
-    controller.epoch += 1
+    controller.add_replica()
     publish("a replica joined")  # and rank 1 has its old size again
     if rank == 0:
         sender.end()
         seen["rank 0 has nothing"] = (False, 0)
     else:
         publish("rank 0 has nothing")
-    connected, controller.connected_to = controller.connected_to, "somebody else"
+    controller.connect_as("somebody else")
     publish("another publisher")
-    controller.connected_to = connected
+    controller.disconnect_as("somebody else")
     publish("after that")
     Engine.fault = None if rank == 0 else RuntimeError("the device is lost")
     try:
@@ -82,13 +82,14 @@ def publishes(sender: AdapterSender, controller: FakeAdapterController, rank: in
 def one_rank(rank: int, spec: TrainerSpec, directory: Path) -> None:
     with grouped(rank, directory):
         sending.WeightTransferTrainerFactory.trainer_init = Engine  # type: ignore[method-assign, assignment]
-        store = Path(spec.store_dir)
-        controller = FakeAdapterController(store, adapter_directory(spec.store_dir))
+        controller = ControllerInProcess(directory / f"rank{rank}")
         sender = adapter_sender(spec, rank, controller)  # type: ignore[arg-type]
         assert sender is not None
         torch.save(publishes(sender, controller, rank), directory / f"seen{rank}.pt")
+        controller.close()
 
 
+@pytest.mark.slow
 def test_ranks_connect_together_and_none_waits_for_one_that_does_not_send(
     spec: TrainerSpec, tmp_path: Path
 ) -> None:

@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from deployments.errors import Conflict
+from deployments.errors import InvalidRequest
+from deployments.protocol.adapters import LoadAdapter
+from deployments.protocol.reports import Outcome
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.messages import LoadedTrainer
 from deployments.trainer.spec import TrainerSpec
-from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
+from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.lora.one_adapter import (
     TENSORS,
-    lines,
     lora,
     published,
     saved,
@@ -20,14 +21,14 @@ from tests.deployments.trainer.lora.one_adapter import (
     state_file,
     trained,
 )
-from tests.deployments.trainer.one_worker import BATCH, equal
+from tests.deployments.trainer.one_worker import BATCH, equal, lines
 from tests.deployments.trainer.trainer_specs import with_config
 
 pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_restarted_trainer_goes_on_exactly(
-    spec: TrainerSpec, controller: FakeAdapterController, tmp_path: Path
+    spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
 ) -> None:
     spec = with_config(spec, wire_dtype="bfloat16")
     straight = trained(spec, controller)
@@ -41,13 +42,14 @@ def test_a_restarted_trainer_goes_on_exactly(
 
 
 def test_a_trainer_that_was_lost_before_the_fleet_had_its_adapter_goes_on_with_it(
-    spec: TrainerSpec, controller: FakeAdapterController, tmp_path: Path
+    spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
 ) -> None:
     worker = trained(spec, controller, 1)
     worker.step(BATCH)
-    controller.refusal = Conflict("in the middle")
-    with pytest.raises(Conflict):
+    controller.replica.outcomes[LoadAdapter] = Outcome.REJECTED
+    with pytest.raises(InvalidRequest):
         worker.publish(None)
+    controller.replica.outcomes.clear()
     resumed = started(spec, controller)
     assert equal(saved(resumed, tmp_path / "resumed"), saved(worker, tmp_path / "lost"))
     assert published(resumed).step == 2 and controller.live[0] == "math@1"
@@ -55,7 +57,7 @@ def test_a_trainer_that_was_lost_before_the_fleet_had_its_adapter_goes_on_with_i
 
 def test_a_state_that_was_not_written_costs_the_moments_and_not_the_weights(
     spec: TrainerSpec,
-    controller: FakeAdapterController,
+    controller: ControllerInProcess,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -75,7 +77,7 @@ def test_a_state_that_was_not_written_costs_the_moments_and_not_the_weights(
 
 @pytest.mark.parametrize("damage", [b"", b"not a state"])
 def test_a_damaged_state_costs_the_moments_and_not_the_weights(
-    spec: TrainerSpec, controller: FakeAdapterController, tmp_path: Path, damage: bytes
+    spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path, damage: bytes
 ) -> None:
     worker = trained(spec, controller, 2)
     state_file(spec).write_bytes(damage)
@@ -85,17 +87,17 @@ def test_a_damaged_state_costs_the_moments_and_not_the_weights(
 
 
 def test_an_unloaded_adapter_is_published_again_from_where_it_was(
-    spec: TrainerSpec, controller: FakeAdapterController
+    spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     trained(spec, controller)
-    controller.on_unload_adapter("math")
+    controller.ask("unload_adapter", "math")
     resumed = started(spec, controller)
     report = published(resumed)
     assert (report.version, report.step) == (3, 2) and controller.live == ["math@3"]
 
 
 def test_an_adapter_is_not_continued_with_other_settings(
-    spec: TrainerSpec, controller: FakeAdapterController
+    spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     trained(spec, controller, 1)
     with pytest.raises(ValueError, match=r"is the state of another adapter: .*choose another 'trainer.lora"):

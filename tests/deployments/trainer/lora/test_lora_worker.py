@@ -10,13 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
+from deployments.protocol.adapters import LoadAdapter
+from deployments.protocol.reports import Outcome
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.spec import TrainerSpec, adapter_directory
 from deployments.weights.store.adapter_bytes import adapter_digest
-from tests.deployments.trainer.lora.fake_adapter_controller import FakeAdapterController
+from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.lora.one_adapter import (
     TENSORS,
-    lines,
+    live_files,
     lora,
     published,
     saved,
@@ -24,7 +26,7 @@ from tests.deployments.trainer.lora.one_adapter import (
     state_file,
     trained,
 )
-from tests.deployments.trainer.one_worker import BATCH, equal
+from tests.deployments.trainer.one_worker import BATCH, equal, lines
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.fake_hub import FakeHub
 from tests.tiny_adapters import save_tiny_adapter
@@ -33,56 +35,58 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_what_is_published_is_the_adapter_alone(
-    spec: TrainerSpec, controller: FakeAdapterController, tmp_path: Path
+    spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
 ) -> None:
     worker = started(spec, controller)
     assert worker.step(BATCH)["step"] == 1
     report = published(worker, "first")
     assert (report.name, report.version, report.label, report.step) == ("math", 1, "first", 1)
-    assert (report.base_version, controller.version) == (0, 0), "the base stays"
+    assert (report.base_version, controller.status.committed_version) == (0, 0), "the base stays"
     assert controller.live == ["math@1"]
-    assert equal(load_file(controller.files("math") / TENSORS), saved(worker, tmp_path / "saved"))
-    assert "open_round" not in controller.calls and controller.lease is None, (
+    (files,) = live_files(controller)
+    assert equal(load_file(files / TENSORS), saved(worker, tmp_path / "saved"))
+    assert "open_round" not in controller.calls and controller.status.lease is None, (
         "no round, and others may publish"
     )
     assert not list(adapter_directory(spec.store_dir).iterdir()), "the fleet has its own names for them"
-    assert report.digest == adapter_digest(controller.files("math"))
+    assert report.digest == adapter_digest(files)
     assert not list(Path(spec.store_dir).glob("v*")), "the base is not stored again"
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     assert (config["r"], config["target_modules"]) == (4, ["q_proj", "v_proj"])
 
 
 def test_the_state_is_on_the_disk_before_the_fleet_is_asked_to_load(
-    spec: TrainerSpec, controller: FakeAdapterController, monkeypatch: pytest.MonkeyPatch
+    spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
     seen: list[int] = []
-    load = controller.on_load_adapter
+    answer = controller.answer
 
-    def watched(*arguments: Any) -> Any:
-        seen.append(torch.load(state_file(spec), weights_only=True)["steps_done"])
-        return load(*arguments)
+    def watched(method: str, *arguments: Any) -> Any:
+        if method == "load_adapter":
+            seen.append(torch.load(state_file(spec), weights_only=True)["steps_done"])
+        return answer(method, *arguments)
 
-    monkeypatch.setattr(controller, "on_load_adapter", watched)
+    monkeypatch.setattr(controller, "answer", watched)
     published(worker)
     assert seen == [1] and controller.live == ["math@1"]
 
 
 def test_a_publish_of_the_same_adapter_is_another_version(
-    spec: TrainerSpec, controller: FakeAdapterController
+    spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
     assert (published(worker).version, published(worker).version) == (1, 2)
-    one, two = (load_file(Path(each.path) / TENSORS) for each in controller.catalog.live)
+    one, two = (load_file(each / TENSORS) for each in live_files(controller))
     assert equal(one, two)
 
 
 @pytest.mark.parametrize(("fate", "expected"), [("before", "math@1"), ("after", "math@1")])
 @pytest.mark.parametrize("method", ["load_adapter", "adapters", "fleet"])
 def test_a_publish_survives_a_controller_that_dies_in_any_of_its_calls(
-    spec: TrainerSpec, controller: FakeAdapterController, method: str, fate: Any, expected: str
+    spec: TrainerSpec, controller: ControllerInProcess, method: str, fate: Any, expected: str
 ) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
@@ -92,7 +96,7 @@ def test_a_publish_survives_a_controller_that_dies_in_any_of_its_calls(
 
 
 def test_a_controller_that_does_not_answer_is_said_to(
-    spec: TrainerSpec, controller: FakeAdapterController
+    spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = started(spec, controller)
     controller.takes_s["load_adapter"] = 1e6
@@ -102,25 +106,27 @@ def test_a_controller_that_does_not_answer_is_said_to(
 
 
 def test_a_name_that_somebody_else_has_loaded_is_not_taken(
-    spec: TrainerSpec, controller: FakeAdapterController, tmp_path: Path
+    spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
 ) -> None:
     worker = trained(spec, controller, 1)
-    foreign = save_tiny_adapter(tmp_path / "users" / "a", 1)
-    controller.on_load_adapter("math", str(foreign), True)
+    foreign = save_tiny_adapter(tmp_path / "state" / "users" / "a", 1)
+    controller.ask("load_adapter", "math", str(foreign), True)
     with pytest.raises(Conflict, match="math@2 was not published by this fleet's trainer: unload it"):
         worker.publish(None)
     assert controller.live == ["math@1", "math@2"]
-    controller.on_unload_adapter("math@2")
+    controller.ask("unload_adapter", "math@2")
     assert published(worker).version == 3
 
 
 def test_a_trainer_starts_beside_a_name_that_somebody_else_has_loaded(
     spec: TrainerSpec,
-    controller: FakeAdapterController,
+    controller: ControllerInProcess,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    controller.on_load_adapter("math", str(save_tiny_adapter(tmp_path / "users" / "a", 1)), True)
+    controller.ask(
+        "load_adapter", "math", str(save_tiny_adapter(tmp_path / "state" / "users" / "a", 1)), True
+    )
     with caplog.at_level("WARNING", "ray.serve"):
         worker = started(spec, controller)
     assert lines(caplog)[0].startswith("math@1 was not published by this trainer")
@@ -129,19 +135,20 @@ def test_a_trainer_starts_beside_a_name_that_somebody_else_has_loaded(
 
 
 def test_what_the_replicas_reject_is_an_error_and_leaves_nothing(
-    spec: TrainerSpec, controller: FakeAdapterController
+    spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = trained(spec, controller, 1)
-    controller.refusal = InvalidRequest("r0: rank 4, expected at most 2")
-    with pytest.raises(InvalidRequest, match="rank 4"):
+    controller.replica.outcomes[LoadAdapter] = Outcome.REJECTED
+    with pytest.raises(InvalidRequest, match="rejected here"):
         worker.publish(None)
+    controller.replica.outcomes.clear()
     assert controller.live == ["math@1"]
     assert not list(adapter_directory(spec.store_dir).iterdir())
     assert published(worker).version == 3
 
 
 def test_a_full_disk_is_an_error_and_the_fleet_stays_as_it_was(
-    spec: TrainerSpec, controller: FakeAdapterController
+    spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = trained(spec, controller, 1)
     directory = adapter_directory(spec.store_dir)
@@ -155,38 +162,29 @@ def test_a_full_disk_is_an_error_and_the_fleet_stays_as_it_was(
 
 
 def test_an_adapter_of_another_base_is_not_published(
-    spec: TrainerSpec, controller: FakeAdapterController
+    spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = trained(spec, controller, 1)
-    controller.version = 3
-    with pytest.raises(Conflict, match="was trained on version 0, and the fleet serves version 3"):
+    controller.publish_as("somebody else")
+    with pytest.raises(Conflict, match="was trained on version 0, and the fleet serves version 1"):
         worker.publish(None)
     assert controller.live == ["math@1"]
 
 
-def test_files_that_a_killed_trainer_left_go(spec: TrainerSpec, controller: FakeAdapterController) -> None:
+def test_files_that_a_killed_trainer_left_go(spec: TrainerSpec, controller: ControllerInProcess) -> None:
     left = adapter_directory(spec.store_dir) / ".step-000001.partial"
     left.mkdir(parents=True)
     started(spec, controller)
     assert not left.exists()
 
 
-def test_a_model_without_the_modules_is_refused(spec: TrainerSpec, controller: FakeAdapterController) -> None:
+def test_a_model_without_the_modules_is_refused(spec: TrainerSpec, controller: ControllerInProcess) -> None:
     with pytest.raises(ValueError, match=r"'trainer.lora.target_modules': expected .*q_proj.*, got 'c_attn'"):
         started(with_config(spec, lora=lora(target_modules=["c_attn"])), controller)
 
 
-def test_a_bad_batch_is_refused_and_changes_nothing(
-    spec: TrainerSpec, controller: FakeAdapterController
-) -> None:
-    worker = started(spec, controller)
-    with pytest.raises(InvalidRequest, match="non-empty list"):
-        worker.step([])
-    assert worker.step(BATCH)["step"] == 1
-
-
 def test_a_rank_that_comes_after_rank_0_has_saved_does_not_refuse_the_directory(
-    spec: TrainerSpec, controller: FakeAdapterController, tmp_path: Path
+    spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
 ) -> None:
     first = started(spec, controller)
     last = LoraWorker(spec, 1, controller)  # type: ignore[arg-type]
@@ -195,7 +193,7 @@ def test_a_rank_that_comes_after_rank_0_has_saved_does_not_refuse_the_directory(
 
 
 def test_an_adapter_is_saved_beside_the_store_and_not_just_anywhere(
-    spec: TrainerSpec, controller: FakeAdapterController
+    spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = started(with_config(spec, checkpoint_every=0), controller)
     report = worker.save(None)
@@ -208,7 +206,7 @@ def test_an_adapter_is_saved_beside_the_store_and_not_just_anywhere(
 
 
 def test_the_base_may_be_a_model_of_the_hub(
-    spec: TrainerSpec, controller: FakeAdapterController, hub: FakeHub
+    spec: TrainerSpec, controller: ControllerInProcess, hub: FakeHub
 ) -> None:
     hub.repositories["org/tiny"] = Path(spec.model)
     worker = started(replace(spec, model="org/tiny"), controller)

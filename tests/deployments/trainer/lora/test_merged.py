@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
-from tests.deployments.fake_controller import FakeController
+from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, small_spec, started
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.fake_hub import FakeHub
@@ -31,8 +31,8 @@ def go_on(worker: TrainerWorker, steps: int) -> None:
         assert worker.flush(30.0)
 
 
-def trained(spec: TrainerSpec, *, steps: int) -> TrainerWorker:
-    worker = started(spec, FakeController())
+def trained(spec: TrainerSpec, controller: ControllerInProcess, *, steps: int) -> TrainerWorker:
+    worker = started(spec, controller)
     go_on(worker, steps)
     return worker
 
@@ -51,8 +51,9 @@ def lines(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records if record.name == "ray.serve")
 
 
-def test_what_is_published_and_stored_and_saved_is_the_sum(spec: TrainerSpec, tmp_path: Path) -> None:
-    controller = FakeController()
+def test_what_is_published_and_stored_and_saved_is_the_sum(
+    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
+) -> None:
     worker = started(spec, controller)
     model = load_file(Path(spec.model) / "model.safetensors")
     worker.publish("before the first step")
@@ -66,9 +67,11 @@ def test_what_is_published_and_stored_and_saved_is_the_sum(spec: TrainerSpec, tm
     assert equal(stored(spec, 2), sent) and equal(saved(worker, tmp_path / "saved"), sent)
 
 
-def test_a_restarted_trainer_is_exactly_where_it_was(spec: TrainerSpec, tmp_path: Path) -> None:
-    straight = trained(spec, steps=2)
-    resumed = started(spec, FakeController())
+def test_a_restarted_trainer_is_exactly_where_it_was(
+    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
+) -> None:
+    straight = trained(spec, controller, steps=2)
+    resumed = started(spec, controller)
     assert equal(saved(resumed, tmp_path / "resumed"), saved(straight, tmp_path / "straight"))
     for _ in range(2):
         assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
@@ -76,20 +79,24 @@ def test_a_restarted_trainer_is_exactly_where_it_was(spec: TrainerSpec, tmp_path
 
 
 def test_master_weights_of_the_adapter_survive_though_sums_are_published_rounded(
-    spec: TrainerSpec, tmp_path: Path
+    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
     spec = with_config(spec, wire_dtype="bfloat16")
-    before = saved(trained(spec, steps=2), tmp_path / "before")
-    assert equal(saved(started(spec, FakeController()), tmp_path / "after"), before)
+    before = saved(trained(spec, controller, steps=2), tmp_path / "before")
+    assert equal(saved(started(spec, controller), tmp_path / "after"), before)
 
 
 @pytest.mark.parametrize("case", ["no checkpoint", "another alpha", "damaged", "without its base"])
 def test_without_its_checkpoint_the_adapter_begins_anew_on_what_the_fleet_serves(
-    spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+    spec: TrainerSpec,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    case: str,
+    controller: ControllerInProcess,
 ) -> None:
     if case == "no checkpoint":
         spec = with_config(spec, checkpoint_every=0)
-    trained(spec, steps=2)
+    trained(spec, controller, steps=2)
     version = 2
     checkpoints = Path(spec.store_dir).parent / "trainer" / "checkpoints"
     if case == "another alpha":
@@ -101,7 +108,7 @@ def test_without_its_checkpoint_the_adapter_begins_anew_on_what_the_fleet_serves
         for file in checkpoints.glob("step-*/checkpoint.json"):
             file.write_text(file.read_text().replace('"base_version": 0', '"base_version": 7'))
     with caplog.at_level("WARNING", "ray.serve"):
-        resumed = started(spec, FakeController())
+        resumed = started(spec, controller)
     assert "step 2; the adapter begins anew on it: moments start at zero: " in lines(caplog)
     assert equal(saved(resumed, tmp_path / "resumed"), stored(spec, version))
     metrics = resumed.step(BATCH)
@@ -109,43 +116,46 @@ def test_without_its_checkpoint_the_adapter_begins_anew_on_what_the_fleet_serves
     assert not equal(saved(resumed, tmp_path / "a step on"), stored(spec, version))
 
 
-def test_the_base_may_be_a_stored_version(spec: TrainerSpec, tmp_path: Path) -> None:
-    trained(with_config(spec, checkpoint_every=0), steps=1)
-    controller = FakeController()
-    controller.version = 1
+def test_the_base_may_be_a_stored_version(
+    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
+) -> None:
+    trained(with_config(spec, checkpoint_every=0), controller, steps=1)
     straight = started(spec, controller)
     go_on(straight, 2)
-    resumed = started(spec, FakeController())
+    resumed = started(spec, controller)
     assert equal(saved(resumed, tmp_path / "resumed"), saved(straight, tmp_path / "straight"))
     assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
 
 
-def test_a_rollback_makes_the_old_version_the_base(spec: TrainerSpec, tmp_path: Path) -> None:
-    controller = FakeController()
+def test_a_rollback_makes_the_old_version_the_base(
+    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
+) -> None:
     worker = started(spec, controller)
     go_on(worker, 2)
     worker.load_version(1)
     assert published(worker, "rollback to 1").version == 3
     assert equal(controller.received, stored(spec, 1))
     go_on(worker, 1)
-    assert equal(saved(started(spec, FakeController()), tmp_path / "a"), saved(worker, tmp_path / "b"))
+    assert equal(saved(started(spec, controller), tmp_path / "a"), saved(worker, tmp_path / "b"))
 
 
 def test_a_trainer_of_all_weights_takes_no_checkpoint_of_an_adapter(
-    spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
 ) -> None:
-    trained(spec, steps=1)
+    trained(spec, controller, steps=1)
     with caplog.at_level("WARNING", "ray.serve"):
-        resumed = started(with_config(spec, lora=None), FakeController())
+        resumed = started(with_config(spec, lora=None), controller)
     assert "moments start at zero" in lines(caplog)
     assert equal(saved(resumed, tmp_path / "resumed"), stored(spec, 1))
 
 
-def test_the_penalty_compares_with_the_model_whatever_the_base_is(spec: TrainerSpec) -> None:
+def test_the_penalty_compares_with_the_model_whatever_the_base_is(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
     spec = with_config(spec, loss={**spec.config.loss.model_dump(), "kl_coefficient": 0.1})
-    worker = trained(with_config(spec, checkpoint_every=0), steps=2)
+    worker = trained(with_config(spec, checkpoint_every=0), controller, steps=2)
     first = worker.step(BATCH)
-    resumed = started(spec, FakeController())
+    resumed = started(spec, controller)
     again = resumed.step(BATCH)
     kl = [name for name in first if "kl" in name]
     assert kl and all(again[name] == pytest.approx(first[name], rel=1e-3) for name in kl)
@@ -154,24 +164,25 @@ def test_the_penalty_compares_with_the_model_whatever_the_base_is(spec: TrainerS
 
 @pytest.mark.parametrize("case", ["rollback", "damaged"])
 def test_the_penalty_compares_with_the_model_when_the_base_becomes_another(
-    spec: TrainerSpec, case: str
+    spec: TrainerSpec, case: str, controller: ControllerInProcess
 ) -> None:
     spec = with_config(spec, loss={**spec.config.loss.model_dump(), "kl_coefficient": 0.1})
-    worker = trained(spec, steps=2)
+    worker = trained(spec, controller, steps=2)
     if case == "rollback":
         worker.load_version(1)
     else:
         for file in (Path(spec.store_dir).parent / "trainer" / "checkpoints").glob("step-*/*.distcp"):
             file.write_bytes(file.read_bytes()[:100])
-        worker = started(spec, FakeController())
+        worker = started(spec, controller)
     metrics = worker.step(BATCH)  # of a policy that is two steps from the model, or one
     kl = [name for name in metrics if "kl" in name]
     assert kl and all(metrics[name] != 0 for name in kl)
 
 
-def test_the_base_may_be_a_model_of_the_hub(spec: TrainerSpec, hub: FakeHub) -> None:
+def test_the_base_may_be_a_model_of_the_hub(
+    spec: TrainerSpec, hub: FakeHub, controller: ControllerInProcess
+) -> None:
     hub.repositories["org/tiny"] = Path(spec.model)
-    controller = FakeController()
     worker = started(replace(spec, model="org/tiny"), controller)
     worker.step(BATCH)
     published(worker)

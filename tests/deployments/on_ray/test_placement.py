@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,60 +12,25 @@ import ray
 from ray import serve
 from ray.util.placement_group import get_placement_group
 
-from deployments.placement import (
-    VISIBLE_DEVICES,
-    SlotPlan,
-    Slots,
-    in_bundle,
-    require_host_with,
-    take_slot,
-    use_gpus,
-)
+from deployments.placement import SlotPlan, Slots, in_bundle, require_host_with, take_slot
 from deployments.trainer.worker_group import resources
+from tests.deployments.on_ray.slot_actors import Rank, Replica
 from tests.deployments.trainer.trainer_specs import trainer_spec
 
-pytestmark = [pytest.mark.serve, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("ray"), pytest.mark.timeout(480)]
 PORT = 8361
 PLAN = SlotPlan(name="slots-test", slots=2, gpus_per_slot=2, engine_share=0.6, trainer_share=0.4)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    environment = {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}}
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=4,
-        include_dashboard=False,
-        runtime_env=environment,
-        log_to_driver=False,
-        namespace="serve",  # Serve's own: names are looked up there
-    )
+def serving(cluster: None) -> Iterator[None]:
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     yield
     serve.shutdown()
-    ray.shutdown()
 
 
-class Replica:
-    """What a replica does before it starts its engine."""
-
-    async def __init__(self, slots: Any) -> None:  # type: ignore[misc]
-        self._slot = await take_slot(await slots.plan.remote())
-        use_gpus(self._slot)
-
-    def slot(self) -> tuple[int, str, int]:
-        return self._slot.index, os.environ[VISIBLE_DEVICES], os.getpid()
-
-
-class Rank:
-    def gpu(self) -> tuple[str, int]:
-        (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        return gpu, os.getpid()
-
-
-@pytest.fixture
-def replicas() -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def replicas(serving: None) -> Iterator[Any]:
     options = {"ray_actor_options": {"num_cpus": 0}, "health_check_period_s": 1.0}
     slots = serve.deployment(Slots, name="slots", graceful_shutdown_timeout_s=30, **options).bind(PLAN)
     application = serve.deployment(Replica, name="replica", num_replicas=2, **options).bind(slots)
@@ -136,6 +100,12 @@ def test_slots_that_stay_taken_are_an_error_with_the_numbers(replicas: Any) -> N
         asyncio.run(take_slot(PLAN, timeout_s=1.0))
 
 
+def test_a_cluster_without_enough_gpus_on_one_host_is_an_error_with_the_numbers() -> None:
+    require_host_with(4)
+    with pytest.raises(RuntimeError, match=r"needs 5 GPUs on one host, but the largest .* has 4"):
+        require_host_with(5)
+
+
 def owner_of_slots() -> str | None:
     """The name of the actor that runs `Slots`; None while there is none."""
     named = ray.util.list_named_actors(all_namespaces=True)
@@ -153,6 +123,7 @@ def until_slots_answer(*, without: str | None, timeout_s: float = 60.0) -> None:
 
 
 def test_the_group_survives_its_owner_and_goes_with_the_application(replicas: Any) -> None:
+    """The last one: it ends the application of the others."""
     before = slots_of(replicas)
     group = get_placement_group(PLAN.name)
     owner = owner_of_slots()
@@ -163,9 +134,3 @@ def test_the_group_survives_its_owner_and_goes_with_the_application(replicas: An
     serve.delete("slots-test")
     with pytest.raises(ValueError, match="Failed to look up placement group"):
         get_placement_group(PLAN.name)
-
-
-def test_a_cluster_without_enough_gpus_on_one_host_is_an_error_with_the_numbers() -> None:
-    require_host_with(4)
-    with pytest.raises(RuntimeError, match=r"needs 5 GPUs on one host, but the largest .* has 4"):
-        require_host_with(5)

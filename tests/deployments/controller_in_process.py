@@ -1,0 +1,315 @@
+"""The real controller with fake replicas, in this process, for tests of its callers: with faults and a clock.
+
+caller ─ handle.method.remote(...) ─► faults ─► controller ◄─ polls ─ replicas
+                                                on an event loop in a thread of its own
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ray.exceptions import ActorDiedError
+
+from deployments.ledger.adapters.catalog import AdapterLimits
+from deployments.ledger.limits import LedgerConfig
+from deployments.protocol.adapters import ReceiveAdapter
+from deployments.protocol.instructions import Body, Receive, Verify
+from deployments.protocol.publishing import RoundOptions, RoundReport
+from deployments.protocol.reports import Outcome
+from deployments.protocol.status import FleetStatus
+from tests.deployments.controller.fleet import Fleet
+from tests.deployments.ledger.fake_replica import Failure, FakeReplica
+
+LEASE_S = 60.0
+RESTART_S = 5.0
+CONTROLLER_THREAD = "controller"
+NEVER_S = 1e9
+ANSWER_TIMEOUT_S = 60.0  # of real time: the controller waits for something that the test forgot
+# Replicas poll in real time, and the clock is the test's: no replica is late by it.
+CONFIG = LedgerConfig(
+    lease_s=LEASE_S,
+    heartbeat_timeout_s=NEVER_S,
+    stage_timeout_s=NEVER_S,
+    commit_timeout_s=NEVER_S,
+    call_timeout_s=NEVER_S,
+)
+
+
+class ReadingReplica(FakeReplica):
+    """Reads and digests what the transport `shm` sends."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.received: dict[str, Any] = {}  # tensors of the last round, by name
+        self.files_received: dict[str, dict[str, bytes]] = {}  # of adapters: by load, by name
+        self._round_received = 0
+
+    def _carry_out(self, body: Body) -> Any:
+        value = super()._carry_out(body)
+        match body:
+            case Receive(payload={"segment": _} as payload):
+                if self._round_received != body.round_id:
+                    self._round_received, self.received = body.round_id, {}
+                self.received |= _read(payload)
+            case ReceiveAdapter(payload={"segment": _} as payload):
+                self.files_received[body.load_id] = {
+                    name: tensor.numpy().tobytes() for name, tensor in _read(payload).items()
+                }
+            case Verify() if self._round_received == body.round_id:
+                return replace(value, digest=_digest(self.received), by_name=True)
+        return value
+
+
+def _read(payload: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a payload, by name. Its segment is gone if the publisher has given the round up."""
+    import torch
+
+    from deployments.weights.wire.chunk_layout import parse, plan_chunks
+    from deployments.weights.wire.segment_pool import open_locked
+
+    metadata = parse(payload["names"], payload["dtype_names"], payload["shapes"])
+    (chunk,) = plan_chunks(metadata, chunk_bytes=1 << 62)
+    try:
+        block = torch.frombuffer(open_locked(payload["segment"], chunk.size_bytes), dtype=torch.uint8)
+    except (OSError, ValueError) as error:
+        raise Failure(Outcome.TRANSFER_FAILED, str(error)) from error
+    return {
+        each.name: block[each.offset : each.offset + each.size_bytes]
+        .clone()
+        .view(each.dtype)
+        .reshape(each.shape)
+        for each in chunk.entries
+    }
+
+
+def _digest(tensors: dict[str, Any]) -> str:
+    from deployments.weights.wire.digest import digest
+    from deployments.weights.wire.digest_definition import version_digest
+
+    return version_digest(list(tensors), [digest(each) for each in tensors.values()])
+
+
+class ControllerInProcess:
+    """Stands where a `UnaryHandle` of the controller does: `handle.method.remote(...)`, then `.result()`.
+
+    A call is carried out when it is made. Its caller has the answer `takes_s` later, on a clock that moves
+    only while somebody waits for an answer, or by `advance`.
+
+    Args:
+        directory: of the controller's state, of the store and of adapters' files.
+        replicas: how many serve from the start.
+
+    Attributes:
+        now: seconds.
+        takes_s: how long a method takes; none is 0.
+        calls: the methods in the order in which they began.
+        last: the arguments of each method's last call.
+        fails: by method, what its next call raises in place of being carried out.
+        dies_in: methods in whose next call the process dies, before or after it carried the call out. Its
+            successor answers `RESTART_S` later.
+    """
+
+    def __init__(self, directory: Path, replicas: int = 1) -> None:
+        self.takes_s: dict[str, float] = {}
+        self.calls: list[str] = []
+        self.last: dict[str, tuple[Any, ...]] = {}
+        self.fails: dict[str, Exception] = {}
+        self.dies_in: dict[str, Literal["before", "after"]] = {}
+        self.up_at = 0.0  # when the successor answers
+        self._running: set[asyncio.Task[Any]] = set()
+        self._scheduled: list[tuple[float, Callable[[], object]]] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=CONTROLLER_THREAD, daemon=True)
+        self._thread.start()
+        self._fleet = self._run(self._new_fleet(directory))
+        self._started = self._fleet.now
+        for _ in range(replicas):
+            self.add_replica()
+
+    def __getattr__(self, name: str) -> "Method":
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Method(self, name)
+
+    def answer(self, method: str, *args: Any) -> Any:
+        """A call of a publisher, with the faults that are due."""
+        self.calls.append(method)
+        self.last[method] = args
+        fate = self.dies_in.pop(method, None)
+        if fate == "before":
+            self.restart()
+            raise ActorDiedError
+        if (error := self.fails.pop(method, None)) is not None:
+            raise error
+        result = self.ask(method, *args)
+        if fate == "after":
+            self.restart()
+            raise ActorDiedError
+        return result
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """A call of the test itself: without faults, and not among `calls`."""
+        return self._run(self._call(method, args))
+
+    def restart(self, *silent: str) -> None:
+        """A new process on the same disk, which all replicas but the silent ones find."""
+        self._run(self._restart(silent))
+        self.up_at = self.now + RESTART_S
+
+    def close(self) -> None:
+        """No call is answered any more; it may be closed already."""
+        if self._loop.is_closed():
+            return
+        self._run(self._fleet.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # -- time ---------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        return self._fleet.now - self._started
+
+    def at(self, time: float, action: Callable[[], object]) -> None:
+        """Run `action` when the clock reaches `time`."""
+        self._scheduled.append((time, action))
+
+    def advance(self, to: float) -> None:
+        while due := sorted((each for each in self._scheduled if each[0] <= to), key=lambda each: each[0]):
+            self._scheduled.remove(due[0])
+            self._elapse(due[0][0] - self.now)
+            due[0][1]()
+        self._elapse(to - self.now)
+
+    def _elapse(self, elapsed_s: float) -> None:
+        if elapsed_s > 0:
+            self._run(self._fleet.elapse(elapsed_s))
+
+    # -- the fleet ----------------------------------------------------------------------------
+
+    @property
+    def replica(self) -> ReadingReplica:
+        """The first one."""
+        first: ReadingReplica = self._fleet.replicas["r0"]  # type: ignore[assignment]
+        return first
+
+    @property
+    def received(self) -> dict[str, Any]:
+        """The tensors of the last round."""
+        return self.replica.received
+
+    @property
+    def status(self) -> FleetStatus:
+        status: FleetStatus = self.ask("fleet")
+        return status
+
+    @property
+    def live(self) -> list[str]:
+        """Adapters that requests can name, oldest first."""
+        return [f"{each.name}@{each.version}" for each in self.ask("adapters") if each.state == "live"]
+
+    def directory_of(self, version: int) -> Path:
+        """Where a version is in the store."""
+        return Path(self.ask("rollback_source", version))
+
+    def add_replica(self) -> None:
+        """Another one serves; it has the committed version."""
+        name, version = f"r{len(self._fleet.replicas)}", self.status.committed_version
+        self._run(self._follow(ReadingReplica(replica_id=name, incarnation=f"{name}-1", version=version)))
+
+    def resume(self, replica_id: str) -> None:
+        """One that was silent follows the controller again."""
+        self._run(self._follow(self._fleet.replicas[replica_id]))
+
+    def connect_as(self, publisher: str, init_info: dict[str, Any] | None = None) -> None:
+        """Another publisher's connection, without its lease."""
+        token = self.ask("acquire", publisher).token
+        self.ask("connect", token, init_info or {})
+        self.ask("release", token)
+
+    def disconnect_as(self, publisher: str) -> None:
+        token = self.ask("acquire", publisher).token
+        self.ask("disconnect", token)
+        self.ask("release", token)
+
+    def publish_as(self, publisher: str, init_info: dict[str, Any] | None = None) -> RoundReport:
+        """A round of another publisher, whose tensors nobody reads."""
+        self.connect_as(publisher, init_info)
+        token = self.ask("acquire", publisher).token
+        round_id = self.ask("open_round", token, RoundOptions())
+        self.ask("send", token, round_id, {})
+        report: RoundReport = self.ask("close_round", token, round_id, None)
+        self.ask("release", token)
+        return report
+
+    async def _new_fleet(self, directory: Path) -> Fleet:
+        return Fleet(directory, CONFIG, adapters=AdapterLimits(), max_versions=1000, outside_versions=False)
+
+    async def _call(self, method: str, args: Sequence[Any]) -> Any:
+        call = asyncio.create_task(getattr(self._fleet.controller, method)(*args))
+        self._running.add(call)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            raise ActorDiedError from None
+        finally:
+            self._running.discard(call)
+
+    async def _restart(self, silent: Sequence[str]) -> None:
+        for call in self._running:
+            call.cancel()
+        await self._fleet.restart(*silent)
+        await self._fleet.polled(*(each for each in self._fleet.replicas if each not in silent))
+
+    async def _follow(self, replica: FakeReplica) -> None:
+        self._fleet.add(replica)
+        await self._fleet.admitted(replica.replica_id)
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop.is_closed():  # asked by a thread of a worker, which outlives its test
+            coroutine.close()
+            return None
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(ANSWER_TIMEOUT_S)
+
+
+class Method:
+    """One method of the controller."""
+
+    def __init__(self, controller: ControllerInProcess, name: str) -> None:
+        self._controller = controller
+        self._name = name
+
+    def remote(self, *args: Any) -> "Response":
+        return Response(self._controller, self._name, args)
+
+
+class Response:
+    """A call that was carried out; its caller has the answer `takes_s` later."""
+
+    def __init__(self, controller: ControllerInProcess, method: str, args: Sequence[Any]) -> None:
+        self._controller = controller
+        self._ends = max(controller.now, controller.up_at) + controller.takes_s.get(method, 0.0)
+        self._result: Any = None
+        self._error: Exception | None = None
+        try:
+            self._result = controller.answer(method, *args)
+        except Exception as error:  # raised where the answer is awaited
+            self._error = error
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        waited_until = self._ends if timeout_s is None else self._controller.now + timeout_s
+        if waited_until < self._ends:
+            self._controller.advance(waited_until)
+            raise TimeoutError
+        self._controller.advance(self._ends)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def __await__(self) -> Generator[None, None, Any]:
+        yield
+        return self.result()

@@ -1,0 +1,112 @@
+"""Actors around a trainer. Each of their processes imports what this module imports."""
+
+import asyncio
+import os
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.turns import Turns
+from deployments.trainer.worker_group import WorkerGroup
+from tests.deployments.controller_in_process import ControllerInProcess
+
+
+class SlowWorker:
+    async def learn(self) -> str:
+        await asyncio.sleep(1.0)
+        return "learned"
+
+
+class Turning:
+    """A trainer whose step is a call of another actor."""
+
+    def __init__(self, worker: Any) -> None:
+        self._turns, self._worker, self.ended = Turns(), worker, ""
+
+    async def step(self) -> None:
+        await self._turns.take("step", self._learn)
+
+    async def doing(self) -> str | None:
+        return self._turns.doing
+
+    async def how_it_ended(self) -> str:
+        return self.ended
+
+    async def _learn(self) -> None:
+        try:
+            self.ended = await self._worker.learn.remote()
+        except BaseException as error:
+            self.ended = type(error).__name__
+            raise
+
+
+class Owner:
+    """Owns the workers of a trainer, as Serve's replica does."""
+
+    async def start(self, spec: TrainerSpec, controller: "RemoteController") -> list[int]:
+        self.group, _ = await WorkerGroup.start(spec, controller)  # type: ignore[arg-type]
+        return [os.getpid(), *await self.group.process_ids()]
+
+
+class Controllers:
+    """Controllers, by the directory of each."""
+
+    def __init__(self) -> None:
+        self._controllers: dict[Path, ControllerInProcess] = {}
+
+    def do(self, directory: Path, change: Callable[[ControllerInProcess], Any]) -> Any:
+        if directory not in self._controllers:
+            self._controllers[directory] = ControllerInProcess(directory)
+        return change(self._controllers[directory])
+
+
+class RemoteController:
+    """Stands where a `UnaryHandle` of the controller does, in any process of the cluster."""
+
+    def __init__(self, controllers: Any, directory: Path) -> None:
+        self._controllers = controllers
+        self.directory = directory
+
+    def __getattr__(self, name: str) -> "Method":
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Method(self, name)
+
+    def do(self, change: Callable[[ControllerInProcess], Any]) -> "Response":
+        """Run a function of the controller in its process."""
+        return Response(self._controllers.do.remote(self.directory, change))
+
+
+class Method:
+    """One method of the controller."""
+
+    def __init__(self, controller: RemoteController, name: str) -> None:
+        self._controller = controller
+        self._name = name
+
+    def remote(self, *args: Any) -> "Response":
+        name = self._name
+        return self._controller.do(lambda controller: controller.answer(name, *args))
+
+
+class Response:
+    """An answer to come; raises what the controller raises."""
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        try:
+            return ray.get(self._reference, timeout=timeout_s)
+        except RayTaskError as error:
+            raise error.cause from None
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        try:
+            return (yield from self._reference.__await__())
+        except RayTaskError as error:
+            raise error.cause from None
