@@ -284,8 +284,8 @@ def _engine_resources(args: AppConfig) -> dict[str, object]:
             "VLLM_CPU_KVCACHE_SPACE": str(args.engine.cpu_kv_cache_gib),
             THREADS_BIND: UNBOUND,  # vLLM would bind each engine to all cores
         }
-    # On GPUs engines start and serve as forks, but it is not shown that they come back sooner, and the lanes of
-    # .ci/gpu have not run with them.
+    # On GPUs engines start and serve as forks, but it is not shown that they come back sooner, and the lanes
+    # of .ci/gpu have not run with them.
     forked = forked_worker() if args.device is Device.CPU else {}
     return {
         "num_cpus": args.engine.num_cpus,
