@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator
 import httpx
 import pytest
 
+from tests.chaos.launching import Launched
 from tests.fleet.adapter_fleet import Adapted
 from tests.fleet.deployed import Fleet
 from tests.fleet.failure_report import last_events, last_warnings
@@ -37,9 +38,10 @@ def pytest_runtest_makereport(
         fleets = [
             value.fleet if isinstance(value, Adapted) else value
             for value in getattr(item, "funcargs", {}).values()
-            if isinstance(value, Fleet | Adapted)
+            if isinstance(value, Fleet | Adapted | Launched)
         ]
         if fleets:
-            report.sections.append(("The fleet's last events", last_events(fleets[0].url)))
+            with fleets[0].client() as client:
+                report.sections.append(("The fleet's last events", last_events(client)))
             report.sections.append(("Last warnings in Serve's logs", last_warnings()))
     return report

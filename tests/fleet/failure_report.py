@@ -17,12 +17,12 @@ def serve_logs() -> Path:
     return Path(context.get_temp_dir(), context.get_session_name(), "logs", "serve")
 
 
-def last_events(url: str) -> str:
+def last_events(client: httpx.Client) -> str:
     """The newest of `/fleet/events`, or why it does not answer."""
     lines: list[str] = []
     deadline = time.monotonic() + ASK_S
     try:
-        with httpx.stream("GET", f"{url}/fleet/events?since=0", timeout=3.0) as answer:
+        with client.stream("GET", "/fleet/events?since=0", timeout=3.0) as answer:
             for line in answer.iter_lines():
                 lines += [line.removeprefix("data: ")] if line.startswith("data: ") else []
                 if time.monotonic() > deadline:

@@ -161,13 +161,14 @@ def test_a_replica_that_dies_before_it_has_connected_holds_nobody_up(gloo: Fleet
             connecting.result()
         error = caught.value.response.json()["error"]
         assert caught.value.response.status_code == 409 and error["detail"]["connect_again"] is True
-        outside(gloo, ModuleSource(tiny_llama(22)), workers=1).send_weights()
+        outside(gloo, ModuleSource(tiny_llama(22))).send_weights()
         assert time.monotonic() - killed < AT_ONCE_S
         survivor = complete(http)
         assert survivor.version == version + 1
         wait_for_another(http, serving)
         for answer in on_every_replica(http).values():
             assert (answer.version, answer.token_ids) == (version + 1, survivor.token_ids)
+        assert train_and_publish(http) == version + 2, "and the next round reaches both"
 
 
 class KillingSource(ModuleSource):
@@ -236,29 +237,38 @@ def publish_adapter(
 def send_while_an_engine_dies(
     fleet: Fleet, client: httpx.Client, engine: psutil.Process, pause_s: float
 ) -> None:
-    """The first attempt of an outside publisher is aborted; the second one reaches the survivor."""
+    """The first attempt of an outside publisher is aborted; the second one reaches who serves then."""
     version = fleet.version()
     begin = time.monotonic()
     with pytest.raises(requests.HTTPError) as caught:
-        outside(fleet, KillingSource(21, engine, pause_s), workers=2).send_weights()
+        outside(fleet, KillingSource(21, engine, pause_s)).send_weights()
     response = caught.value.response
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (409, "round_aborted")
     assert error["detail"]["send_again"] is True and "send the round again" in error["message"]
     assert fleet.version() == version and complete(client).version == version
-    outside(fleet, ModuleSource(tiny_llama(21)), workers=1).send_weights()
+    outside(fleet, ModuleSource(tiny_llama(21))).send_weights()
     assert time.monotonic() - begin < AT_ONCE_S, "nobody waits for the one that died"
-    survivor = complete(client)
-    assert survivor.version == version + 1
+    assert complete(client).version == version + 1
 
 
-def outside(fleet: Fleet, source: WeightSource, workers: int) -> TrainerWeightTransferEngine[Any]:
+def outside(
+    fleet: Fleet, source: WeightSource, workers: int | None = None
+) -> TrainerWeightTransferEngine[Any]:
+    """An outside publisher that is connected with so many workers, or with all that the fleet has now."""
+    client = HTTPVLLMWeightSyncClient(fleet.url, timeout=60)
+    asked = httpx.get(f"{fleet.url}/get_world_size").json()["world_size"] if workers is None else workers
     info = GlooTrainerInitInfo(
         rank=0,
         master_address="127.0.0.1",
         master_port=free_port(),
-        world_size=1 + workers,
+        world_size=1 + asked,
         chunk_bytes=1 << 16,
     )
-    client = HTTPVLLMWeightSyncClient(fleet.url, timeout=60)
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+    try:
+        return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+    except requests.HTTPError as error:
+        if workers is None and error.response is not None and error.response.status_code == 400:
+            # A successor has joined since the fleet was asked.
+            return outside(fleet, source, error.response.json()["error"]["detail"]["workers"])
+        raise

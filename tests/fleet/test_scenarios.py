@@ -28,8 +28,8 @@ def test_a_transport_that_needs_a_gpu_is_refused_where_there_is_none(fleet: Flee
 
 
 def test_answers_in_flight_go_on_as_a_fresh_engine_would(fleet: Fleet) -> None:
-    options = ["--url", fleet.url, "--requests", "12", "--tokens", "200", "--pause-after", "20"]
+    options = ["--url", fleet.url, "--requests", "12", "--tokens", "800", "--pause-after", "20"]
     options += ["--engine", json.dumps(ENGINE), "--environment", json.dumps(ENVIRONMENT)]
     outcomes = scenario(parse(options))
     assert [outcome.differs_at for outcome in outcomes] == [None] * 12
-    assert all(20 <= outcome.before < 200 == outcome.before + outcome.after for outcome in outcomes)
+    assert all(20 <= outcome.before < 800 == outcome.before + outcome.after for outcome in outcomes)

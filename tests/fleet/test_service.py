@@ -44,14 +44,6 @@ def test_an_answer_with_a_seed_is_the_same_in_however_many_steps_its_prompt_is_c
     assert first.token_ids != other.token_ids
 
 
-def test_a_client_that_goes_away_ends_its_request(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        with client.stream("POST", "/v1/completions", json=body([1, 2, 3], 1000, stream=True)) as response:
-            next(response.iter_lines())
-        time.sleep(1.0)  # the rest of it would take several
-        assert client.post("/abort_requests", json={}).json()["aborted"] == 0
-
-
 def test_too_many_requests_get_503_and_a_hint_when_to_come_again(fleet: Fleet) -> None:
     async def flood() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=500)
