@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Generator
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ if find_spec("hypothesis") is not None:  # machines with GPUs, which run the `gp
     settings.load_profile("slipstream")
 
 WITH_RAY_S = 400.0  # of a test that starts Ray or an engine, beside others that do, and states nothing else
-WITH_ENGINES = ("tests/fleet/", "tests/clients/", "tests/chaos/")
+FLEETS = ("shared", "gloo", "launched", "arena", "ray")  # those of `make test`, the longest first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,7 +58,7 @@ def _scope(item: pytest.Item) -> str:
     mark = item.get_closest_marker("fleet")
     if mark is not None:
         return str(mark.args[0])
-    return "engines" if item.nodeid.startswith(WITH_ENGINES) else item.nodeid.split("::", 1)[0]
+    return item.nodeid.split("::", 1)[0]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,6 +69,8 @@ def pytest_collection_finish(session: pytest.Session) -> Generator[None]:
     """
     gc.freeze()
     gc.enable()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # the operations are tiny, and two processes share two cores
     items = session.items
     if hasattr(session.config, "workerinput"):
         session.items = [SimpleNamespace(nodeid=f"{item.nodeid}@{_scope(item)}") for item in items]
@@ -101,11 +104,11 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fleets first, one after the other, since they take longest; more time for tests that start Ray; skip
     what is marked `gpu` where there is none."""
-    fleets: dict[str, int] = {}
+    order = {name: place for place, name in enumerate(FLEETS)}
     for item in items:
-        if item.get_closest_marker("fleet") is not None or item.nodeid.startswith(WITH_ENGINES):
-            fleets.setdefault(_scope(item), len(fleets))
-    items.sort(key=lambda item: fleets.get(_scope(item), len(fleets)))
+        if item.get_closest_marker("fleet") is not None:
+            order.setdefault(_scope(item), len(order))
+    items.sort(key=lambda item: order.get(_scope(item), len(order)))
     for item in items:
         if item.get_closest_marker("serve") is not None and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(WITH_RAY_S))

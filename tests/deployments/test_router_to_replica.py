@@ -61,6 +61,7 @@ async def test_a_replica_that_dies_before_it_answers_is_nobodys_business() -> No
             assert (await client.get("/text")).headers["x-slipstream-replica"] in ("a", "b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/die", "/die-in-stream", "/die-in-stream?named=1"])
 async def test_a_request_that_kills_its_engine_kills_two_at_most(path: str) -> None:
     async with service("a", "b", "c") as (fleet, _, client):
@@ -75,6 +76,7 @@ async def test_a_request_that_kills_its_engine_kills_two_at_most(path: str) -> N
         assert (await client.post("/whole", content=b"harmless")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_request_that_kills_its_engine_in_mid_stream_kills_two_however_often_it_is_repeated() -> None:
     async with service("a", "b", "c") as (fleet, _, client):
         for _ in range(2):
@@ -147,6 +149,7 @@ async def _asked(fleet: Fleet) -> str:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_a_refusal_moves_the_request_to_another_replica() -> None:
     async with service("a", "b") as (fleet, _, client):
         fleet.engines["a"].refusal = "being stopped"
@@ -218,6 +221,7 @@ async def replica_of(client: httpx.AsyncClient, path: str = "/whole", session: s
     return answer.headers["x-slipstream-replica"]
 
 
+@pytest.mark.slow
 async def test_prompts_that_begin_alike_go_to_one_replica() -> None:
     async with service("a", "b", max_body_bytes=10_000) as (_, _, client):
         assert len({await replica_of(client) for _ in range(20)}) == 1
@@ -225,6 +229,7 @@ async def test_prompts_that_begin_alike_go_to_one_replica() -> None:
         assert len({await replica_of(client) for _ in range(20)}) == 2
 
 
+@pytest.mark.slow
 async def test_a_session_leaves_a_loaded_replica_and_does_not_come_back() -> None:
     async with service("a", "b", max_body_bytes=10_000) as (fleet, _, client):
         home = await replica_of(client, session="s")

@@ -36,6 +36,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_a_list_is_answered_by_all_replicas_as_by_one() -> None:
     asked = {"prompt": PROMPTS, "n": 2, "logprobs": 1, "prompt_logprobs": 1, "return_token_ids": True}
     async with service("a", **ROOM) as (_, _, client):
@@ -54,6 +55,7 @@ async def test_a_list_is_answered_by_all_replicas_as_by_one() -> None:
         await until(lambda: router.in_flight == 0)
 
 
+@pytest.mark.slow
 async def test_lists_of_token_ids_and_batches_of_chats_are_divided_too() -> None:
     async with service("a", "b", **ROOM) as (fleet, _, client):
         ids = [list(map(ord, prompt)) for prompt in PROMPTS]

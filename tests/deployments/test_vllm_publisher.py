@@ -107,6 +107,7 @@ async def refused(fleet: StagedFleet) -> dict[str, Any]:
     return detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["nccl", "nccl packed"])
 async def test_a_replica_that_dies_in_mid_broadcast_frees_the_other_and_the_publisher_must_connect_again(
     wire: str, tmp_path: Path

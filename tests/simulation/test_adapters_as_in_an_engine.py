@@ -117,6 +117,7 @@ async def seen(subject: Real | Simulated, adapters: Sequence[Adapter], orders: S
     return [*found, subject.adapters.state]
 
 
+@pytest.mark.slow
 async def test_no_random_sequence_tells_the_simulations_engine_from_the_real_one(
     model: str, adapters: Sequence[Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:

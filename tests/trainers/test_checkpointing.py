@@ -68,6 +68,7 @@ def test_compiled_layers_keep_less_within_a_budget(tmp_path: Path, kind: str) ->
     assert kept[1] < 0.8 * kept[0]
 
 
+@pytest.mark.slow
 def test_the_layers_of_an_adapter_are_compiled_once_with_gradients_and_once_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # the first one starts the ranks
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
 def test_two_ranks_learn_and_publish_what_one_process_does(directory: Path, case: Case) -> None:

@@ -272,6 +272,7 @@ def adapted_rank(rank: int, directory: Path) -> None:
         torch.save((values(policy), metrics, files), directory / f"out{rank}.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_same_adapter_as_one_process(tmp_path: Path) -> None:
     policy = adapted(tmp_path)
     both(adapted_rank, tmp_path)

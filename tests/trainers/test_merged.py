@@ -116,6 +116,7 @@ def sharded(rank: int, directory: Path) -> None:
         torch.save(found, directory / f"{rank}.pt")
 
 
+@pytest.mark.slow
 def test_the_sums_of_a_sharded_model_are_the_same_on_every_rank(directory: Path, tmp_path: Path) -> None:
     policy = adapted(directory)
     train(policy)

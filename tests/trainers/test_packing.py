@@ -81,6 +81,7 @@ def test_every_trajectory_is_planned_once_and_budgets_hold(
         assert 0 <= line_length(tokens, token_budget=budget) - tokens < max(128, budget / 8 + 128)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(st.integers(1, 300), st.lists(st.integers(1, 300), min_size=1)), min_size=1))
 def test_the_blocks_of_a_line_are_those_that_torch_finds(groups: list[tuple[int, list[int]]]) -> None:

@@ -92,6 +92,7 @@ def reading(sent_mib: int, phase: str = "open") -> Any:
     return STATUS | {"round": asdict(current)}
 
 
+@pytest.mark.slow
 def test_a_directory_is_published_with_a_progress_bar(url: str, tmp_path: Path) -> None:
     def states() -> Iterator[Any]:
         yield STATUS

@@ -90,6 +90,7 @@ def cluster_that_answers(*answers: tuple[int, str]) -> tuple[LocalCluster, list[
     return cluster, asked
 
 
+@pytest.mark.slow
 def test_serve_is_asked_again_while_its_proxy_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
     cluster, asked = cluster_that_answers(NOT_UP, (200, ""))
     cluster.deploy({})

@@ -49,6 +49,7 @@ def test_a_node_that_ray_gave_up_is_started_again(gives_up: str, capsys: pytest.
     assert capsys.readouterr().out == "Ray took more than its own 30 s to start: starting it again\n"
 
 
+@pytest.mark.slow
 def test_a_node_that_hangs_is_started_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ def test_an_address_with_a_token_is_refused(
     assert "SLIPSTREAM_URL carries a token" in said and "operator-0123456789" not in said
 
 
+@pytest.mark.slow
 def test_the_wait_for_a_job_to_start_is_not_silent(capfd: pytest.CaptureFixture[str]) -> None:
     program = "import time; time.sleep(0.6); print('RL job: here', flush=True); time.sleep(0.6); print('end')"
     job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)

@@ -35,6 +35,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, str]
         yield f"http://{address}", {} if token is None else {"authorization": f"Bearer {token}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [pytest.param(None, marks=pytest.mark.long), TOKEN], indirect=True)
 def test_every_operation_answers_whatever_is_sent(
     served: tuple[str, dict[str, str]], record_property: Any
@@ -47,6 +48,7 @@ def test_every_operation_answers_whatever_is_sent(
     assert tally.statuses[200] and tally.statuses[400]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [TOKEN], indirect=True)
 def test_every_operation_refuses_whoever_has_no_token(served: tuple[str, dict[str, str]]) -> None:
     url, headers = served

@@ -134,6 +134,7 @@ PIECES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(PIECES, max_size=30))
 @settings(max_examples=1000, deadline=None)
 def test_any_program_of_opcodes_is_handles_or_refused(pieces: list[bytes]) -> None:

@@ -112,6 +112,7 @@ async def test_what_a_replica_described_counts_while_none_is_there() -> None:
     assert seen[2] == seen[1]
 
 
+@pytest.mark.slow
 def test_the_document_of_vllms_own_server_is_merged_whole() -> None:
     server = build_app(server_arguments(SPEC), ("generate",))
     add_server_info(server, None)  # type: ignore[arg-type]

@@ -66,6 +66,7 @@ def test_a_call_that_failed_for_good_is_not_repeated(
     assert controller.calls.count(method) == 1
 
 
+@pytest.mark.slow
 def test_what_may_be_sent_again_is_503_and_says_when(fleet: str, controller: FakeController) -> None:
     controller.fail_next["call"] = FleetUnavailable("too few replicas")
     once = requests.post(f"{fleet}/pause")
@@ -75,6 +76,7 @@ def test_what_may_be_sent_again_is_503_and_says_when(fleet: str, controller: Fak
     assert controller.calls.count("call") == 3
 
 
+@pytest.mark.slow
 def test_a_question_may_be_asked_again_whatever_became_of_it(fleet: str, controller: FakeController) -> None:
     controller.fail_next["fleet"] = ActorUnavailableError("no route", b"0" * 16)
     assert session_of_trl().get(f"{fleet}/fleet").status_code == 200

@@ -78,6 +78,7 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", [with_requests, with_httpx, with_aiohttp])
 def test_every_route_takes_it(served: tuple[str, list[tuple[str, str, Access]]], ask: Client) -> None:
     address, routes = served

@@ -15,6 +15,7 @@ def test_a_wait_is_announced_at_once_and_again(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.count("loading: 0 s") >= 2
 
 
+@pytest.mark.slow
 async def test_in_a_log_file_the_state_is_a_line_while_nothing_else_is_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

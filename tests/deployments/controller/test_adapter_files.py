@@ -68,6 +68,7 @@ async def test_a_copy_that_cannot_be_made_durable_is_not_the_callers_fault(tmp_p
         await keeper.complete(1)
 
 
+@pytest.mark.slow
 async def test_a_disk_that_does_not_answer_is_given_up_and_keeps_none_of_the_loops_threads(
     tmp_path: Path,
 ) -> None:

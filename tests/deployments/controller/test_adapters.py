@@ -223,6 +223,7 @@ async def test_a_successor_knows_what_is_live(tmp_path: Path) -> None:
     assert (status.name, status.version, status.state) == ("math", 1, "live")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["load", "unload"])
 async def test_a_process_that_is_lost_during_a_call_is_ended(operation: str, tmp_path: Path) -> None:
     save_tiny_adapter(tmp_path / "adapter-1", 1)

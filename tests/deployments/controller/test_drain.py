@@ -29,6 +29,7 @@ async def test_a_pause_that_waits_is_answered_when_requests_have_ended(fleet: Fl
     await fleet.until(lambda: not any(each.drains for each in fleet.replicas.values()))
 
 
+@pytest.mark.slow
 async def test_a_pause_that_waits_too_long_is_a_conflict_and_costs_nobody_anything(fleet: Fleet) -> None:
     fleet.start("a", "b")
     await fleet.admitted("a", "b")

@@ -7,6 +7,7 @@ from tests.deployments.ledger.small_fleet_walk import walk, walk_together
 pytestmark = pytest.mark.timeout(900)  # they compute, and share their core
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "rounds", "faults", "states"),
     [(3, 2, 0, 500), (2, 1, 1, 500), pytest.param(2, 2, 1, 2000, marks=pytest.mark.long)],
@@ -18,6 +19,7 @@ def test_no_state_of_a_small_fleet_is_wrong_or_stuck(
     assert walked.states > states and walked.ends, "the walk does not go far"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "rounds", "faults"), [(2, 2, 0), pytest.param(2, 1, 1, marks=pytest.mark.long)]
 )

@@ -7,7 +7,7 @@ import pytest
 from tests.deployments.replica.adapter_worker import load_adapters
 from tests.forked import call
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

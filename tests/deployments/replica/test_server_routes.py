@@ -27,6 +27,7 @@ def described(server: FastAPI) -> set[str]:
     return set(server.openapi()["paths"])
 
 
+@pytest.mark.slow
 def test_token_ids_in_and_out_are_switched_on(server: FastAPI) -> None:
     assert "/inference/v1/generate" in described(server)
     answer = TestClient(server).post("/inference/v1/generate", json={"token_ids": []})

@@ -56,6 +56,7 @@ async def test_what_the_store_has_is_not_retained(member: StagedMember, engine: 
     assert member.retained_version is None
 
 
+@pytest.mark.slow
 async def test_a_write_that_failed_can_be_tried_again(member: StagedMember, engine: Workers) -> None:
     await member.execute(receive(retain=4))
     await member.execute(Verify(round_id=1))

@@ -131,6 +131,7 @@ def test_what_a_stream_cost_counts_when_it_comes_again_and_is_forgotten_after_te
     assert not deadly.cut_off(identity(b"other"), "b")
 
 
+@pytest.mark.slow
 def test_streams_that_were_cut_off_are_bounded_too_and_one_without_a_body_is_not_remembered() -> None:
     deadly = DeadlyRequests(Clock())
     for number in range(MAX_REMEMBERED + 1):

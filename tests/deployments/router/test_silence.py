@@ -79,11 +79,13 @@ async def fleet(*replicas: StubReplica, library: Any = httpx) -> AsyncIterator[A
         )
 
 
+@pytest.mark.slow
 async def test_a_request_at_a_replica_that_is_stopped_goes_to_another_one() -> None:
     async with fleet(Stops(b"", at_once=True), StubReplica(OK)) as client:
         assert (await asyncio.wait_for(client.get("/v1/models"), 5)).text == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "begun", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nonly"]
 )
@@ -92,12 +94,14 @@ async def test_so_does_one_whose_answer_had_begun_and_was_not_forwarded(begun: b
         assert (await asyncio.wait_for(client.get("/v1/models"), 5)).text == "ok"
 
 
+@pytest.mark.slow
 async def test_a_stream_that_was_forwarded_ends_with_an_error() -> None:
     async with fleet(Stops(BEGUN)) as client:
         answer = await asyncio.wait_for(client.get("/v1/models"), 5)
     assert answer.text.startswith("one") and "the replica that streamed this answer was lost" in answer.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("torn", ["", "event: content_bl", 'event: content_block_delta\ndata: {"type": "con'])
 async def test_anthropics_client_learns_that_an_answer_was_cut_off(torn: str) -> None:
     import anthropic

@@ -61,6 +61,7 @@ async def test_all_that_a_program_writes_for_people_is_read_and_its_end_is_kept(
     await made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -93,6 +94,7 @@ async def test_a_question_that_nobody_waits_for_is_cancelled_there_too() -> None
     assert '"cancel": true' in made.log()
 
 
+@pytest.mark.slow
 async def test_a_program_that_does_not_end_is_killed() -> None:
     made = await started(f"{READY}import time; time.sleep(600)")
     await asyncio.wait_for(made.close(grace_s=0.1), 60)

@@ -115,6 +115,7 @@ async def test_one_rollout_that_fails_is_tried_again(how: str, tmp_path: Path) -
     assert [attempt.reward for attempt in attempts] == [2.0, 2.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -11,10 +11,11 @@ from tests.forked import call
 
 Results = dict[str, dict[str, Any]]  # by family
 
+NO_AMX = pytest.mark.skipif(not AMX, reason="this CPU has no amx")
 KERNELS = [
-    "onednn",
-    pytest.param("amx", marks=pytest.mark.skipif(not AMX, reason="this CPU has no amx")),
-    "torch",
+    pytest.param("onednn", marks=pytest.mark.slow),
+    pytest.param("amx", marks=[pytest.mark.slow, NO_AMX]),
+    pytest.param("torch", marks=pytest.mark.slow),
 ]
 ONCE = pytest.mark.parametrize("found", KERNELS[:1], indirect=True)
 

@@ -9,7 +9,7 @@ from tests.deployments.weights.staging.cpu_kernels import has_onednn
 from tests.deployments.weights.staging.families import inspect_all
 from tests.forked import call
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def run(directory: Path, kind: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 from tests.deployments.weights.staging.partial_rounds import take_partial_rounds
 from tests.forked import call
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def test_files_that_nobody_changes_are_not_read_and_outlive_their_first_name(
     assert files.size_bytes == (Path(files.path) / TENSORS).stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, PART_BYTES, 5 * PART_BYTES + 7])
 def test_a_digest_is_of_every_part_in_its_place(tmp_path: Path, size: int) -> None:
     sources = [tmp_path / CONFIG, tmp_path / TENSORS]
@@ -134,6 +135,7 @@ def test_a_copy_that_cannot_be_made_durable_is_named(store: AdapterStore, tmp_pa
     assert store.ids() == [7], "its owner removes it once no replica reads it"
 
 
+@pytest.mark.slow
 def test_copies_leave_no_memory_behind(store: AdapterStore, tmp_path: Path) -> None:
     """malloc keeps what a thread has freed, for each of the threads that have ever copied."""
     source = save_tiny_adapter(tmp_path / "a", 1)

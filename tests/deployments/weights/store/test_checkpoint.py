@@ -267,6 +267,7 @@ def test_a_stored_version_is_not_removed_while_it_is_read(tmp_path: Path) -> Non
     assert store.remove(3) is True
 
 
+@pytest.mark.slow
 def test_a_router_reads_without_torch() -> None:
     """It would take seconds of the interpreter lock, beside requests."""
     code = "import sys, app.http.directory_publisher\nprint('torch' in sys.modules)"

@@ -148,6 +148,7 @@ def test_put_returns_at_once_and_the_result_says_where_the_version_is(store: Sto
     assert (writer.result, writer.newest, results) == (expected, 3, [expected])
 
 
+@pytest.mark.slow
 def test_writing_takes_its_share_of_a_core_unless_somebody_waits(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +227,7 @@ def test_a_version_that_could_not_be_reported_is_a_problem(store: Store) -> None
     assert writer.result == StoreResult(version=3, label="v3", path="", problem=problem)
 
 
+@pytest.mark.slow
 def test_the_tensors_of_a_written_version_are_freed(store: Store) -> None:
     writer = VersionWriter(write_files=no_files)
     tensors = {"w": torch.zeros(4)}

@@ -134,6 +134,7 @@ def test_memory_without_room_is_a_refusal_and_no_fault(
     engine.shutdown()
 
 
+@pytest.mark.slow
 @every_group_transport
 def test_a_transfer_ends_when_a_replica_is_gone(transport: str, receiving: FilesFleet) -> None:
     if len(receiving.receivers) < 2:

@@ -83,6 +83,7 @@ def test_a_publisher_whose_call_has_failed_stops_waiting(
     assert_ends_at_once(future, OSError, r"^the fleet has aborted the round$")
 
 
+@pytest.mark.slow
 def test_a_member_that_ends_fails_the_broadcast_of_the_others(
     calls: ThreadPoolExecutor, groups: list[GlooGroup]
 ) -> None:

@@ -90,6 +90,7 @@ def test_the_communicator_is_returned_and_kept(nccl: Nccl) -> None:
     assert nccl.made[0].destroyed == 0
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_ends_at_the_timeout_and_names_the_members_that_do_not_answer(nccl: Nccl) -> None:
     start = time.monotonic()
     expected = (
@@ -101,6 +102,7 @@ def test_a_call_that_hangs_ends_at_the_timeout_and_names_the_members_that_do_not
     assert raised.value.missing_ranks == (0, 2) and time.monotonic() - start < PATIENCE_S / 2
 
 
+@pytest.mark.slow
 def test_a_communicator_that_comes_too_late_is_aborted(nccl: Nccl) -> None:
     with pytest.raises(TransferFailed):
         create(nccl.create)
@@ -122,6 +124,7 @@ def test_a_check_that_raises_ends_the_wait(nccl: Nccl) -> None:
     assert [late.destroyed for late in nccl.made] == [1]
 
 
+@pytest.mark.slow
 def test_a_member_at_which_the_call_failed_ends_the_wait_of_the_others(nccl: Nccl) -> None:
     failing, store = Nccl(RuntimeError("NCCL error: remote process exited\nstack")), HashStore()
     failing.returns.set()
@@ -155,6 +158,7 @@ class Collective(Communicator):
         assert self.aborted.wait(PATIENCE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["store", "unique id"])
 def test_an_abort_ends_the_first_collective(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Collective.made = []
@@ -168,6 +172,7 @@ def test_an_abort_ends_the_first_collective(way: str, monkeypatch: pytest.Monkey
     assert [each.destroyed for each in Collective.made] == [1]
 
 
+@pytest.mark.slow
 def test_a_collective_does_not_begin_after_the_wait_has_ended(
     nccl: Nccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +203,7 @@ def test_a_disabled_communicator_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         create(by_unique_id(b"id", 3, 1, DEVICE), 60.0)
 
 
+@pytest.mark.slow
 def test_the_environment_is_restored_while_the_call_still_hangs(
     nccl: Nccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +220,7 @@ def test_the_environment_is_restored_while_the_call_still_hangs(
     assert seen == [None] and os.environ["NCCL_CUMEM_ENABLE"] == "0" and not nccl.made
 
 
+@pytest.mark.slow
 def test_a_group_is_not_held_by_a_member_that_dies_after_the_rendezvous(
     nccl: Nccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,8 @@ def test_reading_it_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "['__main__', 'deployments']"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # a fresh interpreter imports what vLLM does
 def test_a_trainer_loads_the_module_of_its_transport_without_vllms_layers() -> None:
     """They are most of vLLM: seconds, in the middle of the first publish."""
     modules = sorted(record.module for record in TRANSPORTS.values())

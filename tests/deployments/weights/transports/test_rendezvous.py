@@ -40,6 +40,7 @@ def test_a_port_that_is_taken_is_said() -> None:
             rendezvous(info, 0, go_on)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "problem"), [(0, r"ranks \[1, 2\] did not join"), (1, "rank 0 has not opened the rendezvous")]
 )
@@ -75,6 +76,7 @@ def wait_for_abandoned_threads() -> None:
             assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_host_that_stands_still_is_waited_for_until_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections succeed, and nothing is answered
         info = replace(info_for(2, timeout_s=0.5), master_port=silent.getsockname()[1])
@@ -85,6 +87,7 @@ def test_a_host_that_stands_still_is_waited_for_until_the_timeout() -> None:
     wait_for_abandoned_threads()
 
 
+@pytest.mark.slow
 def test_a_check_that_raises_ends_the_wait_for_a_host_that_stands_still() -> None:
     def check() -> None:
         if time.monotonic() - start > 0.3:

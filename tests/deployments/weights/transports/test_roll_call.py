@@ -15,6 +15,7 @@ from deployments.weights.transports.roll_call import HOST_S, RollCall
 from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
 
 
+@pytest.mark.slow
 def test_members_that_answer_are_not_missing_and_the_others_are() -> None:
     info = info_for(4, timeout_s=30.0)
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -67,6 +68,7 @@ class Silent(Unreachable):
         threading.Event().wait(30.0)
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
     call = RollCall(Silent(), 1, 3)
     start = time.monotonic()
@@ -86,6 +88,7 @@ def test_a_check_that_raises_ends_the_roll_call(patient: None) -> None:
     assert time.monotonic() - start < 15.0
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_join_is_named_by_those_that_did() -> None:
     info = info_for(4, timeout_s=1.0)
     with ThreadPoolExecutor(max_workers=3) as pool:
@@ -96,6 +99,7 @@ def test_a_rank_that_does_not_join_is_named_by_those_that_did() -> None:
             assert error.value.missing_ranks == (2,)
 
 
+@pytest.mark.slow
 def test_a_member_that_has_finished_what_the_others_wait_in_is_not_missing() -> None:
     info = info_for(3, timeout_s=30.0)
     with ThreadPoolExecutor(max_workers=3) as pool:
@@ -106,6 +110,7 @@ def test_a_member_that_has_finished_what_the_others_wait_in_is_not_missing() -> 
         assert calls[2].missing(7) == (1,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [1, 2, 3])
 def test_gloo_names_the_member_that_takes_part_in_no_broadcast(silent: int) -> None:
     info = info_for(4, timeout_s=3.0)

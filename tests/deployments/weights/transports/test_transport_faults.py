@@ -65,6 +65,7 @@ SILENT_PUBLISHER = {
 }
 
 
+@pytest.mark.slow
 @every_waiting_transport
 def test_a_receiver_waits_for_a_silent_publisher_no_longer_than_the_timeout(
     transport: str, fleet: Fleet
@@ -98,6 +99,7 @@ DEAD_RECEIVER: dict[str, tuple[type[Exception], str]] = {
 }
 
 
+@pytest.mark.slow
 @every_waiting_transport
 def test_a_dead_receiver_ends_the_round_within_the_timeout_and_the_others_go_on(
     transport: str, checkpoint: Path

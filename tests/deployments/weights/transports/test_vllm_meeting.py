@@ -40,6 +40,7 @@ def test_the_workers_meet_and_read_the_id_and_what_each_has_to_say() -> None:
     assert PrefixStore("slipstream", group.store).get("key") == b"value", "beside vLLM's own keys"
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_come_is_named_by_the_others() -> None:
     info = info_for(4, TIMEOUT_S)
     threading.Thread(target=_ignoring_timeouts, args=(info,), daemon=True).start()

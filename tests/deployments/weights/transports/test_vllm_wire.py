@@ -67,6 +67,7 @@ def test_what_vllm_sends_is_staged_and_says_which_checks_it_passed(wire: str, fl
     assert fleet.payloads == (8 if wire == "ipc packed" else 1)
 
 
+@pytest.mark.slow
 @every_wire
 def test_a_connection_carries_several_rounds(wire: str, fleet: HttpFleet) -> None:
     source = ListSource(version(1))
@@ -79,6 +80,7 @@ def test_a_connection_carries_several_rounds(wire: str, fleet: HttpFleet) -> Non
             receiver.engine._update = None
 
 
+@pytest.mark.slow
 @every_wire
 @pytest.mark.parametrize(
     ("index", "tensor", "message"),
@@ -130,6 +132,7 @@ def test_a_payload_before_the_handshake_is_refused(wire: str, fleet: HttpFleet) 
 # -- CUDA IPC --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_ipc
 @pytest.mark.parametrize("end", ["staged", "refused", "incomplete and dropped"])
 def test_nothing_refers_to_the_trainers_memory_after_a_round(
@@ -206,6 +209,7 @@ class _Forgetting(dict[bytes, torch.Tensor]):
 # -- NCCL ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_nccl
 def test_workers_that_wait_for_a_trainer_that_stands_still_are_freed_by_a_drop(
     wire: str, fleet: HttpFleet, checkpoint: Path
@@ -232,6 +236,7 @@ def test_workers_that_wait_for_a_trainer_that_stands_still_are_freed_by_a_drop(
         assert sending.exception(10 * TIMEOUT_S) is not None
 
 
+@pytest.mark.slow
 @every_nccl
 def test_a_trainer_that_stands_still_is_waited_for_no_longer_than_the_timeout(
     wire: str, fleet: HttpFleet
