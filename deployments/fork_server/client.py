@@ -134,10 +134,14 @@ def _accepts(directory: str) -> bool:
 
 
 def _start_server(directory: str, lock: int) -> None:
+    # The first variable: see `_take_environment` in server.py. One arena, because a fork that has to keep what it
+    # frees (deployments/freed_memory.py) would get one that a thread of an import has left.
+    environment = {SWITCH: directory, **os.environ, "MALLOC_ARENA_MAX": "1"}
+    environment[SWITCH] = directory
     with open(f"{directory}/{LOG}", "wb") as log:
         server = subprocess.Popen(
             [sys.executable, SERVER, directory, str(os.getppid()), str(lock)],
-            env={SWITCH: directory, **{name: value for name, value in os.environ.items() if name != SWITCH}},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

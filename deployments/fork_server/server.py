@@ -298,7 +298,10 @@ def _apply_what_imports_have_read() -> None:
     options = {"MALLOC_ARENA_MAX": -8, "MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}  # malloc.h
     for name, option in options.items():
         if name in os.environ:
-            ctypes.CDLL(None).mallopt(option, min(int(os.environ[name]), 2**31 - 1))
+            value = int(os.environ[name])
+            ctypes.CDLL(None).mallopt(
+                option, value if value < 2**31 else -1
+            )  # an int; -1 is the largest size
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from deployments.fork_server.use import CLIENT
 from deployments.freed_memory import SETTINGS, keeping_freed_memory
 
 # Blocks of the sizes that a version has, by the thread that stages and not the first one of the process.
@@ -36,9 +37,9 @@ thread.join()
 PAGES = 180 * 256  # of a version
 
 
-def faults(environment: dict[str, str]) -> list[int]:
+def faults(environment: dict[str, str], *client: str) -> list[int]:
     answer = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, *client, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
     )
     return [int(line) for line in answer.stdout.split()]
 
@@ -55,6 +56,13 @@ def test_an_update_after_the_first_takes_no_new_memory() -> None:
     assert min(plain) > PAGES / 2, f"glibc keeps it by itself: {plain}"
     first, *later = faults(os.environ | keeping_freed_memory())
     assert first > PAGES / 2 and max(later) < PAGES / 20, (first, later)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_a_fork_of_a_process_that_has_imported_vllm_takes_no_new_memory_either() -> None:
+    _, *later = faults(os.environ | keeping_freed_memory(), "-IS", str(CLIENT), "auto")
+    assert max(later) < PAGES / 20, later
 
 
 def test_what_is_set_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,10 @@ def test_hundreds_of_forks_leave_a_server_as_it_was(environment: dict[str, str])
     before = server.num_fds(), server.memory_info().rss
     for _ in range(200):
         subprocess.run(client("-c", "pass"), env=environment, timeout=60, check=True)
-    assert server.num_fds() == before[0]
+    deadline = time.monotonic() + 10
+    while server.num_fds() > before[0] and time.monotonic() < deadline:  # the last client's is being closed
+        time.sleep(0.01)
+    assert server.num_fds() <= before[0]
     assert server.memory_info().rss - before[1] < 1 << 20
     assert server.children() == []
 
