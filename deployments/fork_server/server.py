@@ -66,8 +66,9 @@ def main() -> None:
         preload(os.environ[MODULES].split(",") if MODULES in os.environ else _modules())
         _require_forkable()
     except BaseException as error:  # whatever an import raises: the next client need not wait for the same
-        with open(f"{directory}/failed", "w") as file:
+        with open(f"{directory}/failing", "w") as file:
             file.write(f"the fork server's imports failed: {type(error).__name__}: {error}")
+        os.replace(f"{directory}/failing", f"{directory}/failed")  # a client never reads half of it
         raise
     client = serve(directory, owner, lock)
     if client is not None:
