@@ -1,6 +1,8 @@
 """What every test of the project shares."""
 
+import atexit
 import gc
+import logging
 import os
 import sys
 from collections.abc import Generator
@@ -69,8 +71,13 @@ def pytest_collection_finish(session: pytest.Session) -> Generator[None]:
     """
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # else nanobind reports all that it has as leaked
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the operations are tiny, and two processes share two cores
+    # pytest adds its handlers to each logger that stops here, six times a test: torch alone has eighty.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     items = session.items
     if hasattr(session.config, "workerinput"):
         session.items = [SimpleNamespace(nodeid=f"{item.nodeid}@{_scope(item)}") for item in items]
@@ -87,10 +94,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.rpartition("@")[2]
 
     return ByScope(config, log)
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else nanobind reports all that it has as leaked
 
 
 @pytest.hookimpl(trylast=True)  # xdist's own hook ends its processes

@@ -51,7 +51,12 @@ def room_of(module: str) -> str | None:
     return max(found, key=len, default=None)
 
 
-def imports_between_rooms() -> Iterator[tuple[str, str]]:
+@cache
+def imports_between_rooms() -> frozenset[tuple[str, str]]:
+    return frozenset(_imports_between_rooms())
+
+
+def _imports_between_rooms() -> Iterator[tuple[str, str]]:
     for top in SOURCE:
         for file in (ROOT / top).rglob("*.py"):
             room = room_of(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))

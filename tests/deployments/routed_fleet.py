@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,11 +210,12 @@ async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Rout
     app = Starlette(
         routes=[Route("/{path:path}", router)], exception_handlers={SlipstreamError: answer_error}
     )
-    async with AsyncExitStack() as stack:
-        for name in names:
-            stack.push_async_callback((await fleet.add(name)).close)
-        front = ReplicaServer(app, "127.0.0.1")
-        stack.push_async_callback(front.close)
-        stack.push_async_callback(router.close)
-        client = httpx.AsyncClient(base_url=f"http://{front.address}", timeout=10)
-        yield fleet, router, await stack.enter_async_context(client)
+    servers = [await fleet.add(name) for name in names]
+    front = ReplicaServer(app, "127.0.0.1")
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{front.address}", timeout=10) as client:
+            yield fleet, router, client
+    finally:
+        await router.close()
+        # At once: each looks only ten times a second whether it is to stop.
+        await asyncio.gather(*(server.close() for server in (front, *servers)))

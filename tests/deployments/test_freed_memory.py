@@ -50,6 +50,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_an_update_after_the_first_takes_no_new_memory() -> None:
     plain = faults(dict(os.environ))

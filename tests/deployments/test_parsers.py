@@ -157,6 +157,7 @@ NEARLY = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(JSON | st.lists(TRAJECTORY | NEARLY, max_size=3))
 @fuzzed
 def test_trajectories(entries: Any) -> None:

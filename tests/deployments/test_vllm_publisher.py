@@ -63,6 +63,7 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 async def test_a_round_of_vllms_trainer_is_staged_committed_everywhere_and_stored(
     wire: str, tmp_path: Path
@@ -84,6 +85,7 @@ async def test_a_round_of_vllms_trainer_is_staged_committed_everywhere_and_store
         assert json.loads(manifest.read_text())["digest"] == last.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
 async def test_a_wrong_version_changes_nothing_and_says_why(wire: str, tmp_path: Path) -> None:
     async with staged_fleet(tmp_path, wire, "a", "b") as fleet:

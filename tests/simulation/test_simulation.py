@@ -88,6 +88,7 @@ def test_many_schedules_with_adapters(block: int) -> None:
     check(fresh(BLOCK), adapters=True)
 
 
+@pytest.mark.slow
 def test_a_seed_is_one_schedule_with_adapters() -> None:
     assert run(3, trace=True, adapters=True) == run(3, trace=True, adapters=True)
 

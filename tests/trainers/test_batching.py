@@ -62,6 +62,7 @@ def test_answers_in_one_row_attend_to_the_prompt_and_themselves() -> None:
     ]
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # other processes share the cores
 @given(BATCHES, st.integers(1, 100), st.booleans())
 def test_every_trajectory_is_planned_once_and_budgets_hold(
@@ -75,6 +76,7 @@ def test_every_trajectory_is_planned_once_and_budgets_hold(
             assert collate(batch, rows, pad_token_id=0, device=CPU).input_ids.numel() <= budget
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # other processes share the cores
 @given(BATCHES, st.booleans())
 def test_collating_loses_no_token(batch: list[Trajectory], share: bool) -> None:

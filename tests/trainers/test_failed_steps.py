@@ -40,6 +40,7 @@ def weights(policy: Policy) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in policy.trained().values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoraConfig(name="a", rank=2)])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("lost")])
 @pytest.mark.parametrize("after", [0, 1, 2])

@@ -87,6 +87,7 @@ def test_several_updates_on_a_batch_move_the_ratio_away_from_one(tmp_path: Path)
     assert metrics["step"] == 1
 
 
+@pytest.mark.slow
 def test_a_kl_penalty_keeps_the_policy_near_its_reference(tmp_path: Path) -> None:
     moved = []
     for coefficient in (0.0, 10.0):

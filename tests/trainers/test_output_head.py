@@ -86,6 +86,7 @@ CASES = [(family, at_once, False) for family in FAMILIES for at_once in (1, 3 * 
 CASES += [("llama", 3 * 40, True), ("granite", 3 * 40, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "at_once", "compiled"), CASES)  # one position at a time, three, all
 def test_scores_and_their_gradients_are_those_of_the_whole_model(
     family: str, at_once: int, compiled: bool

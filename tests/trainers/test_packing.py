@@ -113,6 +113,7 @@ def test_a_long_prompt_comes_twice_only_for_answers_that_are_longer() -> None:
     assert plan_lines(answers, token_budget=100) == [[(2, 1)], [(0,), (3,)]]
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # other processes share the cores
 @given(BATCHES)
 def test_packing_learns_the_tokens_that_rows_learn(batch: list[Trajectory]) -> None:

@@ -48,6 +48,7 @@ def spelled_out(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @given(some.lists(trajectories(), max_size=5))
 @settings(deadline=None)
 def test_what_was_written_is_read(batch: list[Trajectory]) -> None:

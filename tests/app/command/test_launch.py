@@ -262,6 +262,7 @@ def test_a_fleet_that_cannot_start_says_why_and_ends(tmp_path: Path, end_later: 
     shutil.rmtree(logs)
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_ends_the_launcher_before_anything_starts(tmp_path: Path) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text(yaml.safe_dump({"applications": [{"args": {"model": "m", "engin": {}}}]}))

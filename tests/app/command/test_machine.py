@@ -158,6 +158,7 @@ def serve(layout: str, environment: dict[str, str]) -> subprocess.CompletedProce
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_launcher_counts_gpus_before_it_starts_anything(tmp_path: Path) -> None:
     environment = nvidia_smi(tmp_path, f"{H200}\n{H200}\n{H200}") | {"CUDA_VISIBLE_DEVICES": "0"}
     done = serve("nccl_tp.yaml", environment)
@@ -168,6 +169,7 @@ def test_the_launcher_counts_gpus_before_it_starts_anything(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_the_launcher_says_that_there_is_no_driver(tmp_path: Path) -> None:
     done = serve("ipc.yaml", {**os.environ, "PATH": str(tmp_path)})
     assert (done.returncode, done.stdout) == (1, "")

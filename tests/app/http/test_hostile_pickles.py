@@ -105,6 +105,7 @@ def refused(data: bytes) -> str:
     return caught.value.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_pickle_is_refused_quickly_and_in_little_memory(kind: str) -> None:
     data = P.PROTO + b"\4" + HOSTILE[kind] + STOP
@@ -158,6 +159,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(JSON)
 @settings(max_examples=200, deadline=None)
 def test_any_payload_is_passed_on_or_refused(payload: Any) -> None:

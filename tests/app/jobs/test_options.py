@@ -15,6 +15,7 @@ from app.jobs.rewards import EXTRACTORS, Extraction
 from app.jobs.tasks import ReasoningGymTask
 
 
+@pytest.mark.slow
 def test_the_defaults_are_those_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLIPSTREAM_URL", raising=False)
     options = parse(Options, [])

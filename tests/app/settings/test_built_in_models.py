@@ -40,6 +40,7 @@ def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path) -> None:
     assert prepare(SMOLLM2_135M, tmp_path, convert_slowly).is_dir()
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_convert_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     children = [context.Process(target=prepare_in_child, args=(str(tmp_path),)) for _ in range(3)]

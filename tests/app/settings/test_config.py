@@ -85,6 +85,7 @@ def test_a_configuration_cannot_be_changed() -> None:
         parse_config({"model": "m"}).engine.num_replicas = 3  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_importing_the_configuration_and_the_launcher_imports_nothing_heavy() -> None:
     program = (
         "import sys, app.settings.config, app.command.launch, app.command.cli, app.command.submit\n"

@@ -91,6 +91,7 @@ class FailingDisk(LocalDisk):
                 super().replace(path, content, reserve_bytes)
 
 
+@pytest.mark.slow
 def test_a_journal_that_stays_open_is_written_anew_as_it_grows(tmp_path: Path) -> None:
     disk, every, longest = FailingDisk(), list(DECISIONS), 0
     with Journal(tmp_path, disk=disk) as journal:
@@ -123,6 +124,7 @@ def test_what_a_rewritten_journal_has_reserved_is_there_on_a_full_disk(tmp_path:
         assert journal.recovered[:-1] == compact(every)
 
 
+@pytest.mark.slow
 def test_a_journal_that_cannot_be_written_anew_goes_on_where_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -177,6 +178,7 @@ class Walk(AdapterScene):
                 assert call.done and call.error is None, call.error
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=list(HealthCheck))
 @given(st.lists(MOVES, max_size=40))
 def test_whatever_happens_adapters_are_everywhere_or_nowhere(moves: list[tuple[Any, ...]]) -> None:

@@ -4,6 +4,7 @@ What the fake replicas *believe* (admitted, not held, in contact) is what users 
 invariants are checked on that and not on what the ledger thinks.
 """
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
@@ -105,11 +106,11 @@ TestTogether = Walk.TestCase
 TestTogether.settings = WALK
 TestRolling = RollingWalk.TestCase
 TestRolling.settings = WALK
-TestNothingFollows = CheckedWalk.TestCase
+TestNothingFollows = pytest.mark.slow(CheckedWalk.TestCase)
 TestNothingFollows.settings = WALK
-TestNothingFollowsRolling = CheckedRollingWalk.TestCase
+TestNothingFollowsRolling = pytest.mark.slow(CheckedRollingWalk.TestCase)
 TestNothingFollowsRolling.settings = WALK
-TestLate = LateWalk.TestCase
+TestLate = pytest.mark.slow(LateWalk.TestCase)
 TestLate.settings = WALK
-TestLateRolling = LateRollingWalk.TestCase
+TestLateRolling = pytest.mark.slow(LateRollingWalk.TestCase)
 TestLateRolling.settings = WALK

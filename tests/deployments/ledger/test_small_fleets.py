@@ -28,6 +28,7 @@ def test_what_the_walk_leaves_out_makes_no_difference(count: int, rounds: int, f
     assert reduced.states < whole.states and reduced.ends == whole.ends
 
 
+@pytest.mark.slow
 def test_several_processes_find_the_same_ends() -> None:
     assert walk_together(2, 2, 0, processes=2).ends == walk(2, 2, 0).ends
 

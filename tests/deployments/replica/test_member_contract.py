@@ -201,6 +201,7 @@ async def test_a_fake_answers_the_same(case: str, in_place: bool, make: Make, st
     assert await seen_of(make(), told) == await seen_of(OverEngine(in_place=in_place), told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("in_place", "make"), PAIRS)
 async def test_no_random_sequence_tells_a_fake_from_the_real_member(
     in_place: bool, make: Make, stored: str

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from deployments.weights.wire.ownership import DIRECTORY, remove_orphans
 
 REPLICA = """
@@ -63,6 +65,7 @@ def listing() -> set[str]:
     return names | {f"{path.name}/{each.name}" for path in DIRECTORY.glob("*-ipc") for each in path.iterdir()}
 
 
+@pytest.mark.slow
 def test_everything_that_an_engine_names_is_removed_after_its_replica_was_killed(tmp_path: object) -> None:
     process, owner_id, _ = started(tmp_path)
     names = [name for name in listing() if owner_id in name]
@@ -75,6 +78,7 @@ def test_everything_that_an_engine_names_is_removed_after_its_replica_was_killed
     assert not {name for name in listing() if owner_id in name}
 
 
+@pytest.mark.slow
 def test_everything_that_an_engine_names_is_removed_by_a_replica_that_stops_in_order(
     tmp_path: object,
 ) -> None:

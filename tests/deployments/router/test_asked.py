@@ -38,6 +38,7 @@ async def test_what_asks_for_too_much_is_refused_and_the_next_one_is_read(reader
     assert (await reader.read(QUESTION, LIST)).sequences == 6
 
 
+@pytest.mark.slow
 async def test_others_run_while_a_large_body_is_read() -> None:
     reader = BodyReader()
     await reader.read(QUESTION, LIST.ljust(1 << 20))  # the process has started

@@ -79,6 +79,7 @@ def test_a_request_without_a_body_is_refused_but_not_remembered() -> None:
     deadly.check(identity(b"", "/v1/models", "GET"))
 
 
+@pytest.mark.slow
 def test_what_is_remembered_is_bounded_and_the_oldest_is_forgotten() -> None:
     clock = Clock()
     deadly = DeadlyRequests(clock)

@@ -75,6 +75,7 @@ async def test_no_header_can_hide_another_one(smuggled: str) -> None:
         assert server.requests == []
 
 
+@pytest.mark.slow
 @both_loops
 def test_who_takes_slowly_holds_up_the_sender_and_gets_everything_in_order(run: Run) -> None:
     async def scene() -> None:

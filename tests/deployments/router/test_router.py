@@ -162,12 +162,14 @@ async def test_a_request_that_waits_for_a_replica_is_refused_once_its_twin_was()
         assert fleet.replicas[2].received == []
 
 
+@pytest.mark.slow
 async def test_the_time_that_a_lost_answer_took_is_not_a_search_for_a_replica() -> None:
     async with scene(NOTHING, OK, timeout_s=0.3) as fleet:
         fleet.replicas[0].works_s = 0.6
         assert (await fleet.client.post("/x", content=b"long")).text == "ok"
 
 
+@pytest.mark.slow
 async def test_the_time_after_a_loss_is_a_search_again() -> None:
     async with scene(NOTHING, *[REFUSAL] * 20, timeout_s=0.3) as fleet:
         fleet.replicas[0].works_s = 0.6

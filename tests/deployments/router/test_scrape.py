@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import pytest
+
 from deployments.replica_info import ReplicaEndpoint
 from deployments.router.connections import questions
 from deployments.router.scrape import scrape
@@ -44,6 +46,7 @@ FAILED = OK.replace(b"200 OK", b"500 no")
 ENDLESS = b"HTTP/1.1 200 OK\r\ncontent-length: 400\r\n\r\na 1\n"
 
 
+@pytest.mark.slow
 async def test_those_that_answer_in_time_are_there_and_the_others_are_named() -> None:
     async with servers(OK, None, FAILED, ENDLESS) as endpoints, questions() as session:
         endpoints["gone"] = ReplicaEndpoint(address="127.0.0.1:9", key="k")  # nobody listens there

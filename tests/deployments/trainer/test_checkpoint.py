@@ -72,6 +72,7 @@ def test_what_is_sent_and_what_is_lacking_are_the_checkpoint(
     assert "lm_head.weight" in changed, "every name of a trained tensor is sent"
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_stored_version_is_a_complete_checkpoint(
     save: Save, untrained: list[str], tmp_path: Path, controller: ControllerInProcess

@@ -198,6 +198,7 @@ def test_a_full_disk_does_not_end_training(
     assert [each.name for each in checkpoints(spec)] == ["step-000001", "step-000002"]
 
 
+@pytest.mark.slow
 def test_after_a_rollback_and_a_restart_the_moments_start_at_zero(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:

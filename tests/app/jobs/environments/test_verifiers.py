@@ -228,6 +228,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_job_that_was_killed(tmp_path: Path) -> None:
     job = subprocess.Popen(
         [sys.executable, "-c", JOB, str(tmp_path)],

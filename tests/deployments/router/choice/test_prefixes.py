@@ -32,6 +32,7 @@ def test_a_turn_begins_as_the_turn_before() -> None:
     assert len(block_hashes(second)) > len(block_hashes(first))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 3000), st.text("xyz", min_size=600, max_size=3000), st.text("xyz", max_size=3000))
 def test_blocks_are_common_as_far_as_the_bytes_are(shared: int, one: str, other: str) -> None:
     bodies = [chat("p" * shared + each) for each in (one, other)]

@@ -67,6 +67,7 @@ def test_what_is_published_and_stored_and_saved_is_the_sum(
     assert equal(stored(spec, 2), sent) and equal(saved(worker, tmp_path / "saved"), sent)
 
 
+@pytest.mark.slow
 def test_a_restarted_trainer_is_exactly_where_it_was(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_restarted_trainer_is_exactly_where_it_was(
     assert equal(saved(resumed, tmp_path / "resumed on"), saved(straight, tmp_path / "straight on"))
 
 
+@pytest.mark.slow
 def test_master_weights_of_the_adapter_survive_though_sums_are_published_rounded(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
@@ -86,6 +88,7 @@ def test_master_weights_of_the_adapter_survive_though_sums_are_published_rounded
     assert equal(saved(started(spec, controller), tmp_path / "after"), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["no checkpoint", "another alpha", "damaged", "without its base"])
 def test_without_its_checkpoint_the_adapter_begins_anew_on_what_the_fleet_serves(
     spec: TrainerSpec,
@@ -116,6 +119,7 @@ def test_without_its_checkpoint_the_adapter_begins_anew_on_what_the_fleet_serves
     assert not equal(saved(resumed, tmp_path / "a step on"), stored(spec, version))
 
 
+@pytest.mark.slow
 def test_the_base_may_be_a_stored_version(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
@@ -127,6 +131,7 @@ def test_the_base_may_be_a_stored_version(
     assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
 
 
+@pytest.mark.slow
 def test_a_rollback_makes_the_old_version_the_base(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
