@@ -3,6 +3,7 @@
 import pytest
 
 from deployments.errors import (
+    Conflict,
     InvalidRequest,
     RoundAborted,
     SlipstreamError,
@@ -129,6 +130,27 @@ def test_a_replica_that_fails_after_the_decision_is_fenced_and_the_round_goes_on
     report = report_of(scene.publish())
     assert report.phase == "committed" and report.fenced == {"r0": "commit: replica_failed here"}
     assert scene.replicas[0].fenced is not None and scene.replicas[1].version == 1
+
+
+@pytest.mark.parametrize("call", ["abort", "release", "acquire"])
+def test_a_round_that_is_decided_is_aborted_by_nobody(call: str) -> None:
+    """Some replicas may have swapped: its publisher can neither take it back nor leave it."""
+    scene = Scene(replicas=2)
+    for replica in scene.replicas:
+        replica.hangs_in.add(Commit)
+    task = scene.publish()
+    if call == "abort":
+        with pytest.raises(Conflict, match="is not open: round 1 is committing"):
+            scene.ledger.abort_round(scene.token, 1, "changed my mind", scene.now)
+    elif call == "release":
+        scene.ledger.release(scene.token, scene.now)
+    else:
+        scene.ledger.acquire("trainer", scene.now)
+    for replica in scene.replicas:
+        replica.hangs_in.clear()
+    scene.poll(6)
+    assert report_of(task).phase == "committed"
+    assert all(each.version == 1 and each.admitted for each in scene.replicas)
 
 
 def test_a_replica_that_acknowledges_a_commit_but_holds_the_old_version_is_fenced() -> None:
