@@ -133,8 +133,8 @@ def test_a_replica_that_fails_after_the_decision_is_fenced_and_the_round_goes_on
 
 
 @pytest.mark.parametrize("call", ["abort", "release", "acquire"])
-def test_a_round_that_is_decided_is_aborted_by_nobody(call: str) -> None:
-    """Some replicas may have swapped: its publisher can neither take it back nor leave it."""
+def test_a_decided_round_cannot_be_aborted(call: str) -> None:
+    """Some replicas may have swapped: its publisher can neither abort it nor end it with its lease."""
     scene = Scene(replicas=2)
     for replica in scene.replicas:
         replica.hangs_in.add(Commit)

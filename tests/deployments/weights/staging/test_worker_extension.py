@@ -15,7 +15,7 @@ from deployments.errors import TransferFailed
 from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome, StoreResult
 from deployments.weights.staging.progress_page import ProgressPage
-from deployments.weights.staging.reports import ConnectState, LoadPlanSummary, from_wire
+from deployments.weights.staging.reports import ConnectState, LoadPlanSummary, StagingState, from_wire
 from deployments.weights.store.integrity import check_files
 from deployments.weights.wire.checkpoint_schema import read_schema
 from deployments.weights.wire.received_chunk import ReceivedChunk
@@ -172,6 +172,21 @@ def test_the_share_of_the_device_is_set_with_each_payload(worker: MemoryWorker) 
     assert worker.engine.share == 0.25
     receive(worker, weights(2.0)[1:], begins=False)
     assert worker.engine.share == 1.0
+
+
+def test_the_worker_goes_on_while_a_payload_arrives(worker: MemoryWorker) -> None:
+    """The engine's thread decodes meanwhile."""
+    arrives = threading.Event()
+
+    def late() -> Iterator[ReceivedChunk]:
+        assert arrives.wait(TIMEOUT_S)
+        yield from chunks_of(weights(2.0))
+
+    worker.engine.payloads["late"] = late
+    worker.staging_receive({"payload": "late"}, share=1.0, begins=True, retain_version=None)
+    assert from_wire(StagingState, worker.staging_progress()).payloads_done == 0
+    arrives.set()
+    assert progress_of(worker).digest == digest_of(weights(2.0))
 
 
 def test_a_connection_is_reported_when_it_stands(worker: MemoryWorker) -> None:
