@@ -77,6 +77,7 @@ def started(environment: dict[str, str], code: str) -> tuple[subprocess.Popen[st
     process = subprocess.Popen(
         client("-u", "-c", f"import os, signal, time; print(os.getpid()); {code}"),
         env=environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -189,13 +190,13 @@ def test_forks_outlive_a_server_that_dies_and_the_next_client_starts_another(
     environment: dict[str, str],
 ) -> None:
     server = shown(environment)["server"]
-    process, fork = started(environment, "time.sleep(1); print('done')")
+    process, fork = started(environment, "input(); print('done')")
     os.kill(server, signal.SIGKILL)
     assert gone(server)
     after = shown(environment)
     assert after["reason"] is None and after["server"] != server
     assert process.poll() is None and not gone(fork, 0.1)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate("\n", timeout=60)
     assert output == "done\n"
     assert process.returncode == 255  # only the server could have known
 
