@@ -8,7 +8,9 @@ from deployments.errors import (
     RoundAborted,
     SlipstreamError,
 )
-from deployments.protocol.instructions import Body, Commit, CommitMode, Drop, Receive, Verify
+from deployments.protocol.instructions import Body, Commit, CommitMode, Drop, KvCache, Receive, Verify
+from deployments.protocol.operations import InFlight
+from deployments.protocol.publishing import ReplicaTimings
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
@@ -162,6 +164,22 @@ def test_a_replica_that_acknowledges_a_commit_but_holds_the_old_version_is_fence
         scene.poll(1)
         liar.version = 0
     assert report_of(task).fenced == {"r0": "commit: acknowledged version 1 but holds 0"}
+
+
+def test_a_report_has_the_figures_of_each_replica() -> None:
+    report = report_of(Scene(replicas=2).publish())
+    figures = ReplicaTimings(bytes=10, stage_s=0.5, verify_s=0.1, swap_s=0.01, gap_s=0.02)
+    assert report.replicas == {"r0": figures, "r1": figures}
+
+
+@pytest.mark.parametrize("kv_cache", KvCache)
+@pytest.mark.parametrize("in_flight", InFlight)
+def test_every_replica_is_told_what_its_publisher_chose(kv_cache: KvCache, in_flight: InFlight) -> None:
+    scene = Scene(replicas=2)
+    assert report_of(scene.publish(kv_cache=kv_cache, in_flight=in_flight)).phase == "committed"
+    for replica in scene.replicas:
+        told = [each.body for each in replica.ran if isinstance(each.body, Commit)]
+        assert [(each.kv_cache, each.in_flight) for each in told] == [(kv_cache, in_flight)]
 
 
 def test_a_replica_that_cannot_drop_what_came_is_fenced() -> None:
