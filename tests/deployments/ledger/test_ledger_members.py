@@ -121,6 +121,14 @@ def test_a_catch_up_that_loads_something_else_fences() -> None:
     assert joiner.fenced == "catch_up: loaded version 1 but holds 0"
 
 
+def test_a_replica_that_serves_an_older_version_is_fenced() -> None:
+    scene = Scene(replicas=2)
+    scene.publish()
+    scene.replicas[0].version = 0
+    scene.poll(2)
+    assert scene.replicas[0].fenced == "serves version 0, the fleet is at 1" and scene.replicas[1].admitted
+
+
 def test_a_version_that_the_fleet_never_had_is_fenced() -> None:
     scene = Scene(replicas=1)
     stranger = scene.start(version=7)
