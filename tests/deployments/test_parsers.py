@@ -71,6 +71,7 @@ BODIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
 @given(data=st.data())
 @fuzzed
@@ -125,6 +126,7 @@ HANDLE = objects_with(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=3), HANDLE | JSON, max_size=2) | JSON)
 @fuzzed
 def test_ipc_handles(handles: Any) -> None:
@@ -173,6 +175,7 @@ LINES = [encode(each) for each in DECISIONS]
 DECISION = objects_with("decision", "kind", "type", "token", "round_id", "version", "participants", "label")
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.sampled_from(LINES)
@@ -216,6 +219,7 @@ SECTION = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(JSON | st.dictionaries(st.sampled_from(FIELDS), SECTION | JSON, max_size=6))
 @fuzzed
 def test_configurations(data: Any) -> None:

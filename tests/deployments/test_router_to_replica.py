@@ -181,6 +181,7 @@ async def test_a_demand_that_is_not_met_is_a_conflict() -> None:
         assert answer.status_code == 400 and "'new'" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_without_a_replica_the_answer_is_503() -> None:
     async with service(find_replica_timeout_s=0.3) as (_, _, client):
         answer = await client.get("/text")

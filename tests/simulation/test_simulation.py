@@ -93,6 +93,7 @@ def test_a_seed_is_one_schedule_with_adapters() -> None:
     assert run(3, trace=True, adapters=True) == run(3, trace=True, adapters=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_a_seed_is_one_schedule(seed: int) -> None:
     assert run(seed, trace=True) == run(seed, trace=True)

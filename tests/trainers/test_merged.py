@@ -87,6 +87,7 @@ def test_nothing_of_the_model_is_changed_by_it(directory: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_before_the_first_step_and_after_other_weights_it_is_the_base(
     directory: Path, tmp_path: Path
 ) -> None:

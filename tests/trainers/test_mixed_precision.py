@@ -52,6 +52,7 @@ def test_updates_that_bfloat16_would_round_away_are_kept(tmp_path: Path) -> None
     assert moved["mixed"] > 0.3 and moved["bfloat16"] < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoraConfig(name="a", rank=2)])
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_checkpointing_changes_no_number(tmp_path: Path, kind: str, lora: LoraConfig | None) -> None:

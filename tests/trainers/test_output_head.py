@@ -151,6 +151,7 @@ def test_a_layer_that_is_wrapped_already_stays_so() -> None:
     assert llama.lm_head.forward is wrapped
 
 
+@pytest.mark.slow
 def test_a_token_that_cannot_come_has_no_entropy() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf], [2.0, -torch.inf, -torch.inf]])
     expected = torch.distributions.Categorical(logits=logits[0, :2]).entropy()

@@ -65,6 +65,7 @@ def test_a_prompt_stands_once_before_its_answers() -> None:
     ]
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # other processes share the cores
 @given(BATCHES, st.integers(1, 100), st.booleans())
 def test_every_trajectory_is_planned_once_and_budgets_hold(

@@ -52,6 +52,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reconfigured"),
     [
@@ -68,6 +69,7 @@ def test_live_settings_restart_nothing(
     assert {name for name in after if before[name].requires_actor_reconfigure(after[name])} == reconfigured
 
 
+@pytest.mark.slow
 def test_any_other_setting_restarts_the_fleet(directory: Path) -> None:
     before, after = versions(schema(directory)), versions(schema(directory, engine={"seed": 1}))
     assert all(before[name].requires_actor_restart(after[name]) for name in after)

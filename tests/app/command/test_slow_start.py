@@ -39,6 +39,7 @@ class Head(LocalCluster):
         return [sys.executable, "-c", self._scripts.pop(0), str(self.port)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gives_up", GIVES_UP)
 def test_a_node_that_ray_gave_up_is_started_again(gives_up: str, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Head(gives_up, SERVES)

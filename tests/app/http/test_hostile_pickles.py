@@ -120,6 +120,7 @@ def test_a_hostile_pickle_is_refused_quickly_and_in_little_memory(kind: str) -> 
     assert peak < (64 << 20) + 100 * len(data)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200))
 @settings(max_examples=500, deadline=None)
 def test_any_bytes_are_handles_or_refused(data: bytes) -> None:
@@ -143,6 +144,7 @@ def test_any_program_of_opcodes_is_handles_or_refused(pieces: list[bytes]) -> No
         read_handles(base64.b64encode(P.PROTO + b"\4" + b"".join(pieces) + STOP).decode())
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_a_changed_byte_of_real_handles_is_handles_or_refused(data: st.DataObject) -> None:

@@ -163,6 +163,7 @@ async def test_a_transfer_that_failed_is_to_be_sent_again_from_its_beginning(
     assert answer.json()["error"]["detail"] == {"send_again": True}
 
 
+@pytest.mark.slow
 async def test_a_long_call_renews_the_lease(controller: FakeController) -> None:
     routes = weight_routes(controller, renew_s=0.01)
     await routes.start()
@@ -172,6 +173,7 @@ async def test_a_long_call_renews_the_lease(controller: FakeController) -> None:
     assert controller.sent == [{}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [

@@ -90,6 +90,7 @@ def test_every_route_takes_it(served: tuple[str, list[tuple[str, str, Access]]],
         assert users != 401 and operators not in (401, 403), (method, path, users, operators)
 
 
+@pytest.mark.slow
 def test_vllms_own_client_drives_a_fleet_with_it(
     served: tuple[str, list[tuple[str, str, Access]]],
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from app.jobs.progress import Progress, announced
 
 
+@pytest.mark.slow
 def test_a_wait_is_announced_at_once_and_again(capsys: pytest.CaptureFixture[str]) -> None:
     with announced("loading", quiet_s=0.1):
         assert capsys.readouterr().out == "loading\n"

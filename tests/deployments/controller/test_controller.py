@@ -131,6 +131,7 @@ async def test_a_process_that_cannot_be_ended_is_named_in_the_log(
     await publish(fleet)
 
 
+@pytest.mark.slow
 async def test_a_replica_that_misses_a_deadline_is_fenced_and_the_round_goes_on(fleet: Fleet) -> None:
     fleet.start("a", "b")
     await fleet.admitted("a", "b")

@@ -35,6 +35,7 @@ def test_a_journal_that_cannot_be_read_is_not_locked_for_good(tmp_path: Path) ->
     Journal(tmp_path).close()
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from deployments.controller.journal import Journal; "

@@ -131,6 +131,7 @@ def test_a_load_is_answered_when_no_replica_takes_requests_that_does_not_have_it
     assert ended(call) and unheard.fenced
 
 
+@pytest.mark.slow
 def test_hundreds_of_adapters_leave_nothing_behind() -> None:
     scene = AdapterScene(2)
     for step in range(300):

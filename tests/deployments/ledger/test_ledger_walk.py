@@ -104,7 +104,7 @@ WALK = settings(
 )
 TestTogether = Walk.TestCase
 TestTogether.settings = WALK
-TestRolling = RollingWalk.TestCase
+TestRolling = pytest.mark.slow(RollingWalk.TestCase)
 TestRolling.settings = WALK
 TestNothingFollows = pytest.mark.slow(CheckedWalk.TestCase)
 TestNothingFollows.settings = WALK

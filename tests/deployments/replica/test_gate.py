@@ -94,6 +94,7 @@ async def test_a_fence_ends_the_wait_so_that_another_replica_can_answer(replica:
         await asyncio.wait_for(waiting, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", ["no contact to the controller for 21 s", "the engine is dead"])
 async def test_what_nobody_notifies_of_ends_the_wait_too(replica: Replica, reason: str) -> None:
     waiting = asyncio.create_task(replica.gate.wait(Demand(min_version=4, timeout_s=600)))

@@ -18,6 +18,7 @@ from tests.deployments.replica.fake_workers import Workers
 from tests.deployments.replica.round_instructions import COMMIT, receive
 
 
+@pytest.mark.slow
 async def test_the_end_of_a_write_is_watched_until_somebody_cancels(
     member: StagedMember, engine: Workers
 ) -> None:

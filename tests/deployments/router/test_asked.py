@@ -52,6 +52,7 @@ async def test_others_run_while_a_large_body_is_read() -> None:
     await reader.close()
 
 
+@pytest.mark.slow
 async def test_bodies_are_read_although_the_process_has_ended() -> None:
     reader = BodyReader(large_bytes=0)
     await reader.read(QUESTION, LIST)
@@ -65,6 +66,7 @@ async def test_bodies_are_read_although_the_process_has_ended() -> None:
     await reader.close()
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_while_its_body_is_read_leaves_no_answer_to_the_next_one() -> None:
     reader = BodyReader(large_bytes=0)
     await reader.read(QUESTION, LIST)

@@ -22,6 +22,7 @@ async def passed_on(kept: Connections, address: str, take: Callable[[bytes], Any
         await answer.pass_on(take)
 
 
+@pytest.mark.slow
 @both_loops
 def test_an_answer_is_whole_however_it_is_torn_and_its_connection_is_used_again(run: Run) -> None:
     async def scene() -> None:

@@ -75,6 +75,7 @@ async def test_when_every_replica_refuses_the_last_reason_is_in_the_answer() -> 
         assert fleet.router.in_flight == 0
 
 
+@pytest.mark.slow
 async def test_a_request_remembers_the_last_refusals_only() -> None:
     async with scene(*[REFUSAL] * (MAX_REFUSALS + 1), OK) as fleet:
         assert (await fleet.client.get("/")).text == "ok"

@@ -120,6 +120,7 @@ async def test_anthropics_client_learns_that_an_answer_was_cut_off(torn: str) ->
     assert events == ["content_block_delta"]
 
 
+@pytest.mark.slow
 async def test_a_replica_that_takes_its_time_is_waited_for() -> None:
     async with fleet(Slow(OK), Stops(b"")) as client:
         assert (await asyncio.wait_for(client.get("/v1/models"), 5)).text == "ok"
@@ -138,6 +139,7 @@ async def test_a_replica_is_asked_once_for_all_who_wait() -> None:
     assert asked == ["a"] and await probes.alive("a", "k") and asked == ["a", "a"]
 
 
+@pytest.mark.slow
 async def test_whoever_hears_something_does_not_ask() -> None:
     given_up: list[None] = []
 

@@ -55,6 +55,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
+@pytest.mark.slow
 @every_kind
 def test_what_is_sent_and_what_is_lacking_are_the_checkpoint(
     save: Save, untrained: list[str], tmp_path: Path, controller: ControllerInProcess

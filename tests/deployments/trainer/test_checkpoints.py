@@ -51,6 +51,7 @@ def test_what_follows_a_save_is_not_in_it(tmp_path: Path) -> None:
     assert equal(weights(resumed.policy), weights(learner.policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_each_checkpoint_of_a_run_is_of_its_own_step(tmp_path: Path, device: str) -> None:
     tiny.policy(tmp_path)
@@ -174,6 +175,7 @@ def test_weights_of_the_same_step_that_are_not_those_of_the_checkpoint_stay(tmp_
     assert equal(weights(resumed.policy), before)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_went_back_keeps_the_checkpoints_that_it_makes_from_then_on(tmp_path: Path) -> None:
     learner, kept = stepped(tmp_path), checkpoints(tmp_path)
     learner.step(BATCH)

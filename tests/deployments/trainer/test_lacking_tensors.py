@@ -72,6 +72,7 @@ def test_a_version_has_what_another_publisher_changed_before_it(fleet: Fleet) ->
     assert equal(fleet.lacking_of(3), fleet.as_changed())
 
 
+@pytest.mark.slow
 def test_a_saved_checkpoint_has_what_another_publisher_changed(fleet: Fleet, tmp_path: Path) -> None:
     before = fleet.saved(tmp_path / "before")
     assert equal(before, fleet.lacking_of(1)) and before

@@ -52,6 +52,7 @@ def test_a_trainer_does_not_start_where_every_version_is_damaged(
         started(spec, controller)
 
 
+@pytest.mark.slow
 def test_a_rollback_to_a_damaged_version_is_refused_and_changes_nothing(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:

@@ -64,6 +64,7 @@ def checkpoints(spec: TrainerSpec) -> list[Path]:
     return sorted((Path(spec.store_dir).parent / "trainer" / "checkpoints").glob("*step-*"))
 
 
+@pytest.mark.slow
 def test_a_restarted_trainer_resumes_from_the_newest_version(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
@@ -92,6 +93,7 @@ def test_before_the_first_step_there_is_nothing_to_save(
     assert not checkpoints(spec)
 
 
+@pytest.mark.slow
 def test_one_step_that_is_published_twice_is_saved_once(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
@@ -110,6 +112,7 @@ def test_one_step_that_is_published_twice_is_saved_once(
     assert checkpoints(spec) == [before]
 
 
+@pytest.mark.slow
 def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
@@ -125,6 +128,7 @@ def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
     assert equal(saved(resumed, tmp_path / "resumed again"), saved(worker, tmp_path / "trained on"))
 
 
+@pytest.mark.slow
 def test_master_weights_of_another_step_are_not_restored(
     spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
 ) -> None:
@@ -139,6 +143,7 @@ def test_master_weights_of_another_step_are_not_restored(
     assert resumed.step(BATCH)["step"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["checkpoint.json", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("damage", [b"", b"not a state", None])
 def test_a_damaged_checkpoint_costs_the_moments_and_not_the_trainer(
@@ -162,6 +167,7 @@ def test_a_damaged_checkpoint_costs_the_moments_and_not_the_trainer(
     assert resumed.step(BATCH)["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_leaves_the_one_before(
     spec: TrainerSpec, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
 ) -> None:
@@ -176,6 +182,7 @@ def test_a_damaged_checkpoint_leaves_the_one_before(
     ]
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_end_training(
     spec: TrainerSpec,
     caplog: pytest.LogCaptureFixture,

@@ -107,6 +107,7 @@ async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_w
     assert seen == {"SLIPSTREAM_TOKEN": None, "NO_PROXY": "example.org,127.0.0.1", "COLOUR": "blue"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises once", "dies once", "reads"])
 async def test_one_rollout_that_fails_is_tried_again(how: str, tmp_path: Path) -> None:
     made = environment(how, tmp_path)

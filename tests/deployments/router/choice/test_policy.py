@@ -197,6 +197,7 @@ DEMANDS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(REPLICAS, DEMANDS)
 def test_whatever_is_known_the_rules_hold(fleet: list[Candidate], demand: Demand) -> None:
     by_id = {each.replica_id: each for each in fleet if each.admitted}

@@ -96,6 +96,7 @@ def test_an_unloaded_adapter_is_published_again_from_where_it_was(
     assert (report.version, report.step) == (3, 2) and controller.live == ["math@3"]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_not_continued_with_other_settings(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:

@@ -154,6 +154,7 @@ def test_a_trainer_of_all_weights_takes_no_checkpoint_of_an_adapter(
     assert equal(saved(resumed, tmp_path / "resumed"), stored(spec, 1))
 
 
+@pytest.mark.slow
 def test_the_penalty_compares_with_the_model_whatever_the_base_is(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
@@ -167,6 +168,7 @@ def test_the_penalty_compares_with_the_model_whatever_the_base_is(
     assert all(first[name] != 0 for name in kl)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["rollback", "damaged"])
 def test_the_penalty_compares_with_the_model_when_the_base_becomes_another(
     spec: TrainerSpec, case: str, controller: ControllerInProcess

@@ -121,6 +121,7 @@ def test_a_dead_receiver_ends_the_round_within_the_timeout_and_the_others_go_on(
         stop(receiver)
 
 
+@pytest.mark.slow
 @every_group_transport
 def test_a_member_that_does_not_join_ends_the_rendezvous_at_the_timeout(transport: str, fleet: Fleet) -> None:
     members = 2 + len(fleet.receivers)

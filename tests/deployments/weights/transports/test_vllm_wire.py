@@ -53,6 +53,7 @@ def fleet(wire: str, checkpoint: Path, memory: SharedMemory) -> Iterator[HttpFle
         receiver.stop()
 
 
+@pytest.mark.slow
 @every_wire
 def test_what_vllm_sends_is_staged_and_says_which_checks_it_passed(wire: str, fleet: HttpFleet) -> None:
     tensors = version(1)
@@ -105,6 +106,7 @@ def test_a_tensor_that_is_not_the_models_is_refused_and_the_trainer_is_free(
         within(2 * TIMEOUT_S, engine.send_weights)
 
 
+@pytest.mark.slow
 @every_wire
 def test_a_number_that_is_not_finite_is_refused(wire: str, fleet: HttpFleet) -> None:
     tensors = version(1)
@@ -113,6 +115,7 @@ def test_a_number_that_is_not_finite_is_refused(wire: str, fleet: HttpFleet) -> 
         connect(wire, fleet, ListSource(tensors)).send_weights()
 
 
+@pytest.mark.slow
 @every_wire
 def test_a_missing_tensor_is_found_at_the_end(wire: str, fleet: HttpFleet) -> None:
     connect(wire, fleet, ListSource(version(1)[:-1])).send_weights()
@@ -255,6 +258,7 @@ def test_a_trainer_that_stands_still_is_waited_for_no_longer_than_the_timeout(
         assert sending.exception(10 * TIMEOUT_S) is not None
 
 
+@pytest.mark.slow
 @every_nccl
 def test_metadata_that_nobody_can_read_ends_the_group(wire: str, fleet: HttpFleet) -> None:
     connect(wire, fleet, ListSource(version(1)))
@@ -266,6 +270,7 @@ def test_metadata_that_nobody_can_read_ends_the_group(wire: str, fleet: HttpFlee
         assert receiver.engine._group is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["nccl packed"])
 def test_pieces_for_which_there_is_no_memory_are_the_publishers_fault(
     wire: str, fleet: HttpFleet, monkeypatch: pytest.MonkeyPatch

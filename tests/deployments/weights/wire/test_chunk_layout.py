@@ -21,6 +21,7 @@ SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
 TENSORS = st.lists(st.tuples(DTYPES, SHAPES), min_size=1, max_size=12)
 
 
+@pytest.mark.slow
 @given(TENSORS, st.integers(1, 4000))
 def test_packed_tensors_are_read_back_with_their_digests(
     kinds: list[tuple[torch.dtype, tuple[int, ...]]], chunk_bytes: int
