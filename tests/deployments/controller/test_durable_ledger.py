@@ -58,7 +58,6 @@ async def test_replicas_are_heard_and_answered_while_the_disk_is_slow(fleet: Fle
     assert (await acquiring).token == 1 and lease is not None and lease.publisher == "trainer"
 
 
-@pytest.mark.slow
 async def test_no_replica_learns_of_a_decision_that_is_not_on_the_disk(fleet: Fleet) -> None:
     fleet.start("a")
     await fleet.admitted("a")
