@@ -116,7 +116,7 @@ def test_streams_do_not_arrive_in_one_piece_and_end_when_the_client_leaves(launc
             with client.stream("POST", "/v1/completions", json=body(PROMPT, 64, stream=True)) as answer:
                 for piece in answer.iter_raw():
                     pieces.append((time.monotonic(), piece))
-            assert len(pieces) > 10 and b"[DONE]" in pieces[-1][1]
+            assert b"[DONE]" in pieces[-1][1]
             return pieces[-1][0] - pieces[0][0]
 
         # Not each one: on two cores vLLM by itself delivered 8 of 200 such streams in one piece.
