@@ -121,6 +121,14 @@ def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = os.getpid()
+
+    def stop(*_: object) -> None:
+        if os.getpid() == server:  # a fork has the handler until it has its own
+            shutil.rmtree(directory, ignore_errors=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
     listener = _listen(directory)
     clients: dict[int, socket.socket] = {}
     idle_since = time.monotonic()

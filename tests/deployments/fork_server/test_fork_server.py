@@ -262,18 +262,21 @@ def test_a_server_stops_when_it_is_idle_and_when_its_owner_has_stopped(
     owner = subprocess.Popen(["sleep", "60"])
     code = QUICK.format(folder=str(CLIENT.parent), module="server", name="IDLE_S", value=0.2)
     started = {}
-    for name, program in {"idle": ["-c", code], "owned": [SERVER]}.items():
+    for name, program in {"idle": ["-c", code], "owned": [SERVER], "told": [SERVER]}.items():
         directory = tmp_path / name
         directory.mkdir()
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT)
         command = [sys.executable, *program, str(directory), str(owner.pid), str(lock)]
         started[directory] = subprocess.Popen(command, env=environment, pass_fds=[lock])
         os.close(lock)
-    idle, owned = started
+    idle, owned, told = started
     assert started[idle].wait(10) == 0
     assert not idle.exists()
-    while server_of(owned) is None:
+    while server_of(owned) is None or server_of(told) is None:
         time.sleep(0.01)
+    started[told].terminate()
+    assert started[told].wait(10) == 0
+    assert not told.exists()
     owner.kill()
     owner.wait()
     assert started[owned].wait(10) == 0
