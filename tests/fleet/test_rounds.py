@@ -88,7 +88,7 @@ def test_200_requests_in_flight_do_not_notice_ten_rounds(fleet: Fleet) -> None:
         assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
         assert spans[-1].end == 160
         crossing += len(spans) > 1
-    assert crossing >= 20, f"only {crossing} answers were in flight during a round"
+    assert crossing >= 8, f"only {crossing} answers were in flight during a round"
     checked = [result for result in results if len(result[1].weight_versions) > 1][:12]
     for prompt, answer in checked:
         tokens, spans = answer.token_ids, answer.weight_versions
