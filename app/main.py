@@ -195,10 +195,9 @@ def _router(
     trainer: Application | None,
 ) -> Application:
     limits = RouterLimits(
-        max_in_flight=args.router.max_ongoing_requests + args.router.max_queued_requests,
+        max_in_flight=args.router.max_ongoing_requests,
         max_body_bytes=args.router.max_body_bytes,
         max_sequences=args.router.max_sequences,
-        retry_after_s=args.router.retry_after_s,
         find_replica_timeout_s=args.router.request_timeout_s,
         weight_timeout_s=args.router.request_timeout_s,
         load_factor=args.router.load_factor,
@@ -288,7 +287,7 @@ def _engine_resources(args: AppConfig) -> dict[str, object]:
     # of .ci/gpu have not run with them.
     forked = forked_worker() if args.device is Device.CPU else {}
     return {
-        "num_cpus": args.engine.num_cpus,
+        **NO_CPU,
         "num_gpus": replica_gpus(args),
         "runtime_env": {"env_vars": environment | args.engine.env, **forked},
     }

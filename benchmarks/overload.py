@@ -230,7 +230,7 @@ def main() -> None:
     setup: Setup = CPU if options.device == "cpu" else gpu(options.model)
     os.environ[MARK] = mark = uuid.uuid4().hex
     sampler = Sampler(mark)
-    router = {"max_ongoing_requests": options.places, "max_queued_requests": 0}
+    router = {"max_ongoing_requests": options.places}
     with fleet(options.port, setup=setup, replicas=options.replicas, router=router) as url:
         measured = measure(url, options, sampler)
         show(measured)

@@ -27,7 +27,6 @@ LIMITS = RouterLimits(
     max_in_flight=100_000,
     max_body_bytes=64 << 20,
     max_sequences=4096,
-    retry_after_s=1.0,
     find_replica_timeout_s=30.0,
     weight_timeout_s=30.0,
     load_factor=1.25,

@@ -104,9 +104,6 @@ class LearnerConfig(_Settings):
     max_grad_norm: PositiveFloat = 1.0
     max_tokens_per_microbatch: PositiveInt = 8192  # padded tokens of one forward: bounds activation memory
     updates_per_step: PositiveInt = 1  # optimizer steps on one batch; clipping has no effect on the first
-    # A warning is logged where rollout engine and trainer differ by more than this in the log-probability of
-    # a token under the same weights, on average over a step.
-    logprob_drift_bound: PositiveFloat = 0.05
     share_prompts: bool = True  # where the model's attention allows it, see trainers.batching
 
 
@@ -179,7 +176,6 @@ class TrainerConfig(LearnerConfig):
     # A checkpoint for a restart is written after every n-th step that is published, beside the next steps;
     # 0: never. It takes 8 bytes a parameter in float32, and 12 where `wire_dtype` rounds the weights.
     checkpoint_every: NonNegativeInt = 10
-    checkpoints_kept: PositiveInt = 2
     seed: int = 0
     gpus_per_rank: PositiveFloat = 1.0  # on device 'cuda'
     cpu_threads: Annotated[PositiveInt | None, BeforeValidator(_not_zero)] = None  # per rank; None: all cores

@@ -14,6 +14,7 @@ from trainers.losses.interface import LearnedTokens
 from trainers.losses.policy_loss import importance_weights, k3
 
 Metrics = dict[str, float | int | bool]
+DRIFT_BOUND = 0.05  # nats
 BUCKETS = ("0", "1", "2_plus")  # of staleness
 _SUMS = (
     *("loss", "tokens", "entropy", "importance", "importance_squared", "truncated", "ratio", "clipped"),
@@ -136,13 +137,13 @@ def _by_version(sums: dict[str, float], maxima: dict[str, float]) -> Metrics:
     return found
 
 
-def drift(metrics: Metrics, bound: float) -> str | None:
-    """A sentence if rollout engine and trainer disagree by more than `bound` about the same weights."""
+def drift(metrics: Metrics) -> str | None:
+    """A warning if rollout engine and trainer disagree by more than `DRIFT_BOUND` about the same weights."""
     mean = metrics.get("logprob_difference_mean")
-    if mean is None or mean <= bound:
+    if mean is None or mean <= DRIFT_BOUND:
         return None
     return (
         f"step {metrics.get('step', '?')}: the rollout engine and the trainer differ by {mean:.4f} on "
         f"average, and {metrics['logprob_difference_max']:.4f} at most, in the log-probability of a token "
-        f"under the same weights; the bound of the average is {bound} (trainer.logprob_drift_bound)"
+        f"under the same weights; the bound of the average is {DRIFT_BOUND}"
     )

@@ -13,7 +13,6 @@ from typing import Any, Self
 from pydantic import (
     Field,
     ModelWrapValidatorHandler,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -37,9 +36,7 @@ class RouterConfig(Section):
     """The proxy in front of the replicas: how many requests it admits, and for how long they may wait."""
 
     num_replicas: PositiveInt = 1
-    max_ongoing_requests: PositiveInt = 1024  # per router replica
-    max_queued_requests: NonNegativeInt = 1024  # beyond these: 503 with Retry-After
-    retry_after_s: PositiveFloat = 1.0  # at least; longer while many are refused, up to 20 s more
+    max_ongoing_requests: PositiveInt = 2048  # per router replica; beyond these: 503 with Retry-After
     request_timeout_s: PositiveFloat = 600.0  # of looking for a replica; the answer itself has no limit
     max_body_bytes: PositiveInt = 32 << 20
     max_sequences: PositiveInt = 16384  # of one request: its prompts times its 'n'; more are a 400
@@ -63,7 +60,6 @@ class AdaptersConfig(Section):
     """LoRA adapters, which a fleet serves with `engine.extra.enable_lora: true`."""
 
     keep: PositiveInt = 2  # versions of one name; `max_cpu_loras` of them stay in an engine's memory
-    most: PositiveInt = 128  # live versions of all names
 
 
 class AppConfig(Section):
@@ -101,7 +97,6 @@ class AppConfig(Section):
         """What the fleet allows of adapters."""
         return AdapterLimits(
             keep=self.adapters.keep,
-            most=self.adapters.most,
             base_model=self.public_model_name,
             refusal=None if self.engine.serves_adapters else "set 'engine.extra.enable_lora' to true",
         )

@@ -57,8 +57,6 @@ class EngineConfig(Section):
     quantization: str | None = None
     enable_sleep_mode: bool = False
     gpus_per_rank: PositiveFloat = 1.0  # a fraction when a trainer rank shares the GPU
-    # Reserved per replica. If the cluster has fewer, the replica is never placed and requests hang silently.
-    num_cpus: NonNegativeFloat = 0.0
     start_timeout_s: PositiveFloat = 600.0
     drain_timeout_s: PositiveFloat = 120.0  # of requests that run on a replica which is stopped
     extra: dict[str, Any] = Field(

@@ -12,8 +12,6 @@ from app.settings.config import AppConfig
 
 ROUTER = (
     "max_ongoing_requests",
-    "max_queued_requests",
-    "retry_after_s",
     "request_timeout_s",
     "load_factor",
     "prefix_affinity",
@@ -23,13 +21,7 @@ WEIGHTS = (
     "max_unavailable",
     "stage_timeout_s",
     "commit_timeout_s",
-    "call_timeout_s",
     "drain_timeout_s",
-    "drain_fallback",
-    "store_timeout_s",
-    "catch_up_timeout_s",
-    "join_timeout_s",
-    "grace_s",
     "commit",
     "in_flight",
 )

@@ -3,10 +3,13 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
+from app.settings.section import Section
 from deployments.ledger.limits import LedgerConfig
+from deployments.protocol.instructions import CommitMode, KvCache
+from deployments.protocol.operations import InFlight
 from deployments.weights.transports.registry import OWN_WIRE, TRANSPORTS, VLLM_WIRE, Transport
 
 
@@ -41,8 +44,25 @@ class Wire(StrEnum):
     VLLM = VLLM_WIRE  # vLLM's own trainer engines `nccl` and `ipc`, unchanged: TRL, SkyRL and others
 
 
-class WeightsConfig(LedgerConfig):
-    """How an update is transferred and staged, and the ledger's rules for it (deadlines, lease, commit)."""
+class WeightsConfig(Section):
+    """How an update is transferred, staged and committed.
+
+    `commit`, `kv_cache` and `in_flight` apply to rounds that do not set their own.
+    """
+
+    commit: CommitMode = CommitMode.TOGETHER
+    kv_cache: KvCache = KvCache.RECOMPUTE
+    in_flight: InFlight = InFlight.KEEP
+    min_replicas: PositiveInt = 1
+    max_unavailable: PositiveInt = 1  # with commit 'rolling'
+    heartbeat_timeout_s: PositiveFloat = 30.0
+    stage_timeout_s: PositiveFloat = 120.0
+    commit_timeout_s: PositiveFloat = 60.0
+    # How long running requests may go on before an update with `in_flight: wait`, or `/pause` and `/sleep`
+    # with `mode=wait`; those that arrive meanwhile wait. Longer than the longest answer takes; publishers do
+    # not wait for longer than the limit.
+    drain_timeout_s: float = Field(default=120.0, gt=0, le=300)
+    lease_s: PositiveFloat = 60.0
 
     transport: TransportName = "shm"
     # None: on a CPU 'device' where that is possible (the engine's log says why not), else 'host'.
@@ -76,4 +96,4 @@ class WeightsConfig(LedgerConfig):
 
     def ledger(self) -> LedgerConfig:
         """The ledger's part of the section."""
-        return LedgerConfig(**{name: getattr(self, name) for name in LedgerConfig.model_fields})
+        return LedgerConfig(**self.model_dump(include=set(LedgerConfig.model_fields)))

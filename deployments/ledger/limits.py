@@ -112,29 +112,27 @@ class FleetSize:
 
 
 class LedgerConfig(BaseModel):
-    """`commit`, `kv_cache` and `in_flight` apply to rounds that do not set their own."""
+    """How long each step may take, and how a round commits; an operator sets `WeightsConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    commit: CommitMode = CommitMode.TOGETHER
+    kv_cache: KvCache = KvCache.RECOMPUTE
+    in_flight: InFlight = InFlight.KEEP
     min_replicas: int = Field(default=1, ge=1)
     max_unavailable: int = Field(default=1, ge=1)
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)
     stage_timeout_s: float = Field(default=120.0, gt=0)
     commit_timeout_s: float = Field(default=60.0, gt=0)
-    call_timeout_s: float = Field(default=60.0, gt=0)
-    # How long running requests may go on before an update with `in_flight: wait`, or `/pause` and `/sleep`
-    # with `mode=wait`; those that arrive meanwhile wait. Longer than the longest answer takes; publishers do
-    # not wait for longer than the limit.
     drain_timeout_s: float = Field(default=120.0, gt=0, le=300)
-    drain_fallback: DrainFallback = DrainFallback.ABORT
+    lease_s: float = Field(default=60.0, gt=0)
+    # Constants; tests make them shorter.
+    call_timeout_s: float = Field(default=60.0, gt=0)
+    drain_fallback: DrainFallback = DrainFallback.ABORT  # of rounds that do not choose
     store_timeout_s: float = Field(default=600.0, gt=0)  # writing a version that only replicas hold
     catch_up_timeout_s: float = Field(default=1800.0, gt=0)  # loading a stored version, beside rounds
     join_timeout_s: float = Field(default=3600.0, gt=0)  # a joiner's version stays in the store for so long
     grace_s: float = Field(default=5.0, ge=0)  # a replica may report its own timeout before it is fenced
-    lease_s: float = Field(default=60.0, gt=0)
-    commit: CommitMode = CommitMode.TOGETHER
-    kv_cache: KvCache = KvCache.RECOMPUTE
-    in_flight: InFlight = InFlight.KEEP
 
     def deadline_s(self, body: Body) -> float:
         """How long a replica may take over one instruction, from when the one before it was done."""

@@ -34,6 +34,7 @@ from deployments.router.connections import Connections, NotConnected, questions
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
 from deployments.router.exchange import Answer, ExchangeLost
 from deployments.router.limits import RouterLimits
+from deployments.router.returns import RETRY_AFTER_S
 from deployments.router.scrape import Scraped, scrape
 from deployments.router.silence import Patience, Probes
 
@@ -172,7 +173,7 @@ class Forwarder:
             if time.monotonic() > deadline:
                 raise FleetUnavailable(
                     f"no replica could answer within {limits.find_replica_timeout_s:g} s: {reason}",
-                    {"retry_after_s": limits.retry_after_s},
+                    {"retry_after_s": RETRY_AFTER_S},
                 )
             await asyncio.sleep(RETRY_PAUSE_S)
 

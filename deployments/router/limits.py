@@ -11,7 +11,6 @@ class RouterLimits:
     max_in_flight: int  # requests of clients; one that is split has one place
     max_body_bytes: int
     max_sequences: int  # of one request: prompts times answers to each
-    retry_after_s: float
     find_replica_timeout_s: float  # how long a request looks for a replica; generating is not looking
     weight_timeout_s: float  # how long it waits for a version, without x-weight-timeout
     load_factor: float  # times the mean load, above which a replica gets no sessions and prefixes of its own
@@ -21,8 +20,7 @@ class RouterLimits:
         """The same with what a live fleet may change, by the names of the settings."""
         return replace(
             self,
-            max_in_flight=int(settings["max_ongoing_requests"] + settings["max_queued_requests"]),
-            retry_after_s=settings["retry_after_s"],
+            max_in_flight=int(settings["max_ongoing_requests"]),
             find_replica_timeout_s=settings["request_timeout_s"],
             weight_timeout_s=settings["request_timeout_s"],
             load_factor=settings["load_factor"],

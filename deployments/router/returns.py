@@ -7,9 +7,10 @@ are served, and control routes would wait behind them.
 import time
 from collections.abc import Callable
 
+RETRY_AFTER_S = 1.0  # no client is told to come back earlier
 LEAST_PER_S = 200.0  # refusing so many is a small load, and they fill places that became free at once
 PER_BEGUN = 2.0  # so many come back for each request that begins, so that no place waits for one
-LONGEST_S = 20.0  # OpenAI's clients do not wait for longer than 60
+LONGEST_S = 20.0  # beyond that; OpenAI's clients do not wait for longer than 60
 PERIOD_S = 2.0  # over which requests that begin are counted
 
 
@@ -31,16 +32,12 @@ class Returns:
         """A request got a place."""
         self._begun += 1
 
-    def after_s(self, least_s: float) -> float:
-        """The seconds after which the next refused client is to come back.
-
-        Args:
-            least_s: none comes back earlier, nor is told more than `LONGEST_S` beyond it.
-        """
+    def after_s(self) -> float:
+        """The seconds after which the next refused client is to come back."""
         now = self._clock()
         self._count(now)
         self._next = min(max(self._next, now) + 1 / self._per_s, now + LONGEST_S)
-        return least_s + self._next - now
+        return RETRY_AFTER_S + self._next - now
 
     def _count(self, now: float) -> None:
         elapsed = now - self._period_began

@@ -80,7 +80,7 @@ class Router:
         if self.in_flight >= limits.max_in_flight:
             raise FleetUnavailable(
                 f"the router takes at most {limits.max_in_flight} requests at once; try again",
-                {"retry_after_s": self._returns.after_s(limits.retry_after_s)},
+                {"retry_after_s": self._returns.after_s()},
             )
         self._returns.begun()
         self.in_flight += 1

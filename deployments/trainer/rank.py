@@ -69,7 +69,7 @@ class TrainerRank:
             if self._spec.config.world_size > 1:
                 raise  # the other ranks wait for this one in a collective: they are restarted together
             raise InvalidRequest(str(error)) from None
-        sentence = drift(metrics, self._spec.config.logprob_drift_bound)
+        sentence = drift(metrics)
         if sentence is not None and self._rank == 0:
             logger.warning(sentence)
         return metrics

@@ -35,6 +35,7 @@ from trainers.policy import DTYPES, BaseOf, Policy
 from trainers.sources import ParameterSource
 from trainers.step_metrics import Metrics
 
+CHECKPOINTS_KEPT = 2  # the one before stays in case the newest cannot be read
 STORED_TIMEOUT_S = 60.0
 NICE = 10  # of a publish, on a CPU: streams wait for it more than it for them
 logger = serve_logger()
@@ -69,7 +70,7 @@ class TrainerWorker(TrainerRank):
         self._checkpoints = Checkpoints(
             self._store.directory.parent / "trainer" / "checkpoints",
             rank=self._rank,
-            keep=spec.config.checkpoints_kept,
+            keep=CHECKPOINTS_KEPT,
         )
         if self._merged is None:
             self._policy = self._read(self._store.path_of(version) if version else Path(spec.model))

@@ -89,7 +89,7 @@ def deploy_live_settings(arena: Arena) -> None:
     document = yaml.safe_load((arena.launched.output.parent / "serve.yaml").read_text())
     args = document["applications"][0]["args"]
     args["weights"] = {**args["weights"], "min_replicas": 2}
-    args["router"] = {**args["router"], "max_queued_requests": 7}
+    args["router"] = {**args["router"], "max_ongoing_requests": 7000}
     file = arena.launched.output.parent / "changed.yaml"
     file.write_text(yaml.safe_dump(document))
     assert deploy(file, int(arena.launched.dashboard.rpartition(":")[2])) == 0

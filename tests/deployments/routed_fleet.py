@@ -199,7 +199,6 @@ async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Rout
         "max_in_flight": 8,
         "max_body_bytes": 100,
         "max_sequences": 8,
-        "retry_after_s": 2.0,
         "find_replica_timeout_s": 1.0,
         "weight_timeout_s": 3.5,
         "load_factor": 1.25,

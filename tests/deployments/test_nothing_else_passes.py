@@ -22,7 +22,6 @@ LIMITS = RouterLimits(
     max_in_flight=8,
     max_body_bytes=100,
     max_sequences=8,
-    retry_after_s=1,
     find_replica_timeout_s=2,
     weight_timeout_s=1,
     load_factor=1.25,

@@ -31,7 +31,6 @@ def _start(root: Path) -> AbstractContextManager[Fleet]:
         },
         "router": {
             "max_ongoing_requests": MAX_IN_FLIGHT,
-            "max_queued_requests": 0,
             "max_body_bytes": 1 << 20,
             "request_timeout_s": 30,
         },

@@ -54,7 +54,6 @@ def test_a_serve_that_runs_already_is_asked_and_so_is_one_that_started_later(
         max_in_flight=1,
         max_body_bytes=1,
         max_sequences=1,
-        retry_after_s=1,
         find_replica_timeout_s=1,
         weight_timeout_s=1,
         load_factor=1.25,

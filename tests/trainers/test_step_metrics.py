@@ -7,7 +7,7 @@ import torch
 from tests.trainers.losses.batches import tokens
 from trainers.loss_settings import LossConfig
 from trainers.losses.interface import LearnedTokens
-from trainers.step_metrics import Metrics, StepTotals, drift
+from trainers.step_metrics import DRIFT_BOUND, Metrics, StepTotals, drift
 
 CPU = torch.device("cpu")
 
@@ -109,8 +109,8 @@ def test_no_micro_batch_and_no_token_are_counted_without_dividing_by_zero() -> N
 
 def test_engines_that_differ_by_more_than_the_bound_are_spoken_of() -> None:
     found: Metrics = {"step": 4, "logprob_difference_mean": 0.07, "logprob_difference_max": 2.5}
-    sentence = drift(found, 0.05)
+    sentence = drift(found)
     assert sentence is not None and sentence.startswith(
         "step 4: the rollout engine and the trainer differ by 0.0700 on average, and 2.5000 at most"
     )
-    assert drift(found, 0.07) is None and drift({"step": 4}, 0.05) is None
+    assert drift({**found, "logprob_difference_mean": DRIFT_BOUND}) is None and drift({"step": 4}) is None

@@ -139,7 +139,7 @@ def check_room(catalog: AdapterCatalog, loading: Mapping[str, object], limits: A
     """Raises Conflict if there are as many live versions as there may be."""
     if len(catalog.live) + len(loading) >= limits.most:
         raise Conflict(
-            f"{limits.most} versions of adapters are live or being loaded, which is the limit "
-            "('adapters.most'): unload some first",
+            f"{limits.most} versions of adapters are live or being loaded, which is the limit: "
+            "unload some first",
             {"most": limits.most},
         )

@@ -233,7 +233,7 @@ def not_drained(current: Round) -> RoundAborted:
     return RoundAborted(
         f"round {current.round_id} aborted: 'in_flight' is 'wait', and requests still ran after "
         f"drain_timeout_s = {timeout_s:g} s ({still_running(current.not_drained)}); try again, raise "
-        "'weights.drain_timeout_s', or set 'weights.drain_fallback' to 'keep'",
+        "'weights.drain_timeout_s', or publish with drain_fallback 'keep'",
         {"round_id": current.round_id, "running": dict(current.not_drained), "timeout_s": timeout_s},
     )
 

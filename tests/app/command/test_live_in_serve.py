@@ -57,7 +57,7 @@ def directory(tmp_path: Path) -> Path:
     ("settings", "reconfigured"),
     [
         ({"weights": {"commit": "rolling", "drain_timeout_s": 30}}, {"controller"}),
-        ({"router": {"max_queued_requests": 3}}, {"router"}),
+        ({"router": {"max_ongoing_requests": 3}}, {"router"}),
         ({"router": {"num_replicas": 2}}, set()),
     ],
 )

@@ -20,7 +20,7 @@ def user_config(made: dict[str, Any], name: str) -> Any:
 
 def test_live_settings_are_in_no_argument() -> None:
     made = application(
-        router={"max_queued_requests": 5, "num_replicas": 2, "max_body_bytes": 1000},
+        router={"max_ongoing_requests": 5, "num_replicas": 2, "max_body_bytes": 1000},
         weights={"commit": "rolling", "transport": "gloo"},
     )
     assert made["args"] == {
@@ -28,7 +28,7 @@ def test_live_settings_are_in_no_argument() -> None:
         "router": {"max_body_bytes": 1000},
         "weights": {"transport": "gloo"},
     }
-    assert user_config(made, "router")["max_queued_requests"] == 5
+    assert user_config(made, "router")["max_ongoing_requests"] == 5
     assert user_config(made, "controller")["commit"] == "rolling"
     assert next(each for each in made["deployments"] if each["name"] == "router")["num_replicas"] == 2
 

@@ -27,6 +27,10 @@ def test_configured_values_replace_the_transports_defaults() -> None:
     assert (weights.effective_chunk_bytes, weights.effective_staging_share) == (1 << 20, 1.0)
 
 
+def test_defaults_are_the_ledgers() -> None:
+    assert WeightsConfig().ledger() == LedgerConfig()
+
+
 def test_the_ledger_gets_its_part() -> None:
     ledger = WeightsConfig(commit=CommitMode.ROLLING, lease_s=90).ledger()
     assert type(ledger) is LedgerConfig

@@ -17,7 +17,6 @@ LIMITS = RouterLimits(
     max_in_flight=8,
     max_body_bytes=1000,
     max_sequences=8,
-    retry_after_s=2.0,
     find_replica_timeout_s=10.0,
     weight_timeout_s=3.5,
     load_factor=1.25,

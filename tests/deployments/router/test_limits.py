@@ -8,7 +8,6 @@ def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
         max_in_flight=3,
         max_body_bytes=100,
         max_sequences=50,
-        retry_after_s=1.0,
         find_replica_timeout_s=5.0,
         weight_timeout_s=5.0,
         load_factor=1.25,
@@ -16,17 +15,14 @@ def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
     )
     settings = {
         "max_ongoing_requests": 10,
-        "max_queued_requests": 7,
-        "retry_after_s": 2.5,
         "request_timeout_s": 60.0,
         "load_factor": 1000.0,
         "prefix_affinity": False,
     }
     assert limits.with_settings(settings) == RouterLimits(
-        max_in_flight=17,
+        max_in_flight=10,
         max_body_bytes=100,
         max_sequences=50,
-        retry_after_s=2.5,
         find_replica_timeout_s=60.0,
         weight_timeout_s=60.0,
         load_factor=1000.0,

@@ -41,13 +41,13 @@ def clients_ask(count: int, *, places: int, takes_s: float, rests_s: float = 0.0
             heapq.heappush(events, (clock.now + takes_s, number, "ends"))
         else:
             seen.refused[int(clock.now - began)] += 1
-            heapq.heappush(events, (clock.now + round(returns.after_s(1.0)), number, "asks"))
+            heapq.heappush(events, (clock.now + round(returns.after_s()), number, "asks"))
     return seen
 
 
 def test_a_few_come_back_as_soon_as_is_configured() -> None:
     returns = Returns(Clock())
-    assert [round(returns.after_s(1.0)) for _ in range(20)] == [1] * 20
+    assert [round(returns.after_s()) for _ in range(20)] == [1] * 20
 
 
 @pytest.mark.parametrize("rests_s", [0.0, 3.0])
@@ -67,13 +67,13 @@ def test_where_requests_take_long_few_come_back() -> None:
 
 def test_none_is_told_to_wait_for_longer_than_clients_accept() -> None:
     returns = Returns(Clock())
-    assert max(returns.after_s(1.0) for _ in range(100_000)) == pytest.approx(1.0 + LONGEST_S)
+    assert max(returns.after_s() for _ in range(100_000)) == pytest.approx(1.0 + LONGEST_S)
 
 
 def test_a_crowd_that_has_gone_is_forgotten() -> None:
     clock = Clock()
     returns = Returns(clock)
     for _ in range(10_000):
-        returns.after_s(1.0)
+        returns.after_s()
     clock.now += LONGEST_S
-    assert returns.after_s(1.0) < 1.1
+    assert returns.after_s() < 1.1

@@ -14,6 +14,7 @@ from ray.serve.exceptions import BackPressureError
 from deployments.errors import DeadlyRequest, FleetUnavailable
 from deployments.logs import serve_logger
 from deployments.router.forwarding import MAX_REFUSALS
+from deployments.router.returns import RETRY_AFTER_S
 from tests.deployments.router.router_scene import ENGINE_LOST, LIMITS, NOTHING, OK, REFUSAL, TRUNCATED, scene
 
 
@@ -71,7 +72,7 @@ async def test_when_every_replica_refuses_the_last_reason_is_in_the_answer() -> 
     async with scene(REFUSAL, timeout_s=0.2) as fleet:
         with pytest.raises(FleetUnavailable, match=r"within 0\.2 s: it sleeps$") as raised:
             await fleet.client.get("/")
-        assert raised.value.detail == {"retry_after_s": 2.0}
+        assert raised.value.detail == {"retry_after_s": RETRY_AFTER_S}
         assert fleet.router.in_flight == 0
 
 
