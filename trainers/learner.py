@@ -16,7 +16,6 @@ from trainers.learner_state import (
     moments_of,
     restore_moments,
     restore_weights,
-    round_to_model,
 )
 from trainers.losses.policy_loss import policy_loss, token_weights
 from trainers.losses.registry import load_loss
@@ -128,13 +127,6 @@ class Learner:
             ValueError: the state is of another model, strategy or number of ranks.
         """
         check_moments(self.optimizer, state["optimizer"]["state"])
-
-    def is_exact(self, state: Mapping[str, Any]) -> bool:
-        """Whether the policy's weights are those of the state, except for the rounding of `wire_dtype`."""
-        if "weights" not in state:  # written before master weights were saved
-            return False
-        weights, wire_dtype = state["weights"], state["wire_dtype"]
-        return not weights or round_to_model(self.policy, weights, DTYPES[wire_dtype])
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights: bool = True) -> None:
         """Restore what `state_dict` returned on the same rank. Rates and other settings stay as configured.

@@ -68,14 +68,14 @@ class Admission:
         if unloadable is not None:
             self._promises.refuse(replica_id, incarnation, unloadable.version, unloadable.reason, now)
         made, stored = self._promises.made(incarnation), self._versions.stored
-        told = made if made is not None and made.path else stored
+        told = stored if made is None else made
         if told is None or self._promises.refused(incarnation, told.version):
             return JoinAnswer(version=0, path=None)
         self._promises.promise(replica_id, incarnation, told.version, told.path, now)
         return JoinAnswer(
             version=told.version,
             path=told.path,
-            fleet_id=self._versions.owner_of(told.version),
+            fleet_id=self._versions.fleet_id,
             digest=self._versions.digest_of(told.version),
         )
 
@@ -243,7 +243,7 @@ class Admission:
         body = CatchUp(
             version=stored.version,
             path=stored.path,
-            fleet_id=self._versions.owner_of(stored.version),
+            fleet_id=self._versions.fleet_id,
             digest=self._versions.digest_of(stored.version),
         )
         call = self._dispatch.send_each(

@@ -1,8 +1,7 @@
 """What the ledger must not forget: each decision is durable before any replica can learn of it.
 
 The set is closed and small; `recover` folds it back into a ledger, `compaction` keeps what that fold
-still needs. The JSON form is a file format: journals of earlier releases must still open (golden files
-in the tests).
+still needs. The JSON form is a file format.
 """
 
 from collections.abc import Mapping
@@ -35,8 +34,7 @@ class Founded:
     """The fleet has an id: two fleets number their versions alike, and their stores may be mixed up."""
 
     fleet_id: str
-    model: str | None = None  # whose versions they are; None: a release before this wrote it
-    version: int  # that was committed then: manifests up to this one may lack the id (release 0.1)
+    model: str | None = None  # whose versions they are; None until it is known
     kind: Literal["founded"] = "founded"
 
 
@@ -135,7 +133,7 @@ class Promised:
     replica_id: str
     incarnation: str
     version: int
-    path: str = ""  # of the version; empty: a journal that did not say it
+    path: str
     kind: Literal["promised"] = "promised"
 
 

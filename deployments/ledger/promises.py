@@ -148,12 +148,7 @@ class Promises:
 
     def foreign(self, on_disk: Mapping[int, str | None]) -> dict[int, str | None]:
         """Of the versions in the store, with the fleet id of each, those of another fleet."""
-        fleet_id, owner_of = self._versions.fleet_id, self._versions.owner_of
-        return {
-            version: owner
-            for version, owner in on_disk.items()
-            if owner != fleet_id and (owner is not None or owner_of(version) is not None)
-        }
+        return {version: owner for version, owner in on_disk.items() if owner != self._versions.fleet_id}
 
     def removable(self, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
         """Of the versions in the store, with the fleet id of each, those that nobody needs, oldest first.

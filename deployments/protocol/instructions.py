@@ -204,5 +204,5 @@ class JoinAnswer:
 
     version: int
     path: str | None  # None: the checkpoint that the fleet was configured with
-    fleet_id: str | None = None  # that its manifest must name; None: it was written before fleets had ids
+    fleet_id: str | None = None  # that its manifest must name; None: with path None alone
     digest: str | None = None  # that its manifest must name; None: not known

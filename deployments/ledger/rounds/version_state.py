@@ -49,11 +49,6 @@ class VersionState:
     def fleet_id(self) -> str:
         return "" if self._founded is None else self._founded.fleet_id
 
-    def owner_of(self, version: int) -> str | None:
-        """The fleet id that a stored version's manifest must have; None: release 0.1 may have written it."""
-        old = self._founded is None or version <= self._founded.version
-        return None if old else self.fleet_id
-
     def digest_of(self, version: int) -> str | None:
         """The digest with which a version was committed, where known."""
         return self._ended.digest_of(version)
@@ -230,7 +225,7 @@ class VersionState:
     def found(self, fleet_id: str) -> None:
         """Give the fleet its id, unless it has one."""
         if self._founded is None:
-            self._founded = Founded(fleet_id=fleet_id, version=self._committed_version)
+            self._founded = Founded(fleet_id=fleet_id)
             self._decisions.append(self._founded)
 
     def serve(self, model: str, *, in_use: bool) -> str | None:

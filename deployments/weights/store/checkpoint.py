@@ -172,8 +172,6 @@ def _manifest_in(directory: Path, roots: Sequence[Path]) -> VersionManifest | No
 
 
 def _check_names(parts: Sequence[FilePart], written: VersionManifest) -> None:
-    if not any(tensor.digest for tensor in written.tensors.values()):
-        return  # release 0.1 computed none
     found = {name for part in parts for name in part.names}
     for name in sorted(found ^ written.tensors.keys()):
         problem = "is not in its manifest" if name in found else "was written and is gone"
@@ -183,7 +181,7 @@ def _check_names(parts: Sequence[FilePart], written: VersionManifest) -> None:
 def _check_digests(part: FilePart, digests: Sequence[str], written: VersionManifest) -> None:
     for name, found in zip(part.names, digests, strict=True):
         tensor = written.tensors.get(name)
-        if tensor is not None and tensor.digest not in (None, found):
+        if tensor is not None and tensor.digest != found:
             problem = f"{name!r} was written with digest {tensor.digest} and has {found}"
             raise ValueError(_damaged(part, written, problem))
 

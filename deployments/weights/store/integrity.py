@@ -16,8 +16,6 @@ def check_files(
 ) -> None:
     """Compare every tensor in a version's directory with its manifest. Reads each file once.
 
-    A manifest of release 0.1 may have no digests: then only its version is compared.
-
     Args:
         fleet_id: whose version it must be; None: anybody's.
         expected_digest: with which the fleet committed it; None: not known.
@@ -43,14 +41,12 @@ def check_files(
             f"and its manifest states {manifest.digest}"
         )
     stated = {name: tensor.digest for name, tensor in manifest.tensors.items()}
-    if not any(stated.values()):
-        return
     found = dict(_digests(directory))
     problems = [f"{name!r} is not in its manifest" for name in found.keys() - stated.keys()]
     problems += [
         f"{name!r} was written with digest {expected} and has {found.get(name, 'no bytes')}"
         for name, expected in stated.items()
-        if expected is not None and found.get(name) != expected
+        if found.get(name) != expected
     ]
     if problems:
         raise ValueError(f"version {version} in {directory} is damaged: {join_reasons(problems)}")
@@ -62,9 +58,9 @@ def check_same(stored: VersionManifest, written: VersionManifest) -> None:
     Raises:
         ValueError: it has others, or its manifest cannot tell; the message names the first few tensors.
     """
-    if stored.fleet_id not in (None, written.fleet_id):
+    if stored.fleet_id != written.fleet_id:
         raise ValueError(
-            f"version {written.version} is in the store already: of fleet {stored.fleet_id}, and this is "
+            f"version {written.version} is in the store already: of {_fleet(stored.fleet_id)}, and this is "
             f"{_fleet(written.fleet_id)}"
         )
     problems = [

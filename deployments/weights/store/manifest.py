@@ -1,7 +1,6 @@
 """The manifest of a stored version: what `manifest.json` in its directory says.
 
-A manifest may have been written by an older or a newer Slipstream: fields that are unknown here are ignored,
-and only the version and the tensors are required.
+A newer Slipstream may have written it: unknown fields are ignored.
 """
 
 import json
@@ -18,7 +17,7 @@ class StoredTensor:
 
     dtype: str  # torch's name, without "torch."
     shape: tuple[int, ...]
-    digest: str | None = None  # 16 hexadecimal digits, see `digest_definition`; None where none was computed
+    digest: str  # 16 hexadecimal digits, see `digest_definition`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,7 @@ class VersionManifest:
 
     version: int
     label: str | None = None
-    fleet_id: str | None = None  # whose version it is; None: written by release 0.1
+    fleet_id: str | None = None
     digest: str | None = None  # of all tensors (`version_digest`), with which the fleet committed it
     trainer_step: int | None = None  # optimizer steps that made it; None if its publisher did not state them
     tensors: Mapping[str, StoredTensor]  # by checkpoint name

@@ -35,7 +35,7 @@ def rounds(first: int, count: int) -> list[Decision]:
         for number in range(first, first + count)
         for decision in (
             Opened(round_id=number),
-            Promised(replica_id="p", incarnation=f"p{number}", version=1),
+            Promised(replica_id="p", incarnation=f"p{number}", version=1, path="v"),
             Admitted(member=Participant(replica_id="p", incarnation=f"p{number}", world_size=1)),
             PromiseEnded(incarnation=f"p{number}"),
             Fenced(replica_id="p", incarnation=f"p{number}", reason="lost", told=number % 5 > 0),

@@ -1,13 +1,11 @@
 """The controller removes the versions that nobody needs, and no others; and it keeps out another fleet's."""
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from deployments.controller.journal import NAME, Journal
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.errors import InvalidRequest, JournalError
 from deployments.ledger.decisions import Decision, Stored
@@ -18,8 +16,6 @@ from tests.deployments.controller.fleet import Fleet, publish
 
 OURS = "fleet"
 HERE = Path(__file__).parent
-GOLDEN_JOURNAL = HERE / "golden" / "decisions-0.1.jsonl"
-GOLDEN_STORE = HERE.parent / "weights" / "store" / "golden" / "store-0.1"
 
 
 def write(store: Store, version: int, fleet_id: str | None = OURS) -> None:
@@ -160,23 +156,3 @@ async def test_a_controller_that_restarts_knows_its_store(tmp_path: Path) -> Non
     fleet = Fleet(tmp_path)
     assert (await fleet.controller.fleet()).fleet_id == fleet_id
     await fleet.aclose()
-
-
-def test_a_store_of_release_0_1_stays_open_to_its_journal(tmp_path: Path) -> None:
-    """Its versions are as old as its journal's; a newer one without an id is not this fleet's."""
-    store = Store(shutil.copytree(GOLDEN_STORE, tmp_path / "store"))
-    shutil.copyfile(GOLDEN_JOURNAL, tmp_path / NAME)
-    with Journal(tmp_path) as journal:
-        ledger = Ledger()
-        ledger.recover(journal.recovered, 0.0, OURS)
-        upgraded = StoreKeeper(store, ledger.promises, 1)
-        upgraded.check_owner(tmp_path)
-        assert upgraded.source(1) == str(store.path_of(1))
-        journal.append(ledger.take_decisions())
-    write(store, 3, None)
-    with Journal(tmp_path) as journal:
-        ledger = Ledger()
-        ledger.recover(journal.recovered, 0.0, "a new id would be wrong")
-        assert ledger.status(0.0).fleet_id == OURS
-        with pytest.raises(JournalError, match=r"has versions \[3\] of a fleet without an id"):
-            StoreKeeper(store, ledger.promises, 1).check_owner(tmp_path)

@@ -1,6 +1,5 @@
 """A stored version that is published: its tensors are those of its manifest."""
 
-import json
 import os
 from pathlib import Path
 
@@ -56,19 +55,6 @@ def test_tensors_that_a_manifest_does_not_name_or_that_are_gone_are_named(tmp_pa
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ValueError, match="is damaged: 'odd' was written and is gone"):
         opened(directory)
-
-
-def test_a_manifest_without_digests_is_not_compared(tmp_path: Path) -> None:
-    """As trainers wrote it in release 0.1."""
-    directory = version_of(tmp_path)
-    manifest = json.loads((directory / MANIFEST).read_text())
-    for tensor in manifest["tensors"].values():
-        del tensor["digest"]
-    (directory / MANIFEST).write_text(json.dumps(manifest))
-    rotten(directory, "w")
-    save_file({**TENSORS, "more": torch.ones(2)}, directory / "model.safetensors")
-    checkpoint = opened(directory)
-    assert {name for part in checkpoint.parts for name in stated(part, checkpoint.written).names} > {"more"}
 
 
 def test_another_programs_file_of_that_name_states_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What is in the store is compared with what was written before anybody loads it."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deployments.weights.store.integrity import check_files
-from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.store.version_writer import CommittedVersion, write_version
-from deployments.weights.store.versions import MANIFEST, Store
+from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
 from deployments.weights.wire.digest_definition import version_digest
 
@@ -80,15 +78,6 @@ def test_another_version_under_this_number_is_refused(version: Path, tmp_path: P
     copied = shutil.copytree(version, tmp_path / "store" / "v00000004")
     with pytest.raises(ValueError, match=r"v00000004 must hold version 4, and its manifest says 3"):
         check_files(copied, 4)
-
-
-def test_a_manifest_of_before_without_digests_is_not_compared(version: Path) -> None:
-    file = version / MANIFEST
-    manifest = VersionManifest.decode(file.read_bytes())
-    without = {name: replace(tensor, digest=None) for name, tensor in manifest.tensors.items()}
-    file.write_text(replace(manifest, tensors=without).encode())
-    rewrite(version, w=torch.zeros(1))
-    check_files(version, 3)
 
 
 def test_another_fleets_version_of_the_same_number_is_refused(tmp_path: Path) -> None:
