@@ -5,5 +5,5 @@ Ray or vLLM. Settings are in modules without torch, so that reading a configurat
 
 Not here: processes, publishing and the store (`deployments.trainer`), prompts and rewards (`app.jobs`).
 
-Read first: `trainers.learner`, then `trainers.losses.interface`; `trainers.sources` for what is published.
+Read first: `trainers.learner`, then `trainers.losses`; `trainers.sources` for what is published.
 """

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainers.losses.interface import LearnedTokens
+from trainers.losses import LearnedTokens
 from trainers.trajectory import Trajectory
 
 if TYPE_CHECKING:

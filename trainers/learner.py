@@ -17,8 +17,7 @@ from trainers.learner_state import (
     restore_moments,
     restore_weights,
 )
-from trainers.losses.policy_loss import policy_loss, token_weights
-from trainers.losses.registry import load_loss
+from trainers.losses import load_loss, policy_loss, token_weights
 from trainers.optimizer import build_optimizer, learning_rate_factor, set_learning_rate
 from trainers.output_head import TokenScores
 from trainers.policy import DTYPES, Policy

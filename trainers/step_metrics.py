@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from trainers.batching import UNKNOWN_VERSION
-from trainers.loss_settings import LossConfig
-from trainers.losses.interface import LearnedTokens
-from trainers.losses.policy_loss import importance_weights, k3
+from trainers.losses import LearnedTokens, importance_weights, k3
+from trainers.settings import LossConfig
 
 Metrics = dict[str, float | int | bool]
 DRIFT_BOUND = 0.05  # nats

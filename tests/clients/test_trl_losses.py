@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from tests.clients.environments import run
-from trainers.loss_settings import LossConfig
-from trainers.losses.interface import LearnedTokens
-from trainers.losses.policy_loss import policy_loss, token_weights
-from trainers.losses.registry import LOSSES
+from trainers.losses import LOSSES, LearnedTokens, policy_loss, token_weights
+from trainers.settings import LossConfig
 
 pytestmark = [pytest.mark.clients, pytest.mark.long, pytest.mark.timeout(1200)]
 ANSWERS, TOKENS = 8, 24

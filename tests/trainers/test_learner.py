@@ -7,9 +7,8 @@ import torch
 from tests.trainers import tiny
 from tests.trainers.learning import ANSWERS, CONFIG, PROMPT, on_policy, state, with_changes
 from trainers.learner import Learner
-from trainers.loss_settings import LossConfig
 from trainers.policy import Policy
-from trainers.settings import LearnerConfig, OptimizerConfig
+from trainers.settings import LearnerConfig, LossConfig, OptimizerConfig
 from trainers.trajectory import VersionSpan
 
 

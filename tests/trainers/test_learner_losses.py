@@ -9,8 +9,8 @@ import torch
 from tests.trainers import tiny
 from tests.trainers.learning import ANSWERS, CONFIG, PROMPT, on_policy, state, with_changes
 from trainers.learner import Learner
-from trainers.loss_settings import DEFAULTS, LossConfig
 from trainers.policy import Policy
+from trainers.settings import DEFAULTS, LossConfig
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -57,7 +57,7 @@ def test_sft_needs_neither_advantages_nor_logprobs(tmp_path: Path) -> None:
 def test_a_loss_of_ones_own_trains(tmp_path: Path) -> None:
     policy, other = tiny.policy(tmp_path), Policy.load(tmp_path)
     batch = on_policy(policy, ANSWERS)
-    own = LossConfig(name="tests.trainers.losses.own_losses:plain")
+    own = LossConfig(name="tests.trainers.own_losses:plain")
     Learner(policy, with_changes(loss=own)).step(batch)
     Learner(other, CONFIG).step(batch)
     for left, right in zip(state(policy), state(other), strict=True):

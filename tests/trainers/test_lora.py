@@ -17,9 +17,8 @@ from trainers.batching import collate, plan_micro_batches
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
 from trainers.lora import CONFIG, PREFIX, TENSORS
-from trainers.loss_settings import LossConfig
 from trainers.policy import BaseOf, Policy
-from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig
+from trainers.settings import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
 
 pytestmark = pytest.mark.timeout(300)
 

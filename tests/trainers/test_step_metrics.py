@@ -4,9 +4,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.trainers.losses.batches import tokens
-from trainers.loss_settings import LossConfig
-from trainers.losses.interface import LearnedTokens
+from tests.trainers.loss_batches import tokens
+from trainers.losses import LearnedTokens
+from trainers.settings import LossConfig
 from trainers.step_metrics import DRIFT_BOUND, Metrics, StepTotals, drift
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 import torch
 
-from trainers.views import checkpoint_views
+from trainers.sources import checkpoint_views
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "v": torch.arange(4.0)}
 Tensors = dict[str, torch.Tensor]

@@ -10,7 +10,7 @@ from deployments.errors import InvalidRequest
 from deployments.trainer.rank import logger
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, small_spec, started
-from trainers.loss_settings import LossConfig
+from trainers.settings import LossConfig
 
 
 def with_version(version: int) -> list[Any]:

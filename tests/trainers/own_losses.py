@@ -2,8 +2,8 @@
 
 import torch
 
-from trainers.loss_settings import LossConfig
-from trainers.losses.interface import LearnedTokens, TokenLosses
+from trainers.losses import LearnedTokens, TokenLosses
+from trainers.settings import LossConfig
 
 NOT_A_FUNCTION = 3
 

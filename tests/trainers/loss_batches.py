@@ -2,7 +2,7 @@
 
 import torch
 
-from trainers.losses.interface import LearnedTokens
+from trainers.losses import LearnedTokens
 
 
 def tokens(
