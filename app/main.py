@@ -16,13 +16,11 @@ from app.http.auth import Tokens, TokenSource
 from app.http.ingress import Ingress
 from app.http.serve_address import listening_host
 from app.settings.config import AppConfig
-from app.settings.devices import Device
-from app.settings.engine_args import check_engine_args
-from app.settings.executor import THREADS_BIND, UNBOUND, executor
+from app.settings.engine import check_engine_args
 from app.settings.gpus import check_gpus, replica_gpus, slot_plan, trainer_gpus
 from app.settings.models import model_name, resolve_model
-from app.settings.staging import staging
-from app.settings.trainer import trainer_spec
+from app.settings.section import Device
+from app.settings.specs import THREADS_BIND, UNBOUND, executor, staging, trainer_spec
 from deployments.controller.controller import Controller
 from deployments.controller.liveness import ServeReplicas
 from deployments.controller.room import GpuRoom

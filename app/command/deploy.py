@@ -1,15 +1,87 @@
-"""Gives a running fleet another configuration: `slipstream deploy --config serve_config.yaml`."""
+"""A Serve config file: read, checked, and given to a running fleet (`slipstream deploy`)."""
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
-from app.command.serve_file import read_serve_file
+from app.settings.config import AppConfig, parse_config
 from app.settings.errors import ConfigError
-from app.settings.live import restarting
+from app.settings.live import divide, restarting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFile:
+    """A checked Serve config: `document` is sent to Serve, the other fields are read from it."""
+
+    document: dict[str, Any]
+    application: str
+    host: str
+    port: int
+    config: AppConfig
+
+    @property
+    def url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.port}"
+
+
+def read_serve_file(path: Path) -> ServeFile:
+    """Read the file; relative paths in it are taken from where the command runs.
+
+    Raises:
+        ConfigError: no such file, not YAML, not one application, wrong settings, a token is missing.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a readable file ({error.strerror})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: expected YAML, but {error}") from error
+    application = _application(path, document)
+    host, port = _address(document.get("http_options") or {})
+    config = parse_config(application.get("args") or {})
+    if host != config.security.host:
+        raise ConfigError(
+            f"'http_options.host': expected the same address as 'security.host' ({config.security.host!r}), "
+            f"got {host!r}"
+        )
+    config.security.tokens()
+    # Serve builds the application in a worker whose directory is not this one.
+    application["args"] = {**application["args"], "state_dir": str(config.state_dir)}
+    document["applications"] = [divide(application, config)]
+    return ServeFile(
+        document=document,
+        application=str(application.get("name", "default")),
+        host=host,
+        port=port,
+        config=config,
+    )
+
+
+def _address(http: Any) -> tuple[str, int]:
+    if not isinstance(http, dict):
+        raise ConfigError(f"'http_options': expected a mapping, got {http!r:.60}")
+    host, port = http.get("host", "127.0.0.1"), http.get("port", 8000)
+    if not isinstance(host, str):
+        raise ConfigError(f"'http_options.host': expected an address, got {host!r:.60}")
+    if type(port) is not int or not 0 < port < 1 << 16:
+        raise ConfigError(f"'http_options.port': expected a number from 1 to 65535, got {port!r:.60}")
+    return host, port
+
+
+def _application(path: Path, document: Any) -> dict[str, Any]:
+    applications = document.get("applications") if isinstance(document, dict) else None
+    if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
+        got = len(applications) if isinstance(applications, list) else "none"
+        raise ConfigError(f"{path}: expected one entry under 'applications', got {got}")
+    application: dict[str, Any] = applications[0]
+    return application
+
 
 APPLICATIONS = "/api/serve/applications/"
 

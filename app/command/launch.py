@@ -15,22 +15,84 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import httpx
 
 from app.command import machine
 from app.command.cluster import ClusterError, LocalCluster, has_haproxy, require_free_port, without_frames
-from app.command.serve_file import ServeFile, read_serve_file
-from app.command.serve_status import ApplicationStatus, Verdict, changes, read_status
+from app.command.deploy import ServeFile, read_serve_file
 from app.settings.config import AppConfig
-from app.settings.devices import Device
 from app.settings.errors import ConfigError
 from app.settings.gpus import check_gpus
 from app.settings.models import is_offline, resolve_model
+from app.settings.section import Device
 from deployments.errors import JournalError
 from deployments.weights.wire.ownership import remove_orphans
+
+
+class Verdict(Enum):
+    """What the launcher makes of an application's status."""
+
+    STARTING = auto()
+    RUNNING = auto()
+    FAILED = auto()  # it will not come up by itself
+    UNHEALTHY = auto()  # it was up; Serve keeps trying to repair it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplicationStatus:
+    """One application, and how many replicas of its deployments are ready."""
+
+    status: str
+    message: str
+    deployments: Mapping[str, str] = field(default_factory=dict)  # name -> "1 of 2 ready"
+
+    @property
+    def verdict(self) -> Verdict:
+        match self.status:
+            case "RUNNING":
+                return Verdict.RUNNING
+            case "DEPLOY_FAILED":
+                return Verdict.FAILED
+            case "UNHEALTHY":
+                return Verdict.UNHEALTHY
+        return Verdict.STARTING
+
+
+def read_status(details: Mapping[str, Any], application: str) -> ApplicationStatus:
+    """Read the answer of Serve's REST API (GET /api/serve/applications/)."""
+    found = details.get("applications", {}).get(application)
+    if found is None:
+        return ApplicationStatus(status="NOT_STARTED", message="")
+    deployments = {
+        name: _readiness(deployment) for name, deployment in sorted(found.get("deployments", {}).items())
+    }
+    messages = [found.get("message", "")]
+    messages += [d.get("message", "") for d in found.get("deployments", {}).values()]
+    return ApplicationStatus(
+        status=found["status"],
+        message="\n".join(dict.fromkeys(message.strip() for message in messages if message.strip())),
+        deployments=deployments,
+    )
+
+
+def changes(before: ApplicationStatus | None, now: ApplicationStatus) -> list[str]:
+    """The deployments whose readiness has changed, one line each."""
+    known = before.deployments if before is not None else {}
+    return [f"{name}: {text}" for name, text in now.deployments.items() if known.get(name) != text]
+
+
+def _readiness(deployment: Mapping[str, Any]) -> str:
+    replicas = deployment.get("replicas", [])
+    ready = sum(replica.get("state") == "RUNNING" for replica in replicas)
+    target = deployment.get("target_num_replicas", len(replicas))
+    return f"{ready} of {target} ready"
+
 
 DASHBOARD_PORT = 8265
 _POLL_S = 1.0

@@ -20,15 +20,14 @@ from app.client import calls
 from app.client.connection import AsyncFleetClient, FleetError, token_from, without_credentials
 from app.client.options import parse
 from app.jobs import metrics
-from app.jobs.curve import reward_curve
 from app.jobs.environments.environment import running
 from app.jobs.groups import GroupQueue
 from app.jobs.learning import learn, publish_best, resume
+from app.jobs.metrics import Tracker, open_trackers, reward_curve
 from app.jobs.options import Options
 from app.jobs.progress import Progress, announced
 from app.jobs.rollouts import Policy, Sampling
 from app.jobs.run import PATIENCE_S, Run, produce
-from app.jobs.trackers import Tracker, open_trackers
 from app.jobs.training import Training
 
 REQUEST_TIMEOUT_S = 900.0

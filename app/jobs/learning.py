@@ -18,11 +18,10 @@ from app.client.connection import FleetError
 from app.jobs import metrics
 from app.jobs.evaluation import Evaluation, evaluate
 from app.jobs.groups import Group, trajectories
-from app.jobs.metrics import Pending, StepRecord
+from app.jobs.metrics import Pending, StepRecord, Tracker
 from app.jobs.progress import Progress
 from app.jobs.rollouts import Moved, Unanswered
 from app.jobs.run import Run
-from app.jobs.trackers import Tracker
 from app.jobs.training import StepLost
 from trainers.trajectory import Trajectory
 

@@ -1,16 +1,19 @@
-"""The run's record: one JSON line a step, appended after the step and read by `--resume`."""
+"""What a step reports: the run's record (a JSON line a step, read by `--resume`), trackers and the curve."""
 
+import importlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from pydantic import JsonValue, TypeAdapter
 
 from app.jobs.evaluation import Evaluation
+from app.jobs.own_code import blamed
 
 RUNS = Path("~/.cache/slipstream/runs")
 LEAST_SAMPLE = 0.5  # of the tokens; a batch that is worth less is spoken of
@@ -191,3 +194,98 @@ def records(path: Path) -> list[StepRecord]:
                     f"{path}:{number}: expected the record of a step, got {line[:80]!r}"
                 ) from error
     return read
+
+
+PROJECT = "slipstream"
+
+
+class Tracking(StrEnum):
+    """Trackers by name."""
+
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+
+
+class Tracker(Protocol):
+    """A place for metrics."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """The metrics of a step."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+class TensorBoard:
+    """Event files in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(directory))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """wandb, or trackio, which has its interface."""
+
+    def __init__(self, package: str, name: str) -> None:
+        module = _module(package, package)
+        with blamed(f"--log {package}"):
+            self._run = module.init(project=PROJECT, name=name)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def open_trackers(wanted: Sequence[Tracking], record: Path) -> list[Tracker]:
+    """Trackers of the run with this record; they have its name.
+
+    Raises:
+        ValueError: a package is not installed, or its service refuses.
+    """
+    made: list[Tracker] = []
+    for each in dict.fromkeys(wanted):
+        if each is Tracking.TENSORBOARD:
+            made.append(TensorBoard(record.with_suffix("")))
+        else:
+            made.append(Wandb(each.value, record.stem))
+    return made
+
+
+def _module(name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"--log {package} needs the package {package}, which is not installed here: {error}"
+        ) from error
+
+
+WIDTH, HEIGHT = 72, 14  # characters
+
+
+def reward_curve(records: Sequence[StepRecord]) -> str:
+    """Reward over steps; empty with fewer than two steps, or without plotext."""
+    try:
+        import plotext
+    except ImportError:  # of the extra `rl`
+        return ""
+    if len(records) < 2:
+        return ""
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(WIDTH, HEIGHT)
+    figure.title("mean reward of each step")
+    steps = [record.step for record in records]
+    figure.draw(figure.signal(steps, [record.reward for record in records]).lines())
+    return str(plotext.uncolorize(str(figure.build()))).rstrip()

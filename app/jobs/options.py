@@ -18,9 +18,8 @@ from app.jobs.environments.environment import (
     load_environment,
 )
 from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
-from app.jobs.rewards import EXTRACTORS, Extraction, load_reward
-from app.jobs.tasks import PromptFileTask, ReasoningGymTask, Task
-from app.jobs.trackers import Tracking
+from app.jobs.metrics import Tracking
+from app.jobs.tasks import EXTRACTORS, Extraction, PromptFileTask, ReasoningGymTask, Task, load_reward
 from trainers.advantages import AdvantageEstimator
 
 DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,10 +11,44 @@ from app.jobs.environments.environment import Environment
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group, GroupQueue
 from app.jobs.options import Options
-from app.jobs.positions import Positions
 from app.jobs.rollouts import Policy, Unanswered
 from app.jobs.training import Say, Training
 from trainers.advantages import overlong_penalty
+
+
+@dataclass
+class Positions:
+    """The numbers of problems: handed out in order, consumed in any order.
+
+    A problem is consumed when the trainer has learned from its answers, or when these were dropped. What was
+    handed out and not consumed when a job ended is handed out again to the next.
+
+    Args:
+        next_problem: every problem before it is consumed.
+        ahead: consumed ones after it.
+    """
+
+    next_problem: int = 0
+    ahead: set[int] = field(default_factory=set)
+    _handed_out: int = -1
+
+    def __post_init__(self) -> None:
+        self._handed_out = self.next_problem - 1
+
+    def hand_out(self) -> int:
+        """The next problem that is neither consumed nor in flight."""
+        self._handed_out += 1
+        while self._handed_out in self.ahead:
+            self._handed_out += 1
+        return self._handed_out
+
+    def consume(self, numbers: Iterable[int]) -> None:
+        """These are not handed out again."""
+        self.ahead.update(number for number in numbers if number >= self.next_problem)
+        while self.next_problem in self.ahead:
+            self.ahead.remove(self.next_problem)
+            self.next_problem += 1
+
 
 PATIENCE_S = 300.0  # the fleet may be replacing a replica
 FRUITLESS = 50  # groups without signal in a row, after which dynamic sampling gives up, in batches

@@ -19,11 +19,10 @@ from pydantic import (
     model_validator,
 )
 
-from app.settings.devices import Device, Placement
 from app.settings.engine import EngineConfig
 from app.settings.errors import ConfigError, explain
 from app.settings.rules import broken_rules
-from app.settings.section import Section
+from app.settings.section import Device, Placement, Section
 from app.settings.security import AbsolutePath, SecurityConfig
 from app.settings.weights import WeightsConfig
 from deployments.ledger.adapters.catalog import AdapterLimits

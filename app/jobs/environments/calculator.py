@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 from app.jobs.environments.environment import Reply
-from app.jobs.rewards import last_number
-from app.jobs.tasks import Message
+from app.jobs.tasks import Message, last_number
 
 _SUM = re.compile(r"\d+(?: ?[+-] ?\d+)+")
 

@@ -23,7 +23,7 @@ from aiohttp import web
 from app.client.completions import Answer, Completion, read_completion
 from app.client.connection import Call, FleetError
 from app.jobs.attempts import Sample
-from app.jobs.environments.transcript import Transcript
+from app.jobs.environments.environment import Transcript
 from app.jobs.rollouts import DISTRIBUTION, Moved, Policy, Unanswered
 
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"

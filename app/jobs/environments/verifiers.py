@@ -25,8 +25,8 @@ from app.jobs.environments.environment import HELD_OUT, all_of
 from app.jobs.environments.program import Ended, Program
 from app.jobs.environments.relay import Relay, Rollout, samples
 from app.jobs.progress import announced
-from app.jobs.rewards import checked
 from app.jobs.rollouts import ATTEMPTS, Policy, Unanswered
+from app.jobs.tasks import checked
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 START_TIMEOUT_S = 600.0  # imports, and data sets that are downloaded

@@ -12,7 +12,7 @@ from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
-from app.command.serve_file import read_serve_file
+from app.command.deploy import read_serve_file
 from app.main import build
 from app.settings.config import parse_config
 from tests.tiny_models import save_tiny_llama

@@ -17,13 +17,12 @@ from app.jobs.environments.environment import Single
 from app.jobs.groups import GroupQueue
 from app.jobs.grpo import require_fleet, run_together
 from app.jobs.learning import learn, publish_best, resume
-from app.jobs.metrics import StepRecord
+from app.jobs.metrics import StepRecord, Tracker
 from app.jobs.options import Options
 from app.jobs.progress import Progress
 from app.jobs.rollouts import Policy, Sampling
 from app.jobs.run import Run, produce
 from app.jobs.tasks import Problem
-from app.jobs.trackers import Tracker
 from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS
 from trainers.trajectory import Trajectory

@@ -11,8 +11,7 @@ from app.jobs.environments.calculator import Calculator
 from app.jobs.environments.environment import Conversations, Single
 from app.jobs.environments.verifiers import Verifiers
 from app.jobs.options import Options
-from app.jobs.rewards import EXTRACTORS, Extraction
-from app.jobs.tasks import ReasoningGymTask
+from app.jobs.tasks import EXTRACTORS, Extraction, ReasoningGymTask
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.jobs.positions import Positions
+from app.jobs.run import Positions
 
 
 def test_problems_are_handed_out_once() -> None:

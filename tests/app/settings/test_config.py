@@ -6,7 +6,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from app.command.serve_file import read_serve_file
+from app.command.deploy import read_serve_file
 from app.settings.config import parse_config
 from app.settings.errors import ConfigError
 from tests.app.settings.complaints import COLOCATED

