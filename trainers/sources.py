@@ -123,6 +123,8 @@ class ParameterSource:
             time; by default transformers' conversion for this model.
         stored: the names in the checkpoint that the model was read from. An alias of a tied weight that it
             stores is yielded as well.
+        frozen: what the checkpoint has beside the model's tensors, on the CPU: yielded last, as it is, so
+            that an iteration is a whole checkpoint.
 
     Raises:
         ValueError: an iteration would not yield all of the model's parameters.
@@ -136,10 +138,12 @@ class ParameterSource:
         dtype: torch.dtype | None = None,
         convert: Convert | None = None,
         stored: Container[str] = (),
+        frozen: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._model = model
         self._adapter = adapter
         self._stored = stored
+        self._frozen = {} if frozen is None else frozen
         self._dtype = dtype
         self._convert = partial(revert_weight_conversion, model) if convert is None else convert
         self._addresses: list[int] = []
@@ -157,7 +161,11 @@ class ParameterSource:
 
     def specs(self) -> list[ParameterSpec]:
         """What an iteration yields, in its order; gathers nothing."""
-        return [spec for layer in self._layers for spec, _ in layer.parts]
+        own = [spec for layer in self._layers for spec, _ in layer.parts]
+        return own + [
+            ParameterSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+            for name, tensor in self._frozen.items()
+        ]
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,6 +180,8 @@ class ParameterSource:
                 tensor = held.pop(spec.name) if view is None else view.of(held[view.state_name].contiguous())
                 yield spec.name, tensor.to(spec.dtype).contiguous()
             held.clear()  # before the next layer is gathered
+        for name, tensor in self._frozen.items():
+            yield name, tensor.to(self.device)
 
     def _state(self, *, keep_vars: bool = False) -> dict[str, torch.Tensor]:
         if self._adapter is not None:
@@ -188,7 +198,7 @@ class ParameterSource:
         return full_tensor(tensor)
 
     def resident(self) -> list[torch.Tensor] | None:
-        """The tensors of an iteration before the cast; None if any of them is gathered or converted.
+        """The tensors of an iteration before the cast; None if any is gathered, converted or copied first.
 
         They are the model's own memory, so their values change with the model. The list is the same
         object as long as no tensor has moved.
@@ -199,7 +209,7 @@ class ParameterSource:
         held = [state[name] for layer in self._layers for name in layer.state_names]
         if any(isinstance(tensor, DTensor) for tensor in held):
             return None
-        addresses = [tensor.data_ptr() for tensor in held]
+        addresses = [tensor.data_ptr() for tensor in (*held, *self._frozen.values())]
         if addresses != self._addresses:
             self._addresses, self._resident = addresses, self._own_memory(state)
         return self._resident
@@ -213,7 +223,9 @@ class ParameterSource:
             if not tensor.is_contiguous() or tensor.device != self.device:
                 return None
             tensors.append(tensor)
-        return tensors
+        if self._frozen and self.device.type != "cpu":
+            return None
+        return [*tensors, *self._frozen.values()]
 
     @cached_property
     def _layers(self) -> list[_Layer]:

@@ -9,7 +9,6 @@ one that loads a stored version gets it afterwards.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from itertools import accumulate
 
 from pydantic import JsonValue
@@ -20,7 +19,6 @@ from deployments.ledger.members import Member, PendingCall, classify, join_reaso
 from deployments.ledger.membership import Membership
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Body, Connect, Drop
-from deployments.protocol.publishing import LACKING
 from deployments.protocol.status import ConnectionStatus
 
 
@@ -38,20 +36,6 @@ class Connection:
     @property
     def collective(self) -> bool:
         return self.rank_offset is not None
-
-    @property
-    def lacking(self) -> int:
-        """How many tensors of the checkpoint its rounds leave as the replicas loaded them."""
-        names = self.init_info.get(LACKING)
-        return len(names) if isinstance(names, list) else 0
-
-    @property
-    def lacks(self) -> str:
-        """Which tensors these are, as a digest of their names; empty if there are none."""
-        names = self.init_info.get(LACKING)
-        if not isinstance(names, list) or not names:
-            return ""
-        return sha256("\n".join(sorted(map(str, names))).encode()).hexdigest()[:16]
 
     def connect_body(self, member: Member) -> Connect:
         """The instruction that connects this member, with its own rank offset."""
@@ -116,11 +100,6 @@ class Connections:
     @property
     def current(self) -> Connection | None:
         return self._current
-
-    @property
-    def lacking(self) -> int:
-        """Of the current connection; 0 without one."""
-        return 0 if self._current is None else self._current.lacking
 
     def status(self) -> ConnectionStatus | None:
         return None if self._current is None else self._current.status()

@@ -81,8 +81,6 @@ class Committed:
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()
     digest: str | None = None  # of all its tensors; see `RoundReport`
-    lacks: str = ""  # see `Connection.lacks`
-    kept_since: int | None = None  # see `RoundReport`; None: a release before this wrote it
     kind: Literal["committed"] = "committed"
 
 

@@ -75,22 +75,17 @@ class DesiredState:
         """The operations of the condition, for `/fleet`."""
         return tuple(operation.name for operation in self._condition)
 
-    def call(self, operation: Operation, now: float, *, lacking: int = 0) -> PendingCall:
+    def call(self, operation: Operation, now: float) -> PendingCall:
         """Carry an operation out on every serving replica, with `mode=wait` once no request runs.
 
         The call's result is {replica id: answer}; its error names the replicas that could not, or on which
         requests still ran when time was over (Conflict: nothing has changed then).
-
-        Args:
-            lacking: how many tensors no round of the connected publisher would bring back.
 
         Raises:
             Conflict: it would let the fleet compute with discarded weights.
         """
         if isinstance(operation, WakeUp):
             self._check_intact(operation)
-        if isinstance(operation, Sleep) and discarded(_after(self._intended(drained=True), operation)):
-            _check_whole(lacking)
         waits = isinstance(operation, Pause | Sleep) and operation.mode is InFlight.WAIT
         if isinstance(operation, LASTING) and not waits:
             self._supersede(operation)
@@ -160,11 +155,8 @@ class DesiredState:
         """A round is finished: whoever holds its version holds intact weights."""
         self._condition, self._durable = intact(self._condition), intact(self._durable)
 
-    def check_awake(self, lacking: int) -> None:
-        """Raises Conflict while the weights sleep, when there is no memory that an update could go to, and
-        after they were discarded, if the update would lack tensors."""
-        if discarded(self._intended(drained=True)):
-            _check_whole(lacking)
+    def check_awake(self) -> None:
+        """Raises Conflict while the weights sleep, when there is no memory that an update could go to."""
         if SleepTag.WEIGHTS in asleep(self._condition) | asleep(self._intended(drained=True)):
             raise Conflict(
                 "the fleet's weights sleep: wake them first (POST /wake_up?tags=weights)",
@@ -264,15 +256,6 @@ def _at_once(operation: LastingOperation) -> LastingOperation:
     if isinstance(operation, Pause | Sleep) and operation.mode is InFlight.WAIT:
         return replace(operation, mode=InFlight.KEEP)
     return operation
-
-
-def _check_whole(lacking: int) -> None:
-    if lacking:
-        raise Conflict(
-            f"the publisher's model lacks {lacking} of the checkpoint's tensors, and no round brings them "
-            "back after a sleep at level 2: sleep at level 1; replicas that have lost them must be restarted",
-            {"lacking": lacking},
-        )
 
 
 def _after(condition: Condition, operation: Operation) -> Condition:

@@ -143,7 +143,7 @@ class Ledger(PublisherCalls):
         """Carry an operation out on every serving replica; see `DesiredState.call`."""
         if isinstance(operation, Sleep) and operation.level > 0:  # what is staged, and live, would be gone
             self._versions.require_no_round("sleep")
-        call = self._desired_state.call(operation, now, lacking=self._connections.lacking)
+        call = self._desired_state.call(operation, now)
         self.advance(now)
         return call
 

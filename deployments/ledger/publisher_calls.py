@@ -80,7 +80,7 @@ class PublisherCalls(ABC):
         """The round's id; see `StagingPhase.open`. Raises Conflict while the weights sleep."""
         publisher = self.renew(token, now).publisher
         connection = None if options.file_bytes is not None else self._connections.of(publisher)
-        self._desired_state.check_awake(0 if connection is None else connection.lacking)
+        self._desired_state.check_awake()
         round_id = self._staging.open(self._storing.permitted(options), connection, now)
         self.advance(now)
         return round_id

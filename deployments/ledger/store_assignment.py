@@ -151,7 +151,6 @@ class StoreAssignment:
             directory=self._location.directory,
             fleet_id=self._versions.fleet_id,
             digest=self._versions.digest_of(version),
-            kept_since=self._versions.kept_since,
         )
         bodies = {candidates[0]: body}
         call = self._dispatch.send_each(WriteVersion.name, bodies, now, on_complete=self._begun)

@@ -140,7 +140,6 @@ class WriteVersion:
     directory: str
     fleet_id: str
     digest: str | None  # with which the version was committed
-    kept_since: int  # see `RoundReport`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,6 @@ from deployments.protocol.instructions import CommitMode, KvCache
 from deployments.protocol.operations import InFlight
 from deployments.protocol.reports import Check, Verification
 
-# In a connection's init info: names of tensors of the checkpoint that the publisher's model does not have.
-# Replicas keep them as they loaded them; all others must arrive in each round.
-LACKING = "lacking"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
@@ -76,9 +72,6 @@ class RoundReport:
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()  # that every replica has made before the commit
     digest: str | None = None  # of all tensors by checkpoint name; None: not computed (vLLM's own engines)
-    # The first version that has the same tensors of those that its publisher lacks (`LACKING`): the version
-    # before, or an older one if only publishers that lack the same have published since. None: not known.
-    kept_since: int | None = None
     replicas: Mapping[str, ReplicaTimings] = field(
         default_factory=dict
     )  # empty in a large fleet's older ones

@@ -39,7 +39,6 @@ from deployments.protocol.instructions import (
     drain_of_round,
 )
 from deployments.protocol.operations import InFlight
-from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Check, Staged, Swapped, Value
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
@@ -48,7 +47,7 @@ from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.staged_update import compare
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.hub import cached, schema_of
-from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, repeated, torn
+from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, repeated
 from deployments.weights.wire.chunk_layout import parse
 from deployments.weights.wire.digest import inspect
 
@@ -77,7 +76,6 @@ class NativeMember(EngineMember):
         self._receiving: int | None = None
         self._loaded: int | None = None  # the round whose loading ended
         self._offered: Offered = {}
-        self._lacking: frozenset[str] = frozenset()  # what the connected publisher does not have
         self._reading: FileRead | None = None  # of a round whose weights come from files
         self._directory: str | None = None  # where they are
         self._options = StagingOptions()
@@ -100,10 +98,7 @@ class NativeMember(EngineMember):
 
     async def connect(self, body: Connect) -> None:
         """Raises RuntimeError if vLLM has disabled its NCCL communicator."""
-        init_info = dict(body.init_info)
-        lacking = init_info.pop(LACKING, None)  # vLLM's own engines do not know of it
-        self._lacking = frozenset(map(str, lacking)) if isinstance(lacking, list) else frozenset()
-        await self._engine.workers("init_weight_transfer_engine", init_info=init_info)
+        await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         await self._engine.workers("native_check_connected")
 
     async def receive(self, body: Receive) -> None:
@@ -240,10 +235,7 @@ class NativeMember(EngineMember):
 
     def _check(self, offered: Offered, *, complete: bool) -> None:
         if self._expected is not None:
-            lacking = self._lacking if self._reading is None else frozenset()
-            expected = {name: spec for name, spec in self._expected.items() if name not in lacking}
-            problems = mismatches(expected, offered, complete=complete)
-            self._refuse(problems + torn(lacking, offered))
+            self._refuse(mismatches(self._expected, offered, complete=complete))
 
     def _refuse(self, problems: list[str]) -> None:
         """Raises PayloadRejected before the first byte, RuntimeError after it."""

@@ -174,7 +174,6 @@ class StagedMember(EngineMember):
             directory=body.directory,
             fleet_id=body.fleet_id,
             digest=body.digest,
-            kept_since=body.kept_since,
         )
         if self._watching is not None:
             self._watching.cancel()

@@ -1,10 +1,9 @@
-"""The checkpoint that the fleet and its trainer start from, and what the trainer's model lacks of it.
+"""The checkpoint that the fleet and its trainer start from, of which the trainer's model may be a part.
 
-    sent     what the model has, also under a second name (`lm_head` stored beside tied embeddings)
-    lacking  the rest: layers of multi-token prediction, a vision tower, rotary tables
+    trained  what the model has, also under a second name (`lm_head` stored beside tied embeddings)
+    frozen   the rest: layers of multi-token prediction, a vision tower, rotary tables
 
-Replicas keep what is lacking as they have it. A version in the store is a complete checkpoint: how it gets
-these tensors is in `deployments.weights.store.lacking`.
+The trainer sends and stores both, so every version has every tensor.
 """
 
 import contextlib
@@ -18,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from deployments.errors import InvalidRequest
-from deployments.weights.store.safetensors_file import write_safetensors
-from deployments.weights.wire.checkpoint_schema import join_reasons, read_schema, torn
+from deployments.weights.store.safetensors_file import read_tensors, write_safetensors
+from deployments.weights.wire.checkpoint_schema import join_reasons, read_schema
 from trainers.policy import copy_model_files
 
 CONFIG = "config.json"
@@ -38,22 +37,37 @@ class BaseCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        schema = read_schema(directory)
-        self.names: frozenset[str] = frozenset() if schema is None else frozenset(schema)
+        self._schema = read_schema(directory) or {}
+        self.names: frozenset[str] = frozenset(self._schema)
 
-    def lacking(self, sent: Collection[str]) -> Sequence[str]:
-        """The tensors that are not in `sent`, which must be all that the trainer's model has.
+    def frozen(self, trained: Collection[str]) -> Sequence[str]:
+        """The names that are not in `trained`, which must be all that the trainer's model has.
 
         Raises:
-            ValueError: a module is sent in part; the rest of it would be of another version.
+            ValueError: a module is trained in part: a frozen scale of a trained weight would not fit it.
         """
-        lacking = sorted(self.names - set(sent))
-        problems = torn(lacking, sent)
+        frozen = sorted(self.names - set(trained))
+        modules = {name.rpartition(".")[0]: name for name in frozen}
+        problems = [
+            f"{name!r} is trained without {modules[module]!r} of the same module"
+            for name in trained
+            if (module := name.rpartition(".")[0]) in modules
+        ]
         if problems:
             raise ValueError(
                 f"{self.directory} is more than a part can be trained of: {join_reasons(problems)}"
             )
-        return lacking
+        return frozen
+
+    def read(self, names: Collection[str], directory: Path) -> dict[str, torch.Tensor]:
+        """Tensors of this checkpoint, or of a version of it; memory-mapped.
+
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: a tensor is not there.
+        """
+        found = read_tensors(directory, names)
+        return {name: found[name].to(getattr(torch, self._schema[name].dtype)) for name in names}
 
     def write_files(self, directory: Path, model: PreTrainedModel, dtype: str) -> None:
         """All but the weights of a checkpoint of `model`, or of the whole of which it is a part.
@@ -79,7 +93,7 @@ class BaseCheckpoint:
         """A complete checkpoint.
 
         Args:
-            weights: of `model`, and what it lacks.
+            weights: of `model`, and the frozen ones.
 
         Raises:
             InvalidRequest: the directory cannot be written; it has no weights then, or those of before.

@@ -8,13 +8,13 @@ and is to be sent again. A close is asked again of the successor, which knows a 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from deployments.errors import FleetUnavailable, SlipstreamError, StalePublisher, TransferAborted
 from deployments.logs import serve_logger
 from deployments.lost_calls import REPEAT_S, RESTART_WAIT_S, is_lost, repeated
-from deployments.protocol.publishing import LACKING, Lease, RoundOptions, RoundReport
+from deployments.protocol.publishing import Lease, RoundOptions, RoundReport
 from deployments.protocol.status import FleetStatus
 from deployments.unary import UnaryHandle
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
@@ -46,7 +46,6 @@ class FleetWeightSyncClient:
     Attributes:
         label: of the next round; stated when the round is closed.
         report: of the last round; None while a round is open or if it failed.
-        lacking: tensors of the checkpoint that no round sends; stated with each connection.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class FleetWeightSyncClient:
         self._sleep = sleep
         self.label: str | None = None
         self.report: RoundReport | None = None
-        self.lacking: Sequence[str] = ()
         self._lease: Lease | None = None
         self._round_id: int | None = None
 
@@ -84,8 +82,7 @@ class FleetWeightSyncClient:
     # -- vLLM's protocol ----------------------------------------------------------------------
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        stated = {**init_info, LACKING: list(self.lacking)} if self.lacking else init_info
-        self._once("connect", self._token(), stated)
+        self._once("connect", self._token(), init_info)
 
     def start_weight_update(self) -> None:
         self.report = None

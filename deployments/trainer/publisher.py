@@ -1,7 +1,7 @@
 """The publisher in a trainer rank: a weight source for vLLM's trainer engines, and rounds of the fleet."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -84,27 +84,18 @@ class PublishSource(WeightSource):
 class Publisher:
     """The publisher of this rank's part of the policy. Every rank must call `publish`.
 
-        all ranks   agree on the replicas (`transports.agreement`), and connect again if any rank must
-        all ranks   gather layer by layer, and send
-        a rank that fails still joins the remaining gathers, because the others wait there
-
-    Args:
-        lacking: tensors of the checkpoint that the source does not have. Replicas keep them as loaded.
+    all ranks   agree on the replicas (`transports.agreement`), and connect again if any rank must
+    all ranks   gather layer by layer, and send
+    a rank that fails still joins the remaining gathers, because the others wait there
     """
 
     def __init__(
-        self,
-        spec: TrainerSpec,
-        rank: int,
-        source: ParameterSource,
-        controller: UnaryHandle,
-        lacking: Sequence[str] = (),
+        self, spec: TrainerSpec, rank: int, source: ParameterSource, controller: UnaryHandle
     ) -> None:
         self._spec = spec
         self._rank = rank
         self.source = PublishSource(source, keep_copy=rank == 0)
         self._client = FleetWeightSyncClient(controller, PUBLISHER, RoundOptions())
-        self._client.lacking = lacking
         self._engine: TrainerWeightTransferEngine[Any] | None = None
         self._epoch: int | None = None
         self.fleet_id: str | None = None  # as rank 0 learned it

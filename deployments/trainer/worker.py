@@ -27,7 +27,6 @@ from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import SavedCheckpoint
 from deployments.unary import UnaryHandle
-from deployments.weights.store.lacking import Lacking
 from deployments.weights.store.version_writer import SHARE_OF_A_CORE, CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
@@ -54,7 +53,7 @@ class TrainerWorker(TrainerRank):
             self._merged = MergedAdapter(spec.config.lora, self._store, self._stored)
         self._publish_thread = YieldingThread(NICE)
         self._digest: str | None = None  # of the version that was published last; on rank 0
-        self._kept_since = 0  # the first version that has what the model lacks as the last one has it
+        self._frozen: dict[str, torch.Tensor] = {}  # what the checkpoint has beside the model's tensors
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
         """Join the group, load the newest stored version or the model, and be ready for steps.
@@ -65,7 +64,7 @@ class TrainerWorker(TrainerRank):
         """
         self._begin(rendezvous_address)
         spec = self._spec
-        self._fleet_id = fleet_id = self._fleet().fleet_id
+        fleet_id = self._fleet().fleet_id
         version = self._stored.newest(fleet_id)
         self._checkpoints = Checkpoints(
             self._store.directory.parent / "trainer" / "checkpoints",
@@ -73,37 +72,38 @@ class TrainerWorker(TrainerRank):
             keep=CHECKPOINTS_KEPT,
         )
         if self._merged is None:
-            self._policy = self._read(self._store.path_of(version) if version else Path(spec.model))
+            directory = self._store.path_of(version) if version else self._base.directory
+            self._policy = self._read(directory)
         else:
-            base = self._merged.find_base(self._checkpoints, version, fleet_id, self._base.directory)
-            self._policy = self._read(base, self._merged.config)
+            directory = self._merged.find_base(self._checkpoints, version, fleet_id, self._base.directory)
+            self._policy = self._read(directory, self._merged.config)
         self._learner = Learner(self._policy, spec.config, reference=self._reference())
-        if version:
-            self._kept_since = version
-            self._resume(version, fleet_id)
         wire_dtype = spec.config.wire_dtype
         source = self._source(None if wire_dtype is None else DTYPES[wire_dtype])
-        self._lacking = self._base.lacking([spec.name for spec in source.specs()])
-        self._publisher = Publisher(spec, self._rank, source, self._controller, self._lacking)
+        self._frozen |= self._base.read(self._base.frozen([spec.name for spec in source.specs()]), directory)
+        if version:
+            self._resume(version, fleet_id)
+        self._publisher = Publisher(spec, self._rank, source, self._controller)
         self._writer = VersionWriter(
             write_files=partial(self._write_files, dtype=wire_dtype),
             on_stored=self._report_stored,
             on_failed=self._report_failed,
             share=SHARE_OF_A_CORE if spec.device == "cpu" else 1.0,
         )
-        if self._lacking and self._rank == 0:
+        untrained = summary([*self._frozen])
+        if untrained and self._rank == 0:
             logger.warning(
-                "the trainer's model lacks %d of %d tensors of %s, which replicas keep as loaded: %s",
-                len(self._lacking),
+                "the trainer's model lacks %d of %d tensors of %s, which stay as they are: %s",
+                len(self._frozen),
                 len(self._base.names),
                 self._base.directory,
-                ", ".join(summary(self._lacking)),
+                ", ".join(untrained),
             )
         return LoadedTrainer(
             version=version,
             step=self._learner.steps_done,
             parameters=self._parameters(),
-            untrained=summary(self._lacking),
+            untrained=untrained,
         )
 
     def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None = None) -> Metrics:
@@ -128,14 +128,12 @@ class TrainerWorker(TrainerRank):
         if report is None:
             return None
         self._digest = report.digest
-        self._kept_since = report.version - 1 if report.kept_since is None else report.kept_since
         version = CommittedVersion(
             version=report.version,
             label=report.label,
             fleet_id=self._publisher.fleet_id,
             digest=report.digest,
             tensors=self._publisher.source.take_copy(),
-            lacking=self._what_it_lacks(),
             trainer_step=self._learner.steps_done,
         )
         self._writer.put(version, self._store)
@@ -179,15 +177,13 @@ class TrainerWorker(TrainerRank):
         self._checkpoints.discard()
 
     def save(self, path: str | None) -> SavedCheckpoint:
-        """Write an ordinary checkpoint of the weights as they are now. What the model lacks is that of the
-        newest stored version.
+        """Write an ordinary checkpoint of the weights as they are now.
 
         Args:
             path: an absolute path of a new or empty directory; None: one beside the store, named by the step.
 
         Raises:
-            InvalidRequest: `path` is not such a directory, its disk is full, or nothing has what the model
-                lacks.
+            InvalidRequest: `path` is not such a directory, or its disk is full.
         """
         started = time.perf_counter()
         default = self._store.directory.parent / f"checkpoint-{self._learner.steps_done:06d}"
@@ -197,11 +193,6 @@ class TrainerWorker(TrainerRank):
             if self._rank == 0:
                 weights[name] = tensor.to("cpu")
         if self._rank == 0:
-            try:
-                fleet_id = self._publisher.fleet_id or self._fleet_id
-                weights |= self._what_it_lacks().newest(fleet_id, self._store)
-            except (OSError, ValueError) as error:
-                raise InvalidRequest(f"the checkpoint cannot be completed: {error}") from error
             self._base.write(directory, self._policy.model, self._spec.config.dtype, weights)
         return SavedCheckpoint(
             path=str(directory.absolute()),
@@ -224,12 +215,11 @@ class TrainerWorker(TrainerRank):
         left = max(0.0, timeout_s - (time.monotonic() - began))
         return self._checkpoints.wait(left) and written
 
-    def _what_it_lacks(self) -> Lacking:
-        return Lacking(names=self._lacking, since=self._kept_since, base=self._base.directory)
-
     def _source(self, dtype: torch.dtype | None) -> ParameterSource:
         adapter, stored = self._policy.adapter, self._base.names
-        return ParameterSource(self._policy.model, adapter=adapter, dtype=dtype, stored=stored)
+        return ParameterSource(
+            self._policy.model, adapter=adapter, dtype=dtype, stored=stored, frozen=self._frozen
+        )
 
     def _reference(self) -> Policy | BaseOf | None:
         """What the KL penalty compares with: the model."""
@@ -266,6 +256,7 @@ class TrainerWorker(TrainerRank):
         if isinstance(self._learner.reference, BaseOf):  # which will not be the model any more
             self._learner.reference = self._read(Path(self._spec.model))
         self._policy.load_weights(directory)
+        self._frozen |= self._base.read(self._frozen, directory)
         if self._merged is not None:
             self._merged.base_version = version
         self._learner.restart(step, keep_moments=False)

@@ -1,4 +1,4 @@
-"""Fleets whose checkpoint has more than the trainer's model: rounds reach the rest of it, and leave that."""
+"""Fleets whose checkpoint has more than the trainer's model: the trainer sends the rest as it is."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +19,7 @@ def _start(root: Path) -> AbstractContextManager[Fleet]:
 
 # Not the vision-language model of the trainer's tests: vLLM's needs torchvision, which does not go with a
 # torch for CPUs.
-def test_a_round_to_a_part_of_a_checkpoint_is_verified_served_and_stored(
+def test_a_trainer_of_a_part_of_a_checkpoint_publishes_whole_versions(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     partial = KEEPER.fleet("partial", tmp_path_factory, _start)

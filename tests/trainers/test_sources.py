@@ -51,6 +51,18 @@ def test_an_iteration_reads_the_current_weights() -> None:
         torch.testing.assert_close(tensor, before[name] + 1.0)
 
 
+def test_what_the_model_lacks_of_its_checkpoint_is_yielded_as_it_is() -> None:
+    model, frozen = tiny.model("llama"), {"tower.weight": torch.ones(2, 3), "tower.ids": torch.arange(4)}
+    source = ParameterSource(model, dtype=torch.bfloat16, frozen=frozen)
+    sent = list(source)
+    assert [name for name, _ in sent[-2:]] == list(frozen)
+    assert all(torch.equal(tensor, frozen[name]) for name, tensor in sent[-2:])
+    assert [(name, t.dtype, tuple(t.shape)) for name, t in sent] == [
+        (spec.name, spec.dtype, spec.shape) for spec in source.specs()
+    ]
+    assert len(source.resident() or ()) == len(sent)
+
+
 def test_a_layer_is_a_group_and_an_expert_is_not() -> None:
     names = [
         "model.embed.weight",

@@ -59,7 +59,7 @@ class Adapters:
         decisions: DecisionLog,
         events: EventLog,
         limits: AdapterLimits,
-        check_awake: Callable[[int], None],
+        check_awake: Callable[[], None],
         versions: VersionState,
     ) -> None:
         self._check_awake = check_awake
@@ -109,7 +109,7 @@ class Adapters:
                 {"lora_name": name},
             )
         check_newest(self.catalog, name, after)
-        self._check_awake(0)
+        self._check_awake()
         check_room(self.catalog, self._loads, self._limits)
         taken = {self._limits.base_model, *self._loads}
         adapter = next_adapter(self.catalog, name, is_3d=is_3d, load_id=load_id, taken=taken)

@@ -64,8 +64,6 @@ class CommitPhase:
                 verification=current.verification,
                 checks=current.checks,
                 digest=current.digest,
-                lacks=current.lacks,
-                kept_since=current.kept_since,
             )
         )
         self._begin(current, now)
@@ -93,8 +91,6 @@ class CommitPhase:
             verification=decision.verification,
             checks=decision.checks,
             digest=decision.digest,
-            lacks=decision.lacks,
-            kept_since=decision.kept_since,
             decided_for=len(decision.participants),
         )
         self._begin(current, now)

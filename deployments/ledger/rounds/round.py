@@ -59,8 +59,6 @@ class Round:
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()  # that all participants have made
     digest: str | None = None  # of all tensors, on which its participants agree
-    lacks: str = ""  # of its publisher; see `Connection.lacks`
-    kept_since: int | None = None  # see `RoundReport`
     close: PendingCall | None = None  # what the publisher awaits
     commits: dict[Member, PendingCall] = field(default_factory=dict)
     ordered: set[Member] = field(default_factory=set)  # those that were sent COMMIT
@@ -155,7 +153,6 @@ class Round:
             verification=self.verification,
             checks=self.checks,
             digest=self.digest,
-            kept_since=self.kept_since,
             replicas={
                 member.replica_id: self._timings(member.replica_id)
                 for member in self.participants
@@ -185,7 +182,6 @@ def new_round(
     epoch: int,
     participants: Sequence[Member],
     connection: Connection | None,
-    lacks: str,
     now: float,
 ) -> Round:
     """A round that is open, with what its publisher chose."""
@@ -204,7 +200,6 @@ def new_round(
         drain_fallback=_or_default(options.drain_fallback, config.drain_fallback),
         persist=options.persist,
         file_bytes=options.file_bytes,
-        lacks=lacks,
     )
 
 

@@ -16,7 +16,6 @@ from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain
 from deployments.ledger.members import Member, PendingCall, classify, digest_minority, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.ledger.rounds.commit_phase import CommitPhase
-from deployments.ledger.rounds.partial_rounds import holding, lacks_of
 from deployments.ledger.rounds.round import (
     Round,
     RoundPhase,
@@ -62,19 +61,15 @@ class StagingPhase:
         self._commit_phase = commit_phase
 
     def open(self, options: RoundOptions, connection: Connection | None, now: float) -> int:
-        """Open a round with everyone who is free, joiners too: a round carries all weights. One that lacks
-        tensors leaves out joiners that have older ones of these. Returns its id.
+        """Open a round with everyone who is free, joiners too: a round carries all weights. Returns its id.
 
         Raises:
             Conflict: a round is in flight, or the publisher is not connected to the members and has to be.
-            FleetUnavailable: too few replicas, or some have not returned since a restart, or see `holding`.
+            FleetUnavailable: too few replicas, or some have not returned since a restart.
         """
-        members, lacks = self._eligible(), lacks_of(options, connection)
+        members = self._eligible()
         if options.file_bytes is None:
             self._connections.check(connection, members)
-        if lacks:
-            since = self._versions.kept_by(lacks)
-            members = holding(since, members, needed=self._membership.needed, connection=connection)
         opened = new_round(
             options,
             self._membership.config,
@@ -83,7 +78,6 @@ class StagingPhase:
             epoch=self._membership.epoch,
             participants=members,
             connection=connection,
-            lacks=lacks,
             now=now,
         )
         self._versions.open(opened, now)

@@ -34,7 +34,6 @@ class VersionState:
         self._committed_version = 0
         self._label: str | None = None
         self._persist = False
-        self._lacks, self._kept_since = "", 0  # of the committed version; see `Round`
         self._stored: Stored | None = None
         self._current: Round | None = None
         self._idle_since: float | None = None
@@ -72,15 +71,6 @@ class VersionState:
         """The committed version, if a replica has to write it to the store and none has."""
         pending = self._persist and self.stored_version < self._committed_version
         return self._committed_version if pending else None
-
-    @property
-    def kept_since(self) -> int:
-        """Of the committed version; see `RoundReport`."""
-        return self._kept_since
-
-    def kept_by(self, lacks: str) -> int:
-        """Likewise, of the next version, if its publisher lacks these (`Connection.lacks`)."""
-        return self._kept_since if lacks and lacks == self._lacks else self._committed_version
 
     @property
     def current(self) -> Round | None:
@@ -152,7 +142,6 @@ class VersionState:
         return self._last_round_id
 
     def open(self, opened: Round, now: float) -> None:
-        opened.kept_since = self.kept_by(opened.lacks)
         self._current = opened
         self.enter(RoundPhase.OPEN, now)
 
@@ -176,7 +165,6 @@ class VersionState:
         self._current = decided
         self._committed_version, self._label = decided.version, decided.label
         self._persist = decided.persist
-        self._keep(decided)
         self.enter(RoundPhase.COMMITTING, now)
 
     def finish(self, now: float) -> None:
@@ -247,7 +235,6 @@ class VersionState:
     def recover_committed(self, decision: Committed) -> None:
         self._committed_version, self._label = decision.version, decision.label
         self._persist = decision.persist
-        self._keep(decision)
 
     def recover_label(self, decision: Labelled) -> None:
         if decision.version == self._committed_version:
@@ -275,11 +262,6 @@ class VersionState:
         )
         self._ended.append(report)
         self._decisions.append(Ended(report=report))
-
-    def _keep(self, committed: Round | Committed) -> None:
-        before = committed.version - 1
-        self._lacks = committed.lacks
-        self._kept_since = before if committed.kept_since is None else committed.kept_since
 
     def _in_flight(self) -> Round:
         assert self._current is not None, "no round is in flight"

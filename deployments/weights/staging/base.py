@@ -40,13 +40,12 @@ class Staging(Protocol):
     def plans(self) -> LoadPlanSummary:
         """How many chunks `replay` stages, and why it does not stage others."""
 
-    def finalize(self, *, complete: bool, partial: bool, rest: Callable[[], None]) -> list[str]:
+    def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
         """Finish what loading left open: nothing more arrives. Called on the staging thread.
 
         Args:
             complete: every tensor of the model's checkpoint arrived, so that what was never written is
                 padding and not a missing tensor.
-            partial: of which a part is left as it was loaded, so that layers may have received nothing.
             rest: to be called between two units of work on the host, which the engine decodes beside.
 
         Returns:

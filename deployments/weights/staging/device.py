@@ -64,11 +64,11 @@ class DeviceStaging:
         self._poison = NanPoison(self._shadow, model)
         warm_up(device)
         self._poison.warm_up()
+        with torch.no_grad():
+            self._pairs.copy_to_shadow()
         self._plans = LoadPlans()
         self._received: set[Chunk] = set()
         self._open = False
-        # Whether it differs from the live model. A round that lacks tensors leaves those of the shadow.
-        self._differs = True
         self._live_written = torch.cuda.Event()
         torch.cuda.current_stream(device).synchronize()
 
@@ -98,10 +98,10 @@ class DeviceStaging:
         reasons = tuple(sorted(set(self._plans.refused.values())))
         return LoadPlanSummary(chunks=len(self._plans), refused=reasons)
 
-    def finalize(self, *, complete: bool, partial: bool, rest: Callable[[], None]) -> list[str]:
+    def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
         if not self._open:
             return self._poison.names
-        unfilled = self._complete(complete=complete, partial=partial)
+        unfilled = self._complete(complete)
         if unfilled:
             self._plans.refuse(self._received)
         else:
@@ -115,7 +115,6 @@ class DeviceStaging:
         # is prepared meanwhile. If the device fails, the next step fails too.
         self._pairs.copy_to_live()
         self._derived.swap()
-        self._differs = False
         self._live_written.record()
 
     def load(self, path: str) -> bool:
@@ -126,7 +125,7 @@ class DeviceStaging:
         with torch.no_grad():
             self._start()
             self._load(checkpoint_tensors(self._vllm_config, self._shadow, path))
-            unfilled = self._complete(complete=True, partial=False)
+            unfilled = self._complete(complete=True)
         if unfilled:
             self.drop()
             raise ValueError(f"{path} lacks weights of {join_reasons(unfilled)}")
@@ -149,10 +148,6 @@ class DeviceStaging:
     def _start(self) -> None:
         self._open = True
         torch.cuda.current_stream().wait_event(self._live_written)  # by the swap, which reads the shadow
-        if self._differs:  # its first round, or one was abandoned
-            self._pairs.copy_to_shadow()
-            self._derived.copy_to_shadow()
-        self._differs = True
         if self._layerwise:
             with self._config():
                 initialize_layerwise_reload(self._shadow)
@@ -160,10 +155,10 @@ class DeviceStaging:
         # A layer that receives nothing would otherwise keep its old weights, and nothing would report it.
         self._poison.apply()
 
-    def _complete(self, *, complete: bool, partial: bool) -> list[str]:
+    def _complete(self, complete: bool) -> list[str]:
         """See `finalize`."""
         layerwise = self._layerwise
-        unfilled = self._finalize_layers(complete, partial) if layerwise else self._unwritten(complete)
+        unfilled = self._finalize_layers(complete) if layerwise else self._unwritten(complete)
         if not unfilled:
             self._pairs.check_tied()
             self._derived.collect()
@@ -181,12 +176,12 @@ class DeviceStaging:
         self._poison.restore_live(unfilled)  # padding: it stays as it is
         return []
 
-    def _finalize_layers(self, complete: bool, partial: bool) -> list[str]:
+    def _finalize_layers(self, complete: bool) -> list[str]:
         unfilled = []
         for name, layer in self._shadow.named_modules():
             info = get_layerwise_info(layer)
             wanted = info.load_numel_total
-            filled = complete and (info.load_numel > 0 or partial)  # else the layer keeps its own tensors
+            filled = complete and info.load_numel > 0  # else the layer keeps its own tensors
             if wanted and info.restore_metadata[0] and not filled:
                 unfilled += [f"{name}.{parameter}" for parameter in info.restore_metadata[0]]
         unfilled = [name for name in unfilled if not _is_optional(name)]

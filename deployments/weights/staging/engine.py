@@ -29,7 +29,6 @@ from vllm.distributed.weight_transfer.base import (
 
 from deployments.errors import TransferFailed
 from deployments.protocol.files import FilePart
-from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome
 from deployments.thread_priority import CoreShare
 from deployments.weights.staging.payload_staging import PayloadStaging
@@ -87,7 +86,6 @@ class StagedWeightTransferEngine(PayloadStaging, WeightTransferEngine[Init, Upda
         # One that caught up may be on a host without the hub's files: a version in the store is complete too.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
         self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)
-        self._lacking: frozenset[str] = frozenset()  # what this connection's publisher does not have
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
         self._update: StagedUpdate | None = None
         self._reading: FileRead | None = None  # what the update reads from a file
@@ -115,15 +113,6 @@ class StagedWeightTransferEngine(PayloadStaging, WeightTransferEngine[Init, Upda
             ValueError: the payload is wrong: what was expected and what was received.
         """
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> Init:
-        """As vLLM's, without what all transports have in common (`LACKING`). Raises ValueError."""
-        lacking = init_dict.get(LACKING, [])
-        if not isinstance(lacking, list) or not all(isinstance(name, str) for name in lacking):
-            raise ValueError(f"{LACKING}: expected a list of tensor names, got {lacking!r:.80}")
-        parsed = super().parse_init_info({key: each for key, each in init_dict.items() if key != LACKING})
-        self._lacking, self._matching = frozenset(lacking), WeakSet()
-        return parsed
-
     def init_transfer_engine(self, init_info: Init) -> None:
         self._reading = None
         # A rendezvous waits for the other members: on the engine's own thread it would stop decoding.
@@ -150,7 +139,7 @@ class StagedWeightTransferEngine(PayloadStaging, WeightTransferEngine[Init, Upda
         raise AssertionError("payloads are staged by update_weights, never loaded directly")
 
     def start_weight_update(self) -> None:
-        self._begin(StagedUpdate(lacking=self._lacking))
+        self._begin(StagedUpdate())
         self.retained.begin()
         self.staging.begin()
 
@@ -179,9 +168,9 @@ class StagedWeightTransferEngine(PayloadStaging, WeightTransferEngine[Init, Upda
 
     def read_part(self, part: FilePart) -> None:
         """`update_weights` with tensors from a file of this host instead of the transport's. The transport's
-        connection stays as it is, and what its publisher lacks is no matter here."""
+        connection stays as it is."""
         assert self._update is not None
-        self._update.from_files, self._update.lacking = True, frozenset()
+        self._update.from_files = True
         self._reading = FileRead(part, Path(self.checkpoint), self.device)
         chunks = self._reading.chunks
         self._thread.submit(self._stage, self._update, partial(self._stage_payload, chunks=chunks))

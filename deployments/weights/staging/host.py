@@ -60,7 +60,7 @@ class HostStaging:
     def plans(self) -> LoadPlanSummary:
         return LoadPlanSummary()
 
-    def finalize(self, *, complete: bool, partial: bool, rest: Callable[[], None]) -> list[str]:
+    def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
         # An engine whose base cannot be replaced may still serve adapters.
         if (refusal := reload_refusal(self._model)) is not None:
             raise ValueError(refusal)

@@ -19,7 +19,7 @@ from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdat
 from deployments.weights.staging.staging_thread import wait_for
 from deployments.weights.staging.throttle import Throttle
 from deployments.weights.store.retained import RetainedVersions
-from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, mismatches, missing, torn
+from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, mismatches, missing
 from deployments.weights.wire.chunk_layout import Chunk
 from deployments.weights.wire.digest import inspect
 from deployments.weights.wire.received_chunk import ReceivedChunk
@@ -125,9 +125,6 @@ class PayloadStaging:
         chunk = received.chunk
         if self.schema is not None and chunk not in self._matching:
             problems = mismatches(self.schema, chunk.offered, complete=False)
-            came = sorted(update.lacking & chunk.offered.keys())
-            problems += [f"{name!r} was said to be lacking, and came" for name in came]
-            problems += torn(update.lacking, chunk.offered.keys() - update.lacking)
             if problems:
                 raise ValueError(join_reasons(problems))
             self._matching.add(chunk)
@@ -146,17 +143,13 @@ class PayloadStaging:
 
     def _finalize(self, update: StagedUpdate) -> None:
         if self.schema is not None:
-            absent = missing(self.schema, update.offered.keys() | update.lacking)
+            absent = missing(self.schema, update.offered)
             if absent:
                 raise ValueError(join_reasons(absent))
         complete = self.schema is not None
         if not complete:  # only vLLM's own loader knows the model's tensors
             update.checks -= {Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE}
-        unfilled = self.staging.finalize(
-            complete=complete,
-            partial=complete and bool(update.lacking),
-            rest=partial(self._rest, update),
-        )
+        unfilled = self.staging.finalize(complete=complete, rest=partial(self._rest, update))
         if unfilled:
             raise ValueError(
                 join_reasons([f"parameter {name!r} received no or not all weights" for name in unfilled])

@@ -29,7 +29,6 @@ class ChunkFindings:
 class StagedUpdate:
     """An update while it arrives. Changed on the staging thread; other threads only call `report`."""
 
-    lacking: frozenset[str] = frozenset()  # what its publisher does not have
     from_files: bool = False
     offered: Offered = field(default_factory=dict)  # what arrived
     pending: list[ChunkFindings] = field(default_factory=list)  # inspected, not compared
@@ -73,7 +72,7 @@ class StagedUpdate:
         """
         if schema is None:
             return one_payload and not self.from_files
-        return not missing(schema, self.offered.keys() | self.lacking)
+        return not missing(schema, self.offered)
 
     def offer(self, tensors: Offered) -> None:
         """Note what arrives.

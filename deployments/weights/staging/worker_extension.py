@@ -7,7 +7,6 @@ receives one answer per worker, encoded as JSON types (`reports`).
     native_*    vLLM's own engines (`staging: none`). They load into the live model, inside a pause
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from deployments.protocol.files import FilePart
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.host import reload_refusal, replacing_all
 from deployments.weights.staging.reports import from_wire, to_wire
-from deployments.weights.store.lacking import Lacking
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
 from deployments.weights.wire.digest import digests
@@ -103,18 +101,9 @@ class StagingWorkerExtension:
         self._weight_update_active = False  # vLLM has no way to end an update without loading it
 
     def staging_store(
-        self,
-        version: int,
-        label: str | None,
-        directory: str,
-        fleet_id: str,
-        digest: str | None,
-        kept_since: int,
+        self, version: int, label: str | None, directory: str, fleet_id: str, digest: str | None
     ) -> None:
         """Begin to write the retained version to the store; `staging_store_state` says how it ended.
-
-        Args:
-            kept_since: see `RoundReport`.
 
         Raises:
             ValueError: the version is not retained here.
@@ -122,12 +111,7 @@ class StagingWorkerExtension:
         engine = self._staging_engine
         if engine.worker_index == 0:
             retained = engine.retained.committed(version, label, fleet_id, digest)
-            lacking = Lacking(
-                names=(engine.schema or {}).keys() - retained.tensors.keys(),
-                since=kept_since,
-                base=Path(engine.checkpoint),
-            )
-            engine.version_writer.put(replace(retained, lacking=lacking), Store(Path(directory)))
+            engine.version_writer.put(retained, Store(Path(directory)))
 
     def staging_store_state(self) -> dict[str, Any] | None:
         """How the last write to the store ended, a `StoreResult`; None if none has ended on this worker."""

@@ -16,7 +16,6 @@ from deployments.logs import serve_logger
 from deployments.protocol.reports import StoreResult
 from deployments.thread_priority import CoreShare, yield_to_others
 from deployments.weights.store.integrity import check_same
-from deployments.weights.store.lacking import NOTHING, Lacking
 from deployments.weights.store.manifest import StoredTensor, VersionManifest
 from deployments.weights.store.safetensors_file import write_safetensors
 from deployments.weights.store.versions import Store
@@ -37,7 +36,6 @@ class CommittedVersion:
     tensors: Mapping[str, torch.Tensor]  # by checkpoint name, on the CPU
     fleet_id: str | None = None
     digest: str | None = None  # of `tensors`, with which the fleet committed it; None: unknown
-    lacking: Lacking = NOTHING  # what its round did not send; makes it complete
     trainer_step: int | None = None  # optimizer steps that made it
     expected_digests: Mapping[str, int] | None = (
         None  # as computed on arrival (unsigned 64-bit); None: unknown
@@ -150,24 +148,21 @@ def write_version(
 
     Raises:
         ValueError: a tensor is not what arrived (`expected_digests`), or has a dtype that safetensors lacks;
-            what its publisher lacks is nowhere; or the store has this version with other weights.
+            or the store has this version with other weights.
         OSError: the directory cannot be written.
     """
-    added = version.lacking.read(version.version, version.fleet_id, store)
-    manifest = _manifest(version, added, rest)
+    manifest = _manifest(version, rest)
     try:
         with store.writing(manifest) as directory:
             write_files(directory)
-            write_safetensors({**version.tensors, **added}, directory / "model.safetensors", rest)
+            write_safetensors(version.tensors, directory / "model.safetensors", rest)
     except FileExistsError:
         check_same(store.manifest_of(version.version), manifest)
         logger.warning("version %d is in the store already", version.version)
     return store.path_of(version.version)
 
 
-def _manifest(
-    version: CommittedVersion, added: Mapping[str, torch.Tensor], rest: Callable[[], None]
-) -> VersionManifest:
+def _manifest(version: CommittedVersion, rest: Callable[[], None]) -> VersionManifest:
     actual = _digests(version.tensors, rest)
     expected = version.expected_digests
     corrupted = [] if expected is None else [name for name in actual if expected.get(name) != actual[name]]
@@ -181,8 +176,6 @@ def _manifest(
             f"version {version.version} was committed with digest {version.digest}, and what is to be "
             f"written has {combined}"
         )
-    everything = {**version.tensors, **added}
-    actual |= _digests(added, rest)
     return VersionManifest(
         version=version.version,
         label=version.label,
@@ -195,7 +188,7 @@ def _manifest(
                 shape=tuple(tensor.shape),
                 digest=f"{actual[name]:016x}",
             )
-            for name, tensor in everything.items()
+            for name, tensor in version.tensors.items()
         },
     )
 

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +100,10 @@ def mismatches(
 
 def missing(expected: Schema, offered: Container[str]) -> list[str]:
     """One sentence for each tensor of the model that is not in `offered`."""
-    return [f"{name!r} is missing" for name in expected if name not in offered]
+    found = [f"{name!r} is missing" for name in expected if name not in offered]
+    if found:
+        found[0] += " (a version has every tensor of the checkpoint: take from it what is not trained)"
+    return found
 
 
 def repeated(received: Mapping[str, object], offered: Mapping[str, object]) -> list[str]:
@@ -109,17 +112,6 @@ def repeated(received: Mapping[str, object], offered: Mapping[str, object]) -> l
     return [
         f"{name!r} came twice in this round; is another publisher sending too?"
         for name in sorted(offered.keys() & received.keys())
-    ]
-
-
-def torn(lacking: Collection[str], offered: Iterable[str]) -> list[str]:
-    """One sentence for each tensor of `offered` whose module would be of two versions: another tensor of it
-    is lacking, and stays as it was loaded."""
-    modules = {name.rpartition(".")[0]: name for name in lacking}
-    return [
-        f"{name!r} came without {modules[module]!r} of the same module"
-        for name in offered
-        if (module := name.rpartition(".")[0]) in modules
     ]
 
 

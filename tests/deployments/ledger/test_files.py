@@ -5,7 +5,6 @@ import pytest
 from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Body, Receive, Verify
-from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome, Verification
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
@@ -89,7 +88,7 @@ def test_what_a_replica_cannot_read_aborts_the_round_and_fences_nobody_for_it(
 
 def test_another_publishers_connection_outlives_a_round_of_files() -> None:
     scene = Scene(replicas=2)
-    scene.connect({"rank_offset": 1, LACKING: ["x"]})
+    scene.connect({"rank_offset": 1})
     scene.ledger.release(scene.token, scene.now)
     round_id = opened(scene)
     scene.send(round_id, PART)

@@ -77,9 +77,7 @@ def commit(round_id: int, *, hold: bool = False) -> Commit:
 
 def write(round_id: int) -> WriteVersion:
     version = FIRST_VERSION + round_id
-    return WriteVersion(
-        version=version, label=None, directory="/store", fleet_id="f", digest=None, kept_since=0
-    )
+    return WriteVersion(version=version, label=None, directory="/store", fleet_id="f", digest=None)
 
 
 R1, R2, V1, V2, C1, C2, H1 = (

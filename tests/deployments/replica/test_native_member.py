@@ -9,9 +9,8 @@ import pytest
 
 from deployments.errors import PayloadRejected
 from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import Commit, Connect, Drop, KvCache, Receive, StagingOptions, Verify
+from deployments.protocol.instructions import Commit, Drop, KvCache, Receive, StagingOptions, Verify
 from deployments.protocol.operations import InFlight
-from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Staged, Swapped
 from deployments.replica.native_member import NativeMember
 from deployments.replica.server.arguments import EngineSpec
@@ -171,20 +170,6 @@ async def test_a_tensor_that_never_came_is_found_at_the_end_and_breaks_the_repli
     with pytest.raises(RuntimeError, match=r"'model\.norm\.weight' is missing"):
         await member.execute(VERIFY)
     assert member.partially_updated
-
-
-async def test_what_the_publisher_lacks_may_be_missing_and_nothing_else(model: Path) -> None:
-    member, engine = member_of(model)
-    await member.execute(Connect(init_info={"rank": 0, LACKING: ["model.norm.weight"]}))
-    assert engine.did == ["init_weight_transfer_engine", "native_check_connected"]
-    assert engine.arguments == {"init_info": {"rank": 0}}
-    with pytest.raises(PayloadRejected, match=r"'lm_head\.weight' is missing"):
-        names = {"model.norm.weight", "lm_head.weight"}
-        tensors = [(n, p.dtype, tuple(p.shape)) for n, p in tiny_llama(1).named_parameters()]
-        await member.execute(receive(dict(describe([each for each in tensors if each[0] not in names]))))
-    await member.execute(DROP)
-    await member.execute(receive(payload(without="model.norm.weight")))
-    await member.execute(VERIFY)
 
 
 async def test_a_tensor_that_comes_twice_is_never_committed(model: Path) -> None:

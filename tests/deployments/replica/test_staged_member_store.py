@@ -23,7 +23,7 @@ async def test_the_end_of_a_write_is_watched_until_somebody_cancels(
     member: StagedMember, engine: Workers
 ) -> None:
     """Also if the cancellation comes in the moment in which a worker has answered."""
-    write = WriteVersion(version=4, label=None, directory="/store", fleet_id="f", digest=None, kept_since=0)
+    write = WriteVersion(version=4, label=None, directory="/store", fleet_id="f", digest=None)
     asked = asyncio.Event()
 
     async def workers(method: str, **arguments: Any) -> list[Any]:
@@ -46,10 +46,10 @@ async def test_what_the_store_has_is_not_retained(member: StagedMember, engine: 
     await member.execute(Verify(round_id=1))
     await member.execute(COMMIT)
     engine.stored = StoreResult(version=4, label="l", path="/store/v4", problem="")
-    write = WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa", kept_since=3)
+    write = WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa")
     await member.execute(write)
     assert engine.named("staging_store") == [
-        {"version": 4, "label": "l", "directory": "/store", "fleet_id": "f", "digest": "aa", "kept_since": 3}
+        {"version": 4, "label": "l", "directory": "/store", "fleet_id": "f", "digest": "aa"}
     ]
     await member.execute(Forget(version=3))
     assert member.retained_version == 4, "an older one is not what it retains"
@@ -62,7 +62,7 @@ async def test_a_write_that_failed_can_be_tried_again(member: StagedMember, engi
     await member.execute(receive(retain=4))
     await member.execute(Verify(round_id=1))
     await member.execute(COMMIT)
-    write = WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa", kept_since=3)
+    write = WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa")
     for problem in ("disk full", ""):
         engine.stored = None
         await member.execute(write)

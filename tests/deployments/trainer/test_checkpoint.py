@@ -1,8 +1,9 @@
-"""Checkpoints with tensors that the trainer's model lacks, or has under another name."""
+"""Checkpoints of which the trainer's model is a part, or has tensors under another name."""
 
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deployments.errors import InvalidRequest
-from deployments.protocol.publishing import LACKING
 from deployments.trainer.checkpoint import BaseCheckpoint, summary
 from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.integrity import check_files
+from deployments.weights.store.model_files import copy_model_files
+from deployments.weights.store.version_writer import CommittedVersion, write_version
+from deployments.weights.store.versions import Store
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, started
 from tests.deployments.trainer.trainer_specs import trainer_spec
@@ -57,20 +61,18 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @every_kind
-def test_what_is_sent_and_what_is_lacking_are_the_checkpoint(
+def test_a_publisher_of_a_part_sends_the_rest_from_the_checkpoint(
     save: Save, untrained: list[str], tmp_path: Path, controller: ControllerInProcess
 ) -> None:
     model = save(tmp_path / "model", 0)
-    worker = started(spec_of(model, tmp_path), controller)
+    worker = TrainerWorker(spec_of(model, tmp_path), 0, controller)  # type: ignore[arg-type]
+    assert sorted(worker.load(("127.0.0.1", 0)).untrained) == sorted(untrained)
     before = tensors_of(model)
     worker.step(BATCH)
     published(worker)
-    lacking = controller.last["connect"][1][LACKING]
-    assert set(lacking) | controller.received.keys() == before.keys()
-    assert not set(lacking) & controller.received.keys()
-    assert sorted(summary(lacking)) == sorted(untrained)
-    changed = [name for name, tensor in controller.received.items() if not torch.equal(tensor, before[name])]
-    assert "lm_head.weight" in changed, "every name of a trained tensor is sent"
+    assert controller.received.keys() == before.keys()
+    same = {name for name, tensor in controller.received.items() if torch.equal(tensor, before[name])}
+    assert {*untrained} <= {*summary(sorted(same))} and "lm_head.weight" not in same
 
 
 @pytest.mark.slow
@@ -87,8 +89,7 @@ def test_a_stored_version_is_a_complete_checkpoint(
     assert worker.flush(30.0)
     stored = controller.directory_of(1)
     check_files(stored, 1)
-    lacking = controller.last["connect"][1][LACKING]
-    expected = {**controller.received, **{name: tensors_of(model)[name] for name in lacking}}
+    expected = controller.received
     assert equal(tensors_of(stored), expected) and equal(tensors_of(saved), expected)
     for directory in (stored, saved):
         config = AutoConfig.from_pretrained(directory)
@@ -99,7 +100,24 @@ def test_a_stored_version_is_a_complete_checkpoint(
     sent = controller.received
     published(started(spec, controller))
     assert equal(controller.received, sent) and controller.received is not sent
-    assert controller.last["connect"][1][LACKING] == lacking
+
+
+def test_a_trainer_that_starts_from_another_publishers_version_sends_all_of_it(
+    tmp_path: Path, controller: ControllerInProcess
+) -> None:
+    model = save_tiny_mtp(tmp_path / "model", 0)
+    spec = spec_of(model, tmp_path)
+    worker = started(spec, controller)
+    published(worker)
+    assert worker.flush(30.0)
+    changed = {name: tensor + 1.0 for name, tensor in tensors_of(model).items()}
+    version = controller.publish_as("another").version
+    committed = CommittedVersion(version=version, label=None, tensors=changed)
+    write_version(committed, Store(Path(spec.store_dir)), partial(copy_model_files, str(model)))
+    for trainer in (worker, started(spec, controller)):
+        trainer.load_version(version)
+        published(trainer)
+        assert equal(controller.received, changed)
 
 
 def test_tied_weights_that_differ_in_the_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -118,7 +136,7 @@ def test_a_module_of_which_the_trainer_has_a_part_is_refused(
     tensors = tensors_of(model)
     tensors["model.layers.0.mlp.up_proj.bias"] = torch.zeros(256)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"up_proj\.weight' came without '\S+up_proj\.bias' of the same"):
+    with pytest.raises(ValueError, match=r"up_proj\.weight' is trained without '\S+up_proj\.bias'"):
         started(spec_of(model, tmp_path), controller)
 
 
@@ -136,7 +154,7 @@ def test_a_parameter_that_would_not_be_sent_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_safetensors_has_no_names(tmp_path: Path) -> None:
-    assert BaseCheckpoint(tmp_path).names == frozenset() and BaseCheckpoint(tmp_path).lacking(["a"]) == []
+    assert BaseCheckpoint(tmp_path).names == frozenset() and BaseCheckpoint(tmp_path).frozen(["a"]) == []
 
 
 def test_versions_have_a_tokenizer_though_the_version_that_was_resumed_from_is_gone(

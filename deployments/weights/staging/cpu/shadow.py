@@ -69,7 +69,7 @@ class CpuShadowStaging:
     def plans(self) -> LoadPlanSummary:
         return LoadPlanSummary()
 
-    def finalize(self, *, complete: bool, partial: bool, rest: Callable[[], None]) -> list[str]:
+    def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
         if not self._open:
             return [name for blank in self._blanks for name in blank.names]
         untouched, unfilled = self._untouched(complete)

@@ -7,7 +7,6 @@ renews. If it has none, the engine does not start.
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -116,18 +115,6 @@ class Derived:
         self._live: Mapping[Way, torch.Tensor] = {way: tensor_at(model, way) for way in moving.tensors}
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._changes: list[tuple[Way, Number]] = []
-
-    def copy_to_shadow(self) -> None:
-        """Give the shadow what the live model has, on the current stream. What cannot be copied is left to
-        `collect`, which refuses it."""
-        for way in self._live:
-            with suppress(LookupError):
-                live, twin = tensor_at(self._model, way), tensor_at(self._shadow, way)
-                if layout_of(live) == layout_of(twin):
-                    twin.copy_(live)
-        for way in self._moving.numbers:
-            with suppress(LookupError, TypeError):
-                put(self._shadow, way, follow(self._model, way))
 
     def collect(self) -> None:
         """A round has filled the shadow: find what the swap brings along.

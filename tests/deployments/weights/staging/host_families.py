@@ -119,7 +119,7 @@ def swap(staging: Staging, config: VllmConfig, tensors: dict[str, torch.Tensor])
     staging.begin()
     for chunk in plan_chunks([(name, t.dtype, t.shape) for name, t in tensors.items()], 1 << 14):
         staging.add(chunk, [(entry.name, tensors[entry.name]) for entry in chunk.entries])
-    unfilled = staging.finalize(complete=True, partial=False, rest=lambda: None)
+    unfilled = staging.finalize(complete=True, rest=lambda: None)
     assert not unfilled, unfilled
     with set_current_vllm_config(config), torch.inference_mode():
         staging.swap()

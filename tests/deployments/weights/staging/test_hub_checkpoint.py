@@ -5,14 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from deployments.protocol.publishing import LACKING
-from deployments.protocol.reports import Outcome, StoreResult
-from deployments.weights.staging.reports import from_wire
+from deployments.protocol.reports import Outcome
 from tests.deployments.weights.staging.memory_worker import (
-    TIMEOUT_S,
     MemoryWorker,
     receive,
     verify,
@@ -45,7 +40,7 @@ def test_an_update_without_one_tensor_is_rejected(
     worker = start(shadow=shadow)
     receive(worker, weights(2.0)[:1])
     state = verify(worker)
-    assert (state.outcome, state.message) == (Outcome.REJECTED, "'b' is missing")
+    assert state.outcome is Outcome.REJECTED and state.message.startswith("'b' is missing")
 
 
 def test_one_that_caught_up_where_the_hubs_files_are_not_asks_its_version_in_the_store(
@@ -53,19 +48,4 @@ def test_one_that_caught_up_where_the_hubs_files_are_not_asks_its_version_in_the
 ) -> None:
     worker = start(loaded=write_checkpoint(tmp_path / "v00000001"))
     receive(worker, weights(2.0)[:1])
-    assert verify(worker).message == "'b' is missing"
-
-
-def test_a_stored_version_has_what_its_publisher_lacks(tmp_path: Path, hub: FakeHub, start: Start) -> None:
-    snapshot = hub.repositories["org/tiny"] = write_checkpoint(tmp_path / "snapshot")
-    save_file({**dict(weights(0.0)), "tower.w": torch.ones(2)}, snapshot / "model.safetensors")
-    worker = start()
-    worker.init_weight_transfer_engine({LACKING: ["tower.w"]})
-    assert receive(worker, weights(2.0), retain_version=5).outcome is Outcome.DONE
-    worker.finish_weight_update()
-    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", None, 0)
-    assert worker.engine.version_writer.wait(TIMEOUT_S)
-    assert from_wire(StoreResult, worker.staging_store_state()).problem == ""
-    version = tmp_path / "store" / "v00000005"
-    assert torch.equal(load_file(version / "model.safetensors")["tower.w"], torch.ones(2))
-    assert (version / "config.json").is_file()
+    assert verify(worker).message.startswith("'b' is missing")

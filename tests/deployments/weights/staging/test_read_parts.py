@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.protocol.files import FilePart
-from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome
 from deployments.weights.staging.reports import StagingState, from_wire, to_wire
 from deployments.weights.store.checkpoint import Checkpoint, stated
@@ -81,7 +80,7 @@ def test_a_file_that_is_overwritten_after_it_was_verified_changes_nothing(
 def test_what_is_read_is_retained_for_the_store(tmp_path: Path, worker: MemoryWorker) -> None:
     state = read(worker, parts_of(tmp_path / "new", weights(2.0)), retain_version=4)
     worker.finish_weight_update()
-    worker.staging_store(4, "x", str(tmp_path / "store"), "fleet", state.digest, 0)
+    worker.staging_store(4, "x", str(tmp_path / "store"), "fleet", state.digest)
     assert worker.engine.version_writer.wait(TIMEOUT_S)
     result = worker.staging_store_state()
     assert result is not None and result["problem"] == ""
@@ -182,21 +181,6 @@ def test_the_configuration_must_be_the_fleets_where_both_state_it(
     (tmp_path / "model" / "config.json").write_text(json.dumps(OWN | {"pad_token_id": 0}))
     state = read(worker, parts_of(tmp_path / "new", weights(2.0), config))
     assert (message in state.message) and (state.outcome is Outcome.REJECTED) is bool(message)
-
-
-def test_what_the_connected_publisher_lacks_must_be_in_a_checkpoint(
-    tmp_path: Path, worker: MemoryWorker
-) -> None:
-    worker.init_weight_transfer_engine({LACKING: ["b"]})
-    assert read(worker, parts_of(tmp_path / "new", weights(2.0))).outcome is Outcome.DONE
-    worker.finish_weight_update()
-    state = read(worker, parts_of(tmp_path / "half", weights(2.0)[:1]))
-    assert (state.outcome, state.message) == (Outcome.REJECTED, "'b' is missing")
-    worker.staging_drop()
-    worker.staging_receive(worker.offer("p", weights(4.0)[:1]), 1.0, True, None)
-    worker.engine._thread.submit(lambda: None).result(TIMEOUT_S)
-    state = from_wire(StagingState, worker.staging_verify())
-    assert state.message == "'w' came without 'b' of the same module", "its own rounds have their own rules"
 
 
 def test_a_reading_ends_when_its_update_is_dropped(tmp_path: Path) -> None:

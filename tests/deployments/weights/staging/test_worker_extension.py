@@ -9,15 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from deployments.errors import TransferFailed
-from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome, StoreResult
 from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import ConnectState, LoadPlanSummary, StagingState, from_wire
-from deployments.weights.store.integrity import check_files
-from deployments.weights.wire.checkpoint_schema import read_schema
 from deployments.weights.wire.received_chunk import ReceivedChunk
 from deployments.weights.wire.shared_memory import remove_segment
 from tests.deployments.weights.staging.memory_worker import (
@@ -68,7 +65,7 @@ def test_a_version_of_several_payloads_is_complete_with_the_last(worker: MemoryW
 def test_a_version_without_one_of_its_tensors_is_rejected(worker: MemoryWorker) -> None:
     receive(worker, weights(2.0)[:1])
     state = verify(worker)
-    assert (state.outcome, state.message) == (Outcome.REJECTED, "'b' is missing")
+    assert state.outcome is Outcome.REJECTED and state.message.startswith("'b' is missing")
 
 
 def test_a_payload_of_another_publisher_is_rejected(worker: MemoryWorker) -> None:
@@ -248,9 +245,9 @@ def test_a_retained_version_is_stored_after_its_commit(worker: MemoryWorker, tmp
     assert worker.staging_store_state() is None
     receive(worker, weights(2.0), retain_version=5)
     with pytest.raises(ValueError, match="version 5 must be retained to be stored, the retained one is None"):
-        worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None, 0)
+        worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None)
     worker.finish_weight_update()
-    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", None, 0)
+    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", None)
     path = tmp_path / "store" / "v00000005"
     assert stored(worker) == StoreResult(version=5, label="five", path=str(path), problem="")
     assert {file.name for file in path.iterdir()} == {"config.json", "manifest.json", "model.safetensors"}
@@ -258,35 +255,19 @@ def test_a_retained_version_is_stored_after_its_commit(worker: MemoryWorker, tmp
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(2.0))
 
 
-def test_a_stored_version_has_what_its_publisher_lacks(worker: MemoryWorker, tmp_path: Path) -> None:
-    checkpoint = Path(worker.vllm_config.model_config.model)
-    frozen = {"tower.w": torch.ones(2), "tower.b": torch.zeros(1)}
-    save_file({**dict(weights(0.0)), **frozen}, checkpoint / "model.safetensors")
-    worker.engine.schema = read_schema(checkpoint)
-    worker.init_weight_transfer_engine({LACKING: list(frozen)})
-    assert receive(worker, weights(2.0), retain_version=5).outcome is Outcome.DONE
-    worker.finish_weight_update()
-    digest = digest_of(weights(2.0))
-    worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", digest, 0)
-    assert stored(worker).problem == ""
-    loaded = load_file(tmp_path / "store" / "v00000005" / "model.safetensors")
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in [*weights(2.0), *frozen.items()])
-    check_files(tmp_path / "store" / "v00000005", 5, "fleet", digest)
-
-
 def test_a_forgotten_version_cannot_be_stored(worker: MemoryWorker, tmp_path: Path) -> None:
     receive(worker, weights(2.0), retain_version=5)
     worker.finish_weight_update()
     worker.staging_forget(5)
     with pytest.raises(ValueError, match="the retained one is None"):
-        worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None, 0)
+        worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None)
 
 
 def test_only_the_first_worker_of_a_replica_retains_and_stores(checkpoint: Path, tmp_path: Path) -> None:
     worker = MemoryWorker(checkpoint, index=1)
     receive(worker, weights(2.0), retain_version=5)
     worker.finish_weight_update()
-    worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None, 0)
+    worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None)
     assert worker.staging_store_state() is None and not (tmp_path / "store").exists()
     with pytest.raises(ValueError, match="the retained one is None"):
         worker.engine.retained.committed(5, None)

@@ -223,54 +223,7 @@ def test_a_corrupted_tensor_is_found(transport: str, checkpoint: Path) -> None:
 def test_a_missing_tensor_is_found_at_the_end(transport: str, fleet: Fleet) -> None:
     publish(transport, fleet, ListSource(weights(1, device_of(transport))[:-1]))
     for state in fleet.verify():
-        assert (state.outcome, state.message) == (Outcome.REJECTED, "'positions' is missing")
-
-
-@every_transport
-def test_what_the_publisher_lacks_is_left_and_all_else_must_come(transport: str, fleet: Fleet) -> None:
-    fleet.lacking = ["norm.weight", "layer.weight"]
-    everything = weights(1, device_of(transport))
-    sent = [pair for pair in everything if pair[0] not in fleet.lacking]
-    publish(transport, fleet, ListSource(sent))
-    assert [state.outcome for state in fleet.verify()] == [Outcome.DONE] * len(fleet.receivers)
-
-
-@every_transport
-def test_a_tensor_that_the_publisher_has_and_forgot_is_missing(transport: str, fleet: Fleet) -> None:
-    fleet.lacking = ["norm.weight"]
-    sent = [
-        pair for pair in weights(1, device_of(transport)) if pair[0] not in ("norm.weight", "layer.weight")
-    ]
-    publish(transport, fleet, ListSource(sent))
-    for state in fleet.verify():
-        assert (state.outcome, state.message) == (Outcome.REJECTED, "'layer.weight' is missing")
-
-
-@every_transport
-def test_a_tensor_that_was_said_to_be_lacking_and_comes_is_rejected(transport: str, fleet: Fleet) -> None:
-    fleet.lacking = ["norm.weight"]
-    with pytest.raises(Rejected, match=r"'norm\.weight' was said to be lacking, and came"):
-        publish(transport, fleet, ListSource(weights(1, device_of(transport))))
-
-
-@every_transport
-def test_what_one_publisher_lacks_the_next_must_send(transport: str, fleet: Fleet) -> None:
-    fleet.lacking = ["norm.weight"]
-    sent = [pair for pair in weights(1, device_of(transport)) if pair[0] != "norm.weight"]
-    publish(transport, fleet, ListSource(sent))
-    end_round(transport, fleet)
-    fleet.lacking = []
-    publish(transport, fleet, ListSource(sent))
-    for state in fleet.verify():
-        assert (state.outcome, state.message) == (Outcome.REJECTED, "'norm.weight' is missing")
-
-
-@every_transport
-def test_a_module_of_which_a_part_is_lacking_is_rejected(transport: str, fleet: Fleet) -> None:
-    fleet.lacking = ["positions"]
-    sent = [pair for pair in weights(1, device_of(transport)) if pair[0] != "positions"]
-    with pytest.raises(Rejected, match="'bias' came without 'positions' of the same module"):
-        publish(transport, fleet, ListSource(sent))
+        assert state.outcome is Outcome.REJECTED and state.message.startswith("'positions' is missing")
 
 
 @every_transport

@@ -120,7 +120,7 @@ def test_a_number_that_is_not_finite_is_refused(wire: str, fleet: HttpFleet) -> 
 def test_a_missing_tensor_is_found_at_the_end(wire: str, fleet: HttpFleet) -> None:
     connect(wire, fleet, ListSource(version(1)[:-1])).send_weights()
     for state in fleet.verify():
-        assert (state.outcome, state.message) == (Outcome.REJECTED, "'last.bias' is missing")
+        assert state.outcome is Outcome.REJECTED and state.message.startswith("'last.bias' is missing")
         assert state.checks == ()
 
 

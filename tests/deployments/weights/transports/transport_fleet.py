@@ -20,7 +20,6 @@ import torch
 from vllm.config import LoadConfig
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-from deployments.protocol.publishing import LACKING
 from deployments.protocol.reports import Outcome
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.reports import ConnectState, StagingState
@@ -175,7 +174,6 @@ class Fleet:
     receivers: list[Any]
     payloads: int = 0
     first_rank: int = 1
-    lacking: list[str] = field(default_factory=list)  # what the publisher says that it does not have
     started: threading.Event = field(default_factory=threading.Event)  # an update, on all receivers
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
@@ -183,8 +181,6 @@ class Fleet:
             own: dict[str, Any] = {}
             if "rank_offset" in info:
                 own["rank_offset"] = self.first_rank + index
-            if self.lacking:
-                own[LACKING] = list(self.lacking)
             receiver.connect({**info, **own})
         _until(lambda: [r.connected() for r in self.receivers], lambda state: state.done)
 

@@ -79,7 +79,10 @@ def test_what_fits_has_no_mismatch_and_floats_may_be_cast() -> None:
         (GOOD | {"x": (torch.float32, (1,))}, "'x' is not a tensor of this model"),
         (GOOD | {"w": (torch.float32, (3, 2))}, "'w' must have shape [2, 3], got [3, 2]"),
         (GOOD | {"n": (torch.float32, (4,))}, "'n' must be of a dtype like int32, got float32"),
-        ({"w": GOOD["w"]}, "'n' is missing"),
+        (
+            {"w": GOOD["w"]},
+            "'n' is missing (a version has every tensor of the checkpoint: take from it what is not trained)",
+        ),
     ],
 )
 def test_each_mismatch_is_a_sentence(

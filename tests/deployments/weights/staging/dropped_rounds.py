@@ -1,4 +1,4 @@
-"""Rounds that lack a layer, on real vLLM models, and what differs from a fresh load.
+"""Rounds on real vLLM models, some of them dropped, and what differs from a fresh load.
 
 In a process of its own: vLLM's parallel state and current configuration are global.
 """
@@ -28,7 +28,6 @@ from tests.deployments.weights.staging.families import FAMILIES, GPU_FAMILIES, M
 
 Tensors = dict[str, torch.Tensor]
 
-LACKING = "model.layers.0."
 _MLA = DeepseekV3Config(
     **SMALL, **{**MLA, **MLA_SIZES}, topk_method="noaux_tc", architectures=["DeepseekV3ForCausalLM"]
 )
@@ -100,12 +99,8 @@ class Scene:
         return DeviceStaging(self._config, self._device, self._live)
 
     @torch.no_grad()
-    def stage(self, name: str, *, partial: bool, finalize: bool = True) -> None:
-        tensors = {
-            each: tensor
-            for each, tensor in self.versions[name].items()
-            if not (partial and each.startswith(LACKING))
-        }
+    def stage(self, name: str, *, finalize: bool = True) -> None:
+        tensors = self.versions[name]
         self._staging.begin()
         described = describe([(each, tensor.dtype, tensor.shape) for each, tensor in tensors.items()])
         for chunk in layout(*described.values(), 1 << 16):  # type: ignore[arg-type]
@@ -115,7 +110,7 @@ class Scene:
             if self._staging.replay(received) is None:
                 self._staging.add(chunk, received.named())
         if finalize:
-            unfilled = self._staging.finalize(complete=True, partial=partial, rest=lambda: None)
+            unfilled = self._staging.finalize(complete=True, rest=lambda: None)
             assert not unfilled, unfilled
 
     def drop(self) -> None:
@@ -141,16 +136,9 @@ class Scene:
                 is_checkpoint_format=True,
             )
 
-    def behind(self, layer: str, rest: str) -> list[str]:
-        """What differs from a fresh load of one version's layer 0, and another's rest."""
-        mixed = self._directory / f"{layer}{rest}"
-        tensors = self.versions[rest] | {
-            name: tensor for name, tensor in self.versions[layer].items() if name.startswith(LACKING)
-        }
-        mixed.mkdir(exist_ok=True)
-        (mixed / "config.json").write_text((self._directory / rest / "config.json").read_text())
-        save_file(tensors, mixed / "model.safetensors", metadata={"format": "pt"})
-        fresh = self._load(self._configure(mixed.name))
+    def behind(self, name: str) -> list[str]:
+        """What differs from a fresh load."""
+        fresh = self._load(self._configure(name))
         found, expected = observe(self._live), observe(fresh)
         names = changed(found.tensors | found.parameters, expected.tensors | expected.parameters)
         names += [
@@ -169,31 +157,28 @@ class Scene:
 
 def outcomes(scene: Scene) -> dict[str, list[str]]:
     found = {}
-    scene.stage("b", partial=True)
+    scene.stage("b")
     scene.swap()
-    found["the first round"] = scene.behind("a", "b")
-    scene.stage("c", partial=False, finalize=False)
+    found["the first round"] = scene.behind("b")
+    scene.stage("c", finalize=False)
     scene.drop()
-    scene.stage("c", partial=True)
+    scene.stage("a")
     scene.swap()
-    found["after a round that was dropped"] = scene.behind("a", "c")
-    scene.stage("b", partial=False)
+    found["after a round that was dropped"] = scene.behind("a")
+    scene.stage("b")
     scene.drop()
-    scene.stage("b", partial=True)
+    scene.stage("c")
     scene.swap()
-    found["after a round that was dropped when it was complete"] = scene.behind("a", "b")
-    scene.load("c")
-    found["a load from a checkpoint"] = scene.behind("c", "c")
-    scene.stage("a", partial=True)
+    found["after a round that was dropped when it was complete"] = scene.behind("c")
+    scene.load("b")
+    found["a load from a checkpoint"] = scene.behind("b")
+    scene.stage("a")
     scene.swap()
-    found["after a load from a checkpoint"] = scene.behind("c", "a")
-    scene.stage("b", partial=False)
-    scene.swap()
-    found["a complete round"] = scene.behind("b", "b")
+    found["after a load from a checkpoint"] = scene.behind("a")
     return found
 
 
-def take_partial_rounds(directory: Path, kind: str) -> list[dict[str, Any]]:
+def drop_rounds(directory: Path, kind: str) -> list[dict[str, Any]]:
     """Each family with the staging `host`, `shadow`, `device` or `without_gpu`: that of `device` on a CPU."""
     results = []
     if kind != "device":
