@@ -23,8 +23,7 @@ from benchmarks.routing.simulation import Fleet, Outcome, Simulation
 from benchmarks.routing.trace import Shape, Text, make_trace
 from deployments.replica_info import RoutingStats
 from deployments.request_headers import Demand
-from deployments.router.choice.affinity import Affinity
-from deployments.router.choice.prefixes import block_hashes
+from deployments.router.choice.affinity import Affinity, block_hashes
 from deployments.router.choice.request_router import FleetRequestRouter
 
 OURS = "Slipstream"

@@ -14,10 +14,8 @@ from hashlib import blake2b
 from typing import Protocol
 
 from deployments.request_headers import Demand
-from deployments.router.choice.affinity import Affinity
-from deployments.router.choice.load import load_of
-from deployments.router.choice.policy import Candidate, order_candidates
-from deployments.router.choice.prefixes import BLOCK_ENDS, block_hashes
+from deployments.router.choice.affinity import BLOCK_ENDS, Affinity, block_hashes
+from deployments.router.choice.policy import Candidate, load_of, order_candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

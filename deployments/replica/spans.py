@@ -3,7 +3,7 @@
 vLLM reports the spans with a request's last output, but its OpenAI answers do not carry them. The
 recorder follows the engine calls of one HTTP request (a context variable connects the two), and the
 annotators add `weight_versions` per choice and `weight_version` to the answer. An answer that is a part of
-another one is written so that the router need not read it: see `deployments.router.merging`.
+another one is written so that the router need not read it: see `deployments.router.prompt_lists`.
 """
 
 import json

@@ -5,8 +5,8 @@ replica refuses, or loses before the first byte of its answer, is sent to anothe
 divided over replicas, and their answers are one.
 
 Pure, without Ray and HTTP: `choice.policy` (the order of candidates), `deadly_requests` (which requests are
-refused because replicas were lost under them), `prompt_lists` and `splitting` (what is divided, and how),
-`merging` (one answer of several). Not here: the replica's own admission check, which has the last word
+refused because replicas were lost under them), `prompt_lists` (what is divided, how, and one answer of
+several). Not here: the replica's own admission check, which has the last word
 (`deployments.replica`), and the routes of the fleet (`app.http`).
 
 Read first: `deployments.router.choice.policy`, then `deployments.router.router`.

@@ -29,14 +29,12 @@ from deployments.request_headers import (
     router_header,
 )
 from deployments.router.choice.chooser import Chooser
-from deployments.router.choice.load import load_of
-from deployments.router.connections import Connections, NotConnected, questions
+from deployments.router.choice.policy import load_of
+from deployments.router.connections import Connections, NotConnected, Patience, Probes, questions
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
 from deployments.router.exchange import Answer, ExchangeLost
-from deployments.router.limits import RouterLimits
-from deployments.router.returns import RETRY_AFTER_S
+from deployments.router.limits import RETRY_AFTER_S, RouterLimits
 from deployments.router.scrape import Scraped, scrape
-from deployments.router.silence import Patience, Probes
 
 RETRY_PAUSE_S = 0.05
 MAX_REFUSALS = 8  # that a request remembers

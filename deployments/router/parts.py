@@ -23,7 +23,7 @@ from deployments.logs import serve_logger
 from deployments.router.exchange import ExchangeLost, Headers
 from deployments.router.forwarding import Begun, Forwarder, Outgoing, Trail
 from deployments.router.limits import RouterLimits
-from deployments.router.merging import MergedStream, PartFailed, is_stop, merge_answers
+from deployments.router.prompt_lists import MergedStream, PartFailed, is_stop, merge_answers
 
 NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
 MAX_WAITING_EVENTS = 256  # of one part, that the client has not taken yet

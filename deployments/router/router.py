@@ -5,9 +5,10 @@ updates, fences and crashes stay invisible to clients (`forwarding`). Nothing is
 A list of prompts is answered by several replicas (`parts`).
 """
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from urllib.parse import quote
@@ -22,21 +23,61 @@ from deployments.errors import FleetUnavailable, ReplicaUnavailable, SlipstreamE
 from deployments.logs import serve_logger
 from deployments.passed_routes import keeps_state, route_path
 from deployments.request_headers import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
-from deployments.router.asked import BodyReader, Question
-from deployments.router.body import read_body
-from deployments.router.bounds import check_headers
-from deployments.router.choice.prefixes import block_hashes
+from deployments.router.body import BodyReader, Question, check_headers, read_body
+from deployments.router.choice.affinity import block_hashes
+from deployments.router.connections import PROBE_TIMEOUT_S, SILENCE_S
 from deployments.router.deadly_requests import RequestIdentity
-from deployments.router.exchange import ExchangeLost
+from deployments.router.exchange import ExchangeLost, Headers
 from deployments.router.forwarding import Begun, Forwarder, Outgoing, Trail
-from deployments.router.limits import RouterLimits
+from deployments.router.limits import Returns, RouterLimits
 from deployments.router.parts import PartRequest, answer_in_parts, returned
-from deployments.router.passing import PassedStream
-from deployments.router.prompt_lists import PromptList
-from deployments.router.returns import Returns
+from deployments.router.prompt_lists import MIN_SEQUENCES, PromptList, split_prompts
 from deployments.router.scrape import Scraped
-from deployments.router.silence import PROBE_TIMEOUT_S, SILENCE_S
-from deployments.router.splitting import MIN_SEQUENCES, split_prompts
+
+
+class PassedStream(Response):
+    """The stream of a replica whose answer has begun.
+
+    Args:
+        cut_off: told that the replica was lost; returns the last event for the client.
+    """
+
+    def __init__(self, begun: Begun, headers: Headers, cut_off: Callable[[ExchangeLost], bytes]) -> None:
+        self._cut_off = cut_off
+        self._begun = begun
+        self.background = None
+        self.status_code = begun.answer.status
+        self.raw_headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; ends when the client leaves."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with asyncio.timeout(None) as limit:
+                listening = asyncio.create_task(_listen(receive, lambda: limit.reschedule(0)))
+                try:
+                    await self._pass(send)
+                finally:
+                    listening.cancel()
+        except OSError:  # also the timeout's: nobody reads any more
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pass(self, send: Send) -> None:
+        async def take(piece: bytes) -> None:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+        try:
+            await self._begun.answer.pass_on(take)
+        except ExchangeLost as error:
+            await take(self._cut_off(error))
+
+
+async def _listen(receive: Receive, leaves: Callable[[], None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    leaves()
+
 
 # Headers of one connection, or set anew for the next one; and tokens, which were for the router.
 NOT_FORWARDED = frozenset(

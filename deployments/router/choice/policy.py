@@ -11,6 +11,16 @@ from hashlib import blake2b
 
 from deployments.request_headers import Demand
 
+# A long prompt takes time in prefill, and its KV cache is read in each step: benchmarks.routing.
+LONG_PROMPT_BYTES = 32 << 10
+MOST_LONG_PROMPTS = 8  # that a body counts as, since images are long and take few tokens
+
+
+def load_of(sequences: int, body: bytes) -> int:
+    """Sequences that a request asks for, and one more for each `LONG_PROMPT_BYTES` of its body."""
+    return sequences + min(len(body) // LONG_PROMPT_BYTES, MOST_LONG_PROMPTS)
+
+
 # A replica with so little load is never too loaded: a decoding step takes nearly as long for one sequence.
 FREE_LOAD = 8
 BYTES_PER_LOAD = 1000  # of a cached prompt that are worth one more: benchmarks.routing

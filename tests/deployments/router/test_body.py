@@ -1,14 +1,31 @@
 """A request's body: bounded in size and in the time that its client takes."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.types import Message
 
-from deployments.errors import BodyTooSlow, PayloadTooLarge
-from deployments.router.body import BYTES_PER_S, read_body
+from deployments.errors import BodyTooSlow, InvalidRequest, PayloadTooLarge
+from deployments.router.body import (
+    BYTES_PER_S,
+    MAX_HEADER_BYTES,
+    BodyReader,
+    Question,
+    check_headers,
+    check_sequences,
+    read_body,
+    sequences,
+)
+from deployments.router.prompt_lists import COMPLETIONS
+from tests.deployments.routed_fleet import service
 
 
 def request(parts: Sequence[bytes], pause_s: float = 0.0, ends: bool = True) -> Request:
@@ -49,3 +66,171 @@ async def test_a_large_body_has_the_time_that_it_needs() -> None:
     part = bytes(BYTES_PER_S // 10)
     parts = [part] * 6  # which may take 0.6 s
     assert len(await read_body(request(parts, pause_s=0.05), 1 << 20, grace_s=0.1)) == 6 * len(part)
+
+
+CHAT = [{"role": "user", "content": 'Say "n": 99 and {"prompt": ["a", "b"]}'}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "count"),
+    [
+        ({}, 1),
+        ({"messages": CHAT * 50}, 1),
+        ({"messages": CHAT, "n": 5}, 5),
+        ({"messages": [CHAT] * 7, "n": 2}, 14),
+        ({"messages": [CHAT] * 7}, 7),
+        ({"prompt": "text"}, 1),
+        ({"prompt": [1, 2, 3], "n": 3}, 3),
+        ({"prompt": ["a", "b"], "n": 3}, 6),
+        ({"prompt": [[1, 2], [3]], "n": "4"}, 8),
+        ({"prompt": ["a"] * 9, "n": 2.0}, 18),
+        ({"input": ["a"] * 5}, 5),
+        ({"query": "q", "documents": ["a"] * 6}, 6),
+        ({"text_1": ["a"] * 2, "text_2": ["b"] * 3}, 3),
+        ({"token_ids": [1, 2], "sampling_params": {"n": 12}}, 12),
+        ({"n": None}, 1),
+        ({"n": -3}, 1),
+        ({"n": "many"}, 1),
+        ({"n": 1e400}, 1),
+        ({"n": True}, 1),
+        ({"prompt": []}, 1),
+        ({"prompt": {"a": 1}, "n": []}, 1),
+    ],
+)
+def test_sequences_are_prompts_times_answers(asked: dict[str, Any], count: int) -> None:
+    assert sequences(asked) == count
+    for body in (json.dumps(asked).encode(), json.dumps(asked, indent=3).encode()):
+        check_sequences(body, count)
+        if count > 1:
+            with pytest.raises(
+                InvalidRequest, match=rf"expected at most {count - 1} sequences .*, got {count}"
+            ):
+                check_sequences(body, count - 1)
+
+
+def test_no_spelling_hides_them() -> None:
+    for body in (
+        b'{"\\u006e": 99}',
+        b'{"n": 1, "n": 99}',
+        b'{"n":99}',
+        '{"n": 99}'.encode("utf-16"),
+        '{"n": 99}'.encode("utf-32-le"),
+        b'{"sampling_params": {"n": 99}}',
+        b'\xef\xbb\xbf{"n": 99}',
+    ):
+        try:
+            json.loads(body)
+        except ValueError:
+            continue  # vLLM cannot read it either
+        with pytest.raises(InvalidRequest, match="got 99"):
+            check_sequences(body, 8)
+
+
+def test_what_nests_without_end_is_refused_and_what_is_no_json_is_vllms() -> None:
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        check_sequences(b'{"prompt": ' + b"[" * 100_000, 8)
+    for body in (b"", b"{", b"[1]", b'"n"', b'{"n": ' + b"9" * 10_000 + b"}", b"\xff\xfe\x00"):
+        check_sequences(body, 8)
+
+
+@given(st.binary(max_size=100) | st.text().map(str.encode) | st.from_type(dict).map(str).map(str.encode))
+def test_any_body_is_passed_or_refused(body: bytes) -> None:
+    try:
+        check_sequences(b'{"n": ' + body, 8)
+        check_sequences(body, 8)
+    except InvalidRequest:
+        return
+
+
+async def test_the_router_refuses_before_a_replica_is_asked() -> None:
+    async with service("a") as (_, router, client):
+        answer = await client.post("/whole", json={"prompt": ["a", "b", "c"], "n": 3})
+        assert (answer.status_code, answer.json()["error"]["detail"]) == (400, {"expected": 8, "actual": 9})
+        answer = await client.post("/whole", headers={"x-a": "b" * MAX_HEADER_BYTES})
+        assert answer.status_code in (400, 413)  # the server in front of the router has a limit too
+        answer = await client.post("/whole", headers={"x-session-id": "s" * 300})
+        assert answer.status_code == 400
+        assert router.in_flight == 0
+
+
+def with_headers(*parts: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Request:
+    left = list(parts)
+
+    async def receive() -> dict[str, Any]:
+        if not left:
+            await asyncio.sleep(3600)
+        return {"type": "http.request", "body": left.pop(0), "more_body": True}
+
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
+
+
+def test_headers_have_a_limit() -> None:
+    check_headers(with_headers(headers=((b"x", b"y"),)))
+    with pytest.raises(PayloadTooLarge, match="the headers must have at most"):
+        check_headers(with_headers(headers=((b"x", b"y" * MAX_HEADER_BYTES),)))
+
+
+QUESTION = Question(method="POST", path=COMPLETIONS, in_session=False, max_sequences=8)
+LIST = json.dumps({"prompt": [[1, 2], [3, 4]], "n": 3, "stream": True}).encode()
+
+
+@pytest.fixture(params=[0, 1 << 20], ids=["large", "small"])
+async def reader(request: pytest.FixtureRequest) -> AsyncIterator[BodyReader]:
+    reader = BodyReader(large_bytes=request.param)
+    yield reader
+    await reader.close()
+
+
+async def test_a_list_is_counted_and_can_be_divided(reader: BodyReader) -> None:
+    asked = await reader.read(QUESTION, LIST)
+    assert asked.sequences == 6 and asked.prompts is not None
+    part = json.loads(asked.prompts.part(1, 2))
+    assert part.pop("request_id") and part == {"prompt": [[3, 4]], "n": 3, "stream": True}
+
+
+async def test_what_asks_for_too_much_is_refused_and_the_next_one_is_read(reader: BodyReader) -> None:
+    with pytest.raises(InvalidRequest, match="at most 8 sequences") as refused:
+        await reader.read(QUESTION, LIST.replace(b"3,", b"30,"))
+    assert refused.value.detail == {"expected": 8, "actual": 60}
+    assert (await reader.read(QUESTION, b"no JSON")).sequences == 1
+    assert (await reader.read(QUESTION, LIST)).sequences == 6
+
+
+@pytest.mark.slow
+async def test_others_run_while_a_large_body_is_read() -> None:
+    reader = BodyReader()
+    await reader.read(QUESTION, LIST.ljust(1 << 20))  # the process has started
+    body = json.dumps({"prompt": list(range(100_000, 1_100_000))}).encode()
+    reading = asyncio.create_task(reader.read(QUESTION, body))
+    turns = 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert (await reading).sequences == 1 and turns > 10
+    await reader.close()
+
+
+@pytest.mark.slow
+async def test_bodies_are_read_although_the_process_has_ended() -> None:
+    reader = BodyReader(large_bytes=0)
+    await reader.read(QUESTION, LIST)
+    process = reader._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    assert (await reader.read(QUESTION, LIST)).sequences == 6, "read in the router"
+    assert (await reader.read(QUESTION, LIST)).sequences == 6
+    assert reader._process is not None and reader._process.pid != process.pid
+    await reader.close()
+
+
+@pytest.mark.slow
+async def test_a_client_that_leaves_while_its_body_is_read_leaves_no_answer_to_the_next_one() -> None:
+    reader = BodyReader(large_bytes=0)
+    await reader.read(QUESTION, LIST)
+    leaving = asyncio.create_task(reader.read(QUESTION, LIST.replace(b"3,", b"2,")))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert (await reader.read(QUESTION, LIST)).sequences == 6
+    await reader.close()

@@ -1,6 +1,12 @@
 """The limits that a live router takes."""
 
-from deployments.router.limits import RouterLimits
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from deployments.router.limits import LEAST_PER_S, LONGEST_S, PER_BEGUN, Returns, RouterLimits
 
 
 def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
@@ -28,3 +34,73 @@ def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
         load_factor=1000.0,
         prefix_affinity=False,
     )
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(slots=True)
+class Seen:
+    refused: Counter[int] = field(default_factory=Counter)  # by second
+    served: int = 0  # in the second half
+
+
+def clients_ask(count: int, *, places: int, takes_s: float, rests_s: float = 0.0, seconds: int) -> Seen:
+    """Clients that come again as they are told, or `rests_s` after they were served."""
+    clock = Clock()
+    began, end = clock.now, clock.now + seconds
+    returns, running, seen = Returns(clock), 0, Seen()
+    events = [(began + number / count, number, "asks") for number in range(count)]
+    while events[0][0] < end:
+        clock.now, number, kind = heapq.heappop(events)
+        if kind == "ends":
+            running -= 1
+            seen.served += clock.now > (began + end) / 2
+            heapq.heappush(events, (clock.now + rests_s, number, "asks"))
+        elif running < places:
+            running += 1
+            returns.begun()
+            heapq.heappush(events, (clock.now + takes_s, number, "ends"))
+        else:
+            seen.refused[int(clock.now - began)] += 1
+            heapq.heappush(events, (clock.now + round(returns.after_s()), number, "asks"))
+    return seen
+
+
+def test_a_few_come_back_as_soon_as_is_configured() -> None:
+    returns = Returns(Clock())
+    assert [round(returns.after_s()) for _ in range(20)] == [1] * 20
+
+
+@pytest.mark.parametrize("rests_s", [0.0, 3.0])
+def test_of_a_thousand_clients_only_so_many_come_back_each_second(rests_s: float) -> None:
+    seen = clients_ask(1280, places=128, takes_s=0.6, rests_s=rests_s, seconds=60)
+    begun_per_s = 128 / 0.6
+    refused = sum(seen.refused[second] for second in range(30, 60)) / 30
+    assert refused < 1.2 * PER_BEGUN * begun_per_s
+    assert seen.served > 0.85 * 30 * begun_per_s
+
+
+def test_where_requests_take_long_few_come_back() -> None:
+    seen = clients_ask(1000, places=50, takes_s=20.0, seconds=80)
+    assert max(seen.refused[second] for second in range(1, 80)) < 1.5 * LEAST_PER_S
+    assert seen.served > 0.9 * 40 * 50 / 20.0
+
+
+def test_none_is_told_to_wait_for_longer_than_clients_accept() -> None:
+    returns = Returns(Clock())
+    assert max(returns.after_s() for _ in range(100_000)) == pytest.approx(1.0 + LONGEST_S)
+
+
+def test_a_crowd_that_has_gone_is_forgotten() -> None:
+    clock = Clock()
+    returns = Returns(clock)
+    for _ in range(10_000):
+        returns.after_s()
+    clock.now += LONGEST_S
+    assert returns.after_s() < 1.1

@@ -4,8 +4,20 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from deployments.router.prompt_lists import BATCH_CHAT, COMPLETIONS, prompt_list
+from deployments.router.prompt_lists import (
+    BATCH_CHAT,
+    COMPLETIONS,
+    MIN_SEQUENCES,
+    MergedStream,
+    PartFailed,
+    Share,
+    merge_answers,
+    prompt_list,
+    split_prompts,
+)
 
 CHAT = [{"role": "user", "content": "hello"}]
 
@@ -66,3 +78,123 @@ def test_a_session_and_other_routes_are_not_divided() -> None:
     assert of(asked, "/v1/completions/render") is None
     assert prompt_list("GET", COMPLETIONS, asked, in_session=False) is None
     assert of({"messages": CHAT}, BATCH_CHAT) is None, "one conversation, which vLLM refuses"
+
+
+def sizes(prompts: int, answers: int, loads: dict[str, int]) -> dict[str, int]:
+    return {share.replica_id: share.stop - share.start for share in split_prompts(prompts, answers, loads)}
+
+
+def test_idle_replicas_get_the_same() -> None:
+    assert split_prompts(9, 1, {"a": 0, "b": 0}) == [
+        Share(replica_id="a", start=0, stop=5),
+        Share(replica_id="b", start=5, stop=9),
+    ]
+    assert sizes(64, 8, {"a": 0, "b": 0, "c": 0, "d": 0}) == {"a": 16, "b": 16, "c": 16, "d": 16}
+
+
+def test_a_busy_replica_gets_less_and_a_very_busy_one_nothing() -> None:
+    assert sizes(100, 1, {"a": 0, "b": 40}) == {"a": 70, "b": 30}
+    assert sizes(100, 1, {"a": 0, "b": 10, "c": 500}) == {"a": 55, "b": 45}
+    assert sizes(100, 2, {"a": 0, "b": 40}) == {"a": 60, "b": 40}
+    assert sizes(8, 1, {"a": 0, "b": 50}) == {}
+
+
+def test_small_lists_stay_together() -> None:
+    assert sizes(2 * MIN_SEQUENCES - 1, 1, {"a": 0, "b": 0}) == {}
+    assert sizes(2 * MIN_SEQUENCES, 1, {"a": 0, "b": 0}) == {"a": MIN_SEQUENCES, "b": MIN_SEQUENCES}
+    # Ten sequences are worth two replicas, not four.
+    assert len(sizes(10, 1, {"a": 0, "b": 0, "c": 0, "d": 0})) == 2
+
+
+def test_the_answers_to_a_prompt_stay_together() -> None:
+    assert sizes(1, 64, {"a": 0, "b": 0}) == {}
+    assert sizes(2, 64, {"a": 0, "b": 0, "c": 0}) == {"a": 1, "b": 1}
+    assert sizes(3, 64, {"a": 0, "b": 0}) in ({"a": 2, "b": 1}, {"a": 1, "b": 2})
+
+
+def test_one_replica_or_none_gets_it_whole() -> None:
+    assert split_prompts(100, 1, {"a": 0}) == [] == split_prompts(100, 1, {})
+
+
+@given(
+    prompts=st.integers(1, 300),
+    answers=st.integers(1, 16),
+    loads=st.dictionaries(st.text("abcdefgh", min_size=1, max_size=2), st.integers(0, 400), max_size=8),
+)
+def test_shares_cover_the_list_and_level_the_loads(prompts: int, answers: int, loads: dict[str, int]) -> None:
+    shares = split_prompts(prompts, answers, loads)
+    if not shares:
+        return
+    assert [share.start for share in shares] == [0, *[share.stop for share in shares[:-1]]]
+    assert shares[-1].stop == prompts
+    assert len({share.replica_id for share in shares}) == len(shares) >= 2
+    assert all(share.stop > share.start for share in shares)
+    after = [loads[share.replica_id] + (share.stop - share.start) * answers for share in shares]
+    assert max(after) - min(after) <= 2 * answers, "level, but for a prompt more or less"
+    spared = [loads[name] for name in loads if name not in {share.replica_id for share in shares}]
+    assert all(load >= max(loads[share.replica_id] for share in shares) for load in spared)
+
+
+def lines(choices: list[Any], **rest: Any) -> bytes:
+    """The answer of a part as a replica gives it."""
+    return json.dumps(rest).encode() + b"\n" + json.dumps(choices).encode()[1:-1]
+
+
+def event(**data: Any) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode()
+
+
+def test_choices_are_joined_and_usage_is_summed() -> None:
+    first = {"prompt_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
+    second = {"prompt_tokens": 4, "total_tokens": 9, "prompt_tokens_details": None}
+    whole = json.loads(
+        merge_answers(
+            [
+                lines([{"index": 0}, {"index": 1}], id="x", usage=first, weight_version=8, metrics={"a": 1}),
+                lines([{"index": 2}], id="x", usage=second, weight_version=7, metrics=None),
+            ]
+        )
+    )
+    assert whole == {
+        "id": "x",
+        "choices": [{"index": 0}, {"index": 1}, {"index": 2}],
+        "usage": {"prompt_tokens": 7, "total_tokens": 14, "prompt_tokens_details": {"cached_tokens": 1}},
+        "weight_version": 7,
+        "metrics": None,
+    }
+
+
+def test_events_pass_but_for_those_that_are_about_the_whole() -> None:
+    merged = MergedStream(2)
+    early = event(choices=[{"index": 0, "text": 'of "weight_version": 1 and "choices":[]'}])
+    assert merged.add(0, early) == early + b"\n\n"
+    assert merged.add(1, b": keep-alive") == b": keep-alive\n\n"
+    newest = json.loads(merged.add(0, event(choices=[{"index": 0}], weight_version=9))[6:])
+    assert newest["weight_version"] == 9
+    oldest = json.loads(merged.add(1, event(choices=[{"index": 1}], weight_version=8))[6:])
+    assert oldest["weight_version"] == 8
+    assert (
+        json.loads(merged.add(0, event(choices=[{"index": 0}], weight_version=9))[6:])["weight_version"] == 8
+    )
+    for part, tokens in ((0, 3), (1, 4)):
+        usage = event(id="x", choices=[], usage={"total_tokens": tokens}, weight_version=9 - part, metrics={})
+        assert merged.add(part, usage) == b""
+        assert merged.add(part, b"data: [DONE]") == b""
+    last, done, nothing = merged.end().split(b"\n\n")
+    assert json.loads(last[6:]) == {
+        "id": "x",
+        "choices": [],
+        "usage": {"total_tokens": 7},
+        "weight_version": 8,
+    }
+    assert (done, nothing) == (b"data: [DONE]", b"")
+
+
+def test_without_usage_the_stream_ends_with_done_alone() -> None:
+    assert MergedStream(2).end() == b"data: [DONE]\n\n"
+
+
+def test_an_error_of_a_part_is_one_of_the_whole() -> None:
+    with pytest.raises(PartFailed) as raised:
+        MergedStream(2).add(1, event(error={"message": "a fault"}))
+    assert raised.value.event == event(error={"message": "a fault"})

@@ -13,10 +13,23 @@ from deployments.request_headers import Demand
 from deployments.router.choice.policy import (
     BYTES_PER_LOAD,
     FREE_LOAD,
+    LONG_PROMPT_BYTES,
     Candidate,
     eligible_loads,
+    load_of,
     order_candidates,
 )
+
+
+def test_a_sequence_is_one_and_a_long_prompt_is_more() -> None:
+    assert load_of(1, b"") == 1
+    assert load_of(16, b"x" * (LONG_PROMPT_BYTES - 1)) == 16
+    assert load_of(1, b"x" * 3 * LONG_PROMPT_BYTES) == 4
+
+
+def test_images_do_not_fill_a_replica() -> None:
+    assert load_of(1, b"x" * 1000 * LONG_PROMPT_BYTES) < 10
+
 
 FLEET = [Candidate(replica_id=f"r{i}", version=5, admitted=True) for i in range(5)]
 

@@ -12,8 +12,8 @@ import httpx2
 import pytest
 
 from deployments.request_headers import Demand
+from deployments.router.connections import Patience, Probes
 from deployments.router.router import Router
-from deployments.router.silence import Patience, Probes
 from tests.deployments.router.router_scene import LIMITS, OK, StubReplica
 
 BEGUN = (
