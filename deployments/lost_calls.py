@@ -7,7 +7,6 @@ repeated: a question, or `close_round`, which the controller answers from its re
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -36,68 +35,50 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RayActorError | RayServeException)
 
 
-def repeated(
-    call: Callable[[], Result],
-    what: str,
-    *,
-    wait_s: float = RESTART_WAIT_S,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Result:
-    """The answer to a call that may be repeated, of a successor if need be. It blocks.
+async def once(call: Awaitable[Result], what: str, limit_s: float) -> Result:
+    """The answer to a call.
 
     Args:
         what: the call, for a person.
-        wait_s: from the first loss on.
 
     Raises:
         FleetUnavailable: nobody answered in time.
         Exception: what the call raises.
     """
-    deadline: float | None = None
-    while True:
-        try:
-            return call()
-        except Exception as error:
-            if not is_lost(error):
-                raise
-            deadline = _deadline(deadline, clock() + wait_s, what)
-            if clock() >= deadline:
-                raise _nobody(what, wait_s) from error
-        sleep(REPEAT_S)
+    try:
+        async with asyncio.timeout(limit_s):  # not wait_for, which can swallow a cancellation
+            return await call
+    except TimeoutError as error:
+        raise _no_answer(what, limit_s) from error
 
 
 async def answered(
-    call: Callable[[], Awaitable[Result]], what: str, *, wait_s: float = RESTART_WAIT_S
+    call: Callable[[], Awaitable[Result]], what: str, *, limit_s: float = RESTART_WAIT_S
 ) -> Result:
-    """As `repeated`, in an event loop. A single attempt has no longer than `wait_s` for its answer.
+    """The answer to a call that may be repeated, of a successor if need be.
+
+    Args:
+        what: the call, for a person.
+        limit_s: for each attempt. A successor has `RESTART_WAIT_S` from the first loss on.
 
     Raises:
         FleetUnavailable: nobody answered in time.
         Exception: what the call raises.
     """
-    deadline: float | None = None
+    loop, deadline = asyncio.get_running_loop(), None
     while True:
         try:
-            async with asyncio.timeout(wait_s):  # not wait_for, which can swallow a cancellation
-                return await call()
-        except TimeoutError as error:
-            raise _nobody(what, wait_s) from error
+            return await once(call(), what, limit_s)
         except Exception as error:
             if not is_lost(error):
                 raise
-            deadline = _deadline(deadline, time.monotonic() + wait_s, what)
-            if time.monotonic() >= deadline:
-                raise _nobody(what, wait_s) from error
+            if deadline is None:
+                logger.warning("%s: who was to answer is gone; its successor is asked", what)
+                deadline = loop.time() + RESTART_WAIT_S
+            if loop.time() >= deadline:
+                raise _no_answer(what, RESTART_WAIT_S) from error
         await asyncio.sleep(REPEAT_S)
 
 
-def _deadline(before: float | None, after_first_loss: float, what: str) -> float:
-    if before is not None:
-        return before
-    logger.warning("%s: who was to answer is gone; its successor is asked", what)
-    return after_first_loss
-
-
-def _nobody(what: str, wait_s: float) -> FleetUnavailable:
-    return FleetUnavailable(f"{what}: nobody answered within {wait_s:g} s; try again")
+def _no_answer(what: str, limit_s: float) -> FleetUnavailable:
+    return FleetUnavailable(f"{what}: nobody answered within {limit_s:g} s; try again")

@@ -9,46 +9,14 @@ reserved before (`choose_replica`, `dispatch`) is an ordinary one, which nobody 
 """
 
 import asyncio
-import concurrent.futures
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.serve.handle import DeploymentHandle
 
-
-class UnaryCall:
-    """The answer to come of one call, which is on its way already.
-
-    To be awaited by a coroutine in the event loop that sent it, or waited for in a thread without a loop.
-    """
-
-    def __init__(self, call: Coroutine[Any, Any, Any]) -> None:
-        self._task: asyncio.Task[Any] | None = None
-        self._future: concurrent.futures.Future[Any] | None = None
-        try:  # the loop that Serve's handles belong to in the router's process
-            self._task = asyncio.get_running_loop().create_task(call)
-        except RuntimeError:
-            self._future = asyncio.run_coroutine_threadsafe(call, _loop())
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        assert self._task is not None, "sent by a thread without an event loop"
-        return self._task.__await__()
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for the answer in a thread.
-
-        Raises:
-            TimeoutError: it did not come in time; the call goes on.
-            Exception: what the call raises.
-        """
-        assert self._future is not None, "sent by a coroutine"
-        return self._future.result(timeout_s)
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more."""
-        (self._task or self._future).cancel()  # type: ignore[union-attr]  # it is one of them
+Result = TypeVar("Result")
 
 
 class UnaryMethod:
@@ -57,9 +25,9 @@ class UnaryMethod:
     def __init__(self, handle: DeploymentHandle, name: str) -> None:
         self._method = handle.options(method_name=name)
 
-    def remote(self, *args: Any, **kwargs: Any) -> UnaryCall:
-        """Send the call."""
-        return UnaryCall(self._call(args, kwargs))
+    def remote(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        """Send the call, from a coroutine."""
+        return asyncio.create_task(self._call(args, kwargs))
 
     async def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         async with self._method.choose_replica() as chosen:
@@ -81,6 +49,11 @@ class UnaryHandle:
 
     def __reduce__(self) -> tuple[type["UnaryHandle"], tuple[DeploymentHandle]]:
         return UnaryHandle, (self._handle,)
+
+
+def run_sync(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine for a thread that has no event loop, and wait for its result."""
+    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
 
 
 @cache

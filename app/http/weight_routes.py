@@ -7,8 +7,8 @@ every replica did it. A call in the wrong order, or while another publisher hold
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from pydantic import TypeAdapter
 
@@ -16,7 +16,6 @@ from app.http.answers import Checksums, Comparison, Message, NewWeightVersion, W
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.endpoint import Endpoint
 from app.http.ipc_handles import refuse_or_restrict
-from app.http.lease import RENEW_S, HttpLease
 from app.http.requests import (
     FinishUpdateBody,
     InitEngineBody,
@@ -25,14 +24,14 @@ from app.http.requests import (
     WeightVersionBody,
     WorldSizeQuery,
 )
-from deployments.errors import Conflict, TransferAborted
-from deployments.lost_calls import answered, is_lost
+from deployments.errors import Conflict
 from deployments.protocol.operations import WeightChecksums
-from deployments.protocol.publishing import PublisherSession, RoundOptions
+from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.status import FleetStatus
+from deployments.publish_session import PublishSession, joined
 from deployments.unary import UnaryHandle
 
-CLOSE_TIMEOUT_S = 600.0  # the controller has deadlines of its own; this one ends a call to a hung controller
+PUBLISHER = "http"  # all clients of these routes, which carry no token
 # By replica: the checksums of each of its workers, by tensor name.
 _CHECKSUMS = TypeAdapter(dict[str, list[dict[str, str]]])
 
@@ -43,7 +42,6 @@ class WeightRoutes:
     Args:
         directories: publishes checkpoint directories.
         allow_pickled_ipc: read CUDA IPC handles that vLLM's client has pickled.
-        renew_s: see `HttpLease`.
     """
 
     def __init__(
@@ -53,11 +51,10 @@ class WeightRoutes:
         directories: DirectoryPublisher,
         *,
         allow_pickled_ipc: bool,
-        renew_s: float = RENEW_S,
     ) -> None:
         self._controller = controller
         self._directories = directories
-        self._lease = HttpLease(controller, renew_s)
+        self._session = partial(joined, controller, PUBLISHER)
         self._max_body_bytes = max_body_bytes
         self._allow_pickled_ipc = allow_pickled_ipc
 
@@ -81,11 +78,10 @@ class WeightRoutes:
         Raises:
             Conflict: another publisher holds the lease, or a round is open.
         """
-        async with self._lease.session() as session:
+        async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(f"{_open(session)} before the engine is initialized again")
-            connect = self._controller.connect.remote(session.token, body.init_info)
-            await self._lease.renewing(session.token, connect)
+            await session.connect(body.init_info)
         return Message(message="Weight transfer initialized")
 
     async def start(self) -> Message:
@@ -94,12 +90,11 @@ class WeightRoutes:
         Raises:
             Conflict: another publisher holds the lease, or a round is open.
         """
-        async with self._lease.session() as session:
+        async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(f"start_weight_update was called twice: {_open(session)}")
             # Its publisher is an outside program, which does not write to the fleet's store.
-            opening = self._controller.open_round.remote(session.token, RoundOptions(persist=True))
-            await _of_the_round(self._lease.renewing(session.token, opening), "start_weight_update")
+            await session.open(RoundOptions(persist=True))
         return Message(message="Weight update started")
 
     async def update(self, body: UpdateWeightsBody) -> Message:
@@ -119,10 +114,9 @@ class WeightRoutes:
         payload = await asyncio.to_thread(
             refuse_or_restrict, body.update_info, allowed=self._allow_pickled_ipc
         )
-        async with self._lease.session(of_round=True) as session:
-            round_id = await self._open_round(session.round_id, "update_weights")
-            send = self._controller.send.remote(session.token, round_id, payload)
-            await _of_the_round(self._lease.renewing(session.token, send), "update_weights")
+        async with self._session(of_round=True) as session:
+            await self._require_round(session, "update_weights")
+            await session.send(payload)
         return Message(message="Weights updated")
 
     async def finish(self, body: FinishUpdateBody) -> Message:
@@ -135,13 +129,9 @@ class WeightRoutes:
             InvalidRequest: every replica rejected what was sent.
             RoundAborted: the fleet still serves the old version.
         """
-        async with self._lease.session(of_round=True) as session:
-            round_id = await self._open_round(session.round_id, "finish_weight_update")
-            await answered(
-                lambda: self._controller.close_round.remote(session.token, round_id, body.weight_version),
-                f"finish_weight_update of round {round_id}",
-                wait_s=CLOSE_TIMEOUT_S,
-            )
+        async with self._session(of_round=True) as session:
+            await self._require_round(session, "finish_weight_update")
+            await session.close(body.weight_version)
         return Message(message="Weight update finished")
 
     async def shutdown(self) -> Message:
@@ -150,12 +140,12 @@ class WeightRoutes:
         Raises:
             Conflict: another publisher holds the lease, or a round is open.
         """
-        async with self._lease.session() as session:
+        async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(
                     f"Cannot release a trainer connection during a weight update: {_open(session)}"
                 )
-            await self._lease.renewing(session.token, self._controller.disconnect.remote(session.token))
+            await session.disconnect()
         return Message(message="Weight transfer shut down")
 
     async def get_world_size(self, query: WorldSizeQuery) -> WorldSize:
@@ -189,9 +179,9 @@ class WeightRoutes:
         differing = sorted(name for name in names if checksums.get(name) != body.baseline.get(name))
         return Comparison(match=not differing, mismatches=differing)
 
-    async def _open_round(self, round_id: int | None, call: str) -> int:
-        if round_id is not None:
-            return round_id
+    async def _require_round(self, session: PublishSession, call: str) -> None:
+        if session.round_id is not None:
+            return
         rounds = await self._controller.rounds.remote()
         last = ""
         if rounds:  # for a call that comes late or twice
@@ -200,7 +190,7 @@ class WeightRoutes:
         raise Conflict(f"{call} was called before start_weight_update: no round is open{last}")
 
 
-def _open(session: PublisherSession) -> str:
+def _open(session: PublishSession) -> str:
     """Says which round is open, and for how long if its publisher is gone."""
     left_s = math.ceil(session.remaining_s)
     return f"round {session.round_id} is open: finish it, or wait {left_s} s until it is given up"
@@ -220,21 +210,3 @@ def agreed(answers: Mapping[str, Sequence[Mapping[str, str]]]) -> dict[str, str]
             f"replicas differ in {len(differing)} tensors: {differing[:5]}", {"tensors": differing}
         )
     return merged[0] if merged else {}
-
-
-async def _of_the_round(call: Awaitable[Any], name: str) -> None:
-    """Wait for a call that must not be repeated: if it is lost, so is the round.
-
-    Raises:
-        TransferAborted: the controller was lost; the publisher must connect and send again.
-        SlipstreamError: the call's own.
-    """
-    try:
-        await call
-    except Exception as error:
-        if not is_lost(error):
-            raise
-        raise TransferAborted(
-            f"the controller was lost during {name}, and the round with it; connect and send again",
-            {"send_again": True},
-        ) from error

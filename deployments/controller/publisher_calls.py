@@ -9,7 +9,7 @@ from deployments.errors import InvalidRequest
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.files import FilePart
 from deployments.protocol.json_values import json_only
-from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions, RoundReport
+from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 
 
 class PublisherCalls:
@@ -28,8 +28,8 @@ class PublisherCalls:
         async with self._durable.answer(records=True):
             return self._ledger.acquire(publisher, self._durable.now())
 
-    async def session(self, publisher: str, renew: bool) -> PublisherSession:
-        """The token and the open round of a publisher whose calls carry no token; acquires if needed.
+    async def join_lease(self, publisher: str, renew: bool) -> JoinedLease:
+        """The lease and the open round of a publisher whose calls carry no token; acquires if needed.
 
         Args:
             renew: whether the call belongs to the open round; others do not keep a lost publisher's round.
@@ -38,7 +38,7 @@ class PublisherCalls:
             Conflict: another publisher holds the lease.
         """
         async with self._durable.answer():
-            return self._ledger.session(publisher, self._durable.now(), renew=renew)
+            return self._ledger.join_lease(publisher, self._durable.now(), renew=renew)
 
     async def renew(self, token: int) -> Lease:
         """To be called well within the lease's duration, also while waiting for another call.

@@ -8,7 +8,7 @@ from deployments.ledger.decisions import DecisionLog, LeaseIssued
 from deployments.ledger.event_log import EventLog
 from deployments.ledger.rounds.staging_phase import StagingPhase
 from deployments.ledger.rounds.version_state import VersionState
-from deployments.protocol.publishing import Lease, PublisherSession
+from deployments.protocol.publishing import JoinedLease, Lease
 from deployments.protocol.status import LeaseStatus
 
 
@@ -109,8 +109,8 @@ class Publishers:
             self._abort_undecided(f"{publisher!r} took a new lease", now)
         return lease
 
-    def session(self, publisher: str, now: float, *, renew: bool) -> PublisherSession:
-        """The session of a publisher whose calls carry no token (vLLM's clients); issues the lease if needed.
+    def join_lease(self, publisher: str, now: float, *, renew: bool) -> JoinedLease:
+        """The lease of a publisher whose calls carry no token (vLLM's clients); issues the lease if needed.
 
         Args:
             renew: for a call that belongs to the open round. Any other may be another program's, and must
@@ -127,7 +127,7 @@ class Publishers:
             self._lease.renew(held.token, now)
         current, remaining_s = self._versions.current, self._lease.remaining_s(now)
         round_id = None if current is None else current.round_id
-        return PublisherSession(token=held.token, round_id=round_id, remaining_s=remaining_s)
+        return JoinedLease(lease=held, round_id=round_id, remaining_s=remaining_s)
 
     def renew(self, token: int, now: float) -> Lease:
         """Raises StalePublisher for any token but the current one."""

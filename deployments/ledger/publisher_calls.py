@@ -17,7 +17,7 @@ from deployments.ledger.store_assignment import StoreAssignment
 from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.files import FilePart
 from deployments.protocol.operations import Disconnect, Operation
-from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions
+from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions
 
 
 class PublisherCalls(ABC):
@@ -46,11 +46,11 @@ class PublisherCalls(ABC):
         self.advance(now)
         return lease
 
-    def session(self, publisher: str, now: float, *, renew: bool) -> PublisherSession:
-        """The session of a publisher whose calls carry no token; see `Publishers.session`."""
-        session = self._publishers.session(publisher, now, renew=renew)
+    def join_lease(self, publisher: str, now: float, *, renew: bool) -> JoinedLease:
+        """The lease of a publisher whose calls carry no token; see `Publishers.join_lease`."""
+        joined = self._publishers.join_lease(publisher, now, renew=renew)
         self.advance(now)
-        return session
+        return joined
 
     def renew(self, token: int, now: float) -> Lease:
         """Raises StalePublisher for any token but the current one, as do all calls of a publisher below."""

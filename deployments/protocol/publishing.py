@@ -17,10 +17,10 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublisherSession:
-    """The state of a publisher whose calls carry no token."""
+class JoinedLease:
+    """What a publisher whose calls carry no token needs for one of them."""
 
-    token: int
+    lease: Lease
     round_id: int | None  # the open round
     remaining_s: float  # of the lease
 

@@ -10,11 +10,11 @@ from pydantic import JsonValue
 
 from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
-from deployments.lost_calls import repeated
+from deployments.lost_calls import answered
 from deployments.protocol.status import FleetStatus
 from deployments.trainer.checkpoint import BaseCheckpoint
 from deployments.trainer.spec import TrainerSpec
-from deployments.unary import UnaryHandle
+from deployments.unary import UnaryHandle, run_sync
 from deployments.weights.store.hub import downloaded
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
@@ -24,7 +24,6 @@ from trainers.step_metrics import Metrics, drift
 from trainers.trajectory import parse_trajectories
 from trainers.trajectory_arrays import from_bytes
 
-FLEET_TIMEOUT_S = 120.0  # for a controller that starts beside the trainer
 logger = serve_logger()
 
 
@@ -119,8 +118,4 @@ class TrainerRank:
         return policy
 
     def _fleet(self) -> FleetStatus:
-        def ask() -> FleetStatus:
-            fleet: FleetStatus = self._controller.fleet.remote().result(timeout_s=FLEET_TIMEOUT_S)
-            return fleet
-
-        return repeated(ask, "fleet")
+        return run_sync(answered(lambda: self._controller.fleet.remote(), "fleet"))

@@ -16,11 +16,11 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.errors import FleetUnavailable, InvalidRequest, OtherStep, SlipstreamError, StalePublisher
 from deployments.logs import serve_logger
-from deployments.lost_calls import RESTART_WAIT_S, answered, is_lost
+from deployments.lost_calls import answered
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer.former_session import end_former_session
 from deployments.trainer.lost_version import watch
-from deployments.trainer.spec import PUBLISHER, TrainerSpec
+from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.turns import Turns
 from deployments.trainer.worker_group import PING_TIMEOUT_S, TrainerWorkerActor, WorkerGroup
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
@@ -64,12 +64,9 @@ class Trainer:
         self._lora = spec.config.published_adapter
         self._last_adapter: AdapterReport | None = None
         plan = None if slots is None else await answered(lambda: UnaryHandle(slots).plan.remote(), "slots")
-        if self._lora is not None:
-            pass  # an adapter needs no lease and no connection, so no former trainer has left one
-        elif TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE:  # replicas open the trainer's memory
-            await self._free_shared_memory()
-        else:
-            await end_former_session(fleet)
+        if self._lora is None:  # an adapter needs no lease and no connection
+            shares_memory = TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE
+            await end_former_session(fleet, shares_memory=shares_memory)
         self._group, self._loaded = await WorkerGroup.start(spec, fleet, plan, ping_timeout_s=ping_timeout_s)
         self._version = self._loaded.version
         self._step = self._loaded.step
@@ -195,27 +192,6 @@ class Trainer:
         with contextlib.suppress(Exception):
             await group.call(TrainerWorkerActor.flush, FLUSH_TIMEOUT_S, timeout_s=FLUSH_TIMEOUT_S + 1.0)
         group.kill()
-
-    async def _free_shared_memory(self) -> None:
-        """Have the replicas close the GPU memory of a former trainer that they opened over CUDA IPC.
-
-        It stays allocated until then, and this trainer's workers need it.
-        """
-        try:
-            lease = await answered(lambda: self._controller.acquire.remote(PUBLISHER), "acquire")
-            try:
-                await asyncio.wait_for(self._controller.disconnect.remote(lease.token), RESTART_WAIT_S)
-            finally:
-                await asyncio.wait_for(self._controller.release.remote(lease.token), RESTART_WAIT_S)
-        except Exception as error:
-            # Another publisher holds the lease, a round is not over yet, the controller is gone or hangs.
-            if not (is_lost(error) or isinstance(error, SlipstreamError | TimeoutError)):
-                raise
-            logger.warning(
-                "GPU memory of a former trainer stays open in the replicas: %s: %s",
-                type(error).__name__,
-                error,
-            )
 
     async def _learn(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:
         published = self._version if self._lora is None else self._adapter_version

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
-from deployments.lost_calls import repeated
+from deployments.lost_calls import answered
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.reports import StoreResult
 from deployments.thread_priority import YieldingThread
@@ -26,7 +26,7 @@ from deployments.trainer.save_directory import directory_to_save
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import SavedCheckpoint
-from deployments.unary import UnaryHandle
+from deployments.unary import UnaryHandle, run_sync
 from deployments.weights.store.version_writer import SHARE_OF_A_CORE, CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
@@ -270,14 +270,13 @@ class TrainerWorker(TrainerRank):
     def _report_failed(self, result: StoreResult) -> None:
         """Joiners wait for it: the fleet's status says why, and the trainer may publish again."""
         try:
-            response = self._controller.not_stored.remote(result.version, result.problem)
-            response.result(timeout_s=STORED_TIMEOUT_S)
+            self._report("not_stored", result.version, result.problem)
         except Exception as error:  # whatever it was, the status says so later
             logger.warning("the controller does not know that version %d failed: %s", result.version, error)
 
     def _report_stored(self, result: StoreResult) -> None:
-        def report() -> None:
-            response = self._controller.stored.remote(result.version, result.path, result.label)
-            response.result(timeout_s=STORED_TIMEOUT_S)
+        self._report("stored", result.version, result.path, result.label)
 
-        repeated(report, f"stored version {result.version}")
+    def _report(self, method: str, *args: Any) -> None:
+        report = getattr(self._controller, method)
+        run_sync(answered(lambda: report.remote(*args), method, limit_s=STORED_TIMEOUT_S))

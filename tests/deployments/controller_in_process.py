@@ -1,4 +1,4 @@
-"""The real controller with fake replicas, in this process, for tests of its callers: with faults and a clock.
+"""The real controller with fake replicas, in this process, for tests of its callers: with faults.
 
 caller ─ handle.method.remote(...) ─► faults ─► controller ◄─ polls ─ replicas
                                                 on an event loop in a thread of its own
@@ -6,7 +6,7 @@ caller ─ handle.method.remote(...) ─► faults ─► controller ◄─ poll
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from tests.deployments.controller.fleet import Fleet
 from tests.deployments.ledger.fake_replica import Failure, FakeReplica
 
 LEASE_S = 60.0
-RESTART_S = 5.0
 CONTROLLER_THREAD = "controller"
 NEVER_S = 1e9
 ANSWER_TIMEOUT_S = 60.0  # of real time: the controller waits for something that the test forgot
@@ -93,39 +92,31 @@ def _digest(tensors: dict[str, Any]) -> str:
 
 
 class ControllerInProcess:
-    """Stands where a `UnaryHandle` of the controller does: `handle.method.remote(...)`, then `.result()`.
+    """Stands where a `UnaryHandle` of the controller does: `await handle.method.remote(...)`.
 
-    A call is carried out when it is made. Its caller has the answer `takes_s` later, on a clock that moves
-    only while somebody waits for an answer, or by `advance`.
+    Its clock stands still.
 
     Args:
         directory: of the controller's state, of the store and of adapters' files.
         replicas: how many serve from the start.
 
     Attributes:
-        now: seconds.
-        takes_s: how long a method takes; none is 0.
         calls: the methods in the order in which they began.
         last: the arguments of each method's last call.
         fails: by method, what its next call raises in place of being carried out.
-        dies_in: methods in whose next call the process dies, before or after it carried the call out. Its
-            successor answers `RESTART_S` later.
+        dies_in: methods in whose next call the process dies, before or after it carried the call out.
     """
 
     def __init__(self, directory: Path, replicas: int = 1) -> None:
-        self.takes_s: dict[str, float] = {}
         self.calls: list[str] = []
         self.last: dict[str, tuple[Any, ...]] = {}
         self.fails: dict[str, Exception] = {}
         self.dies_in: dict[str, Literal["before", "after"]] = {}
-        self.up_at = 0.0  # when the successor answers
         self._running: set[asyncio.Task[Any]] = set()
-        self._scheduled: list[tuple[float, Callable[[], object]]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=CONTROLLER_THREAD, daemon=True)
         self._thread.start()
         self._fleet = self._run(self._new_fleet(directory))
-        self._started = self._fleet.now
         for _ in range(replicas):
             self.add_replica()
 
@@ -157,7 +148,6 @@ class ControllerInProcess:
     def restart(self, *silent: str) -> None:
         """A new process on the same disk, which all replicas but the silent ones find."""
         self._run(self._restart(silent))
-        self.up_at = self.now + RESTART_S
 
     def close(self) -> None:
         """No call is answered any more; it may be closed already."""
@@ -167,27 +157,6 @@ class ControllerInProcess:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    # -- time ---------------------------------------------------------------------------------
-
-    @property
-    def now(self) -> float:
-        return self._fleet.now - self._started
-
-    def at(self, time: float, action: Callable[[], object]) -> None:
-        """Run `action` when the clock reaches `time`."""
-        self._scheduled.append((time, action))
-
-    def advance(self, to: float) -> None:
-        while due := sorted((each for each in self._scheduled if each[0] <= to), key=lambda each: each[0]):
-            self._scheduled.remove(due[0])
-            self._elapse(due[0][0] - self.now)
-            due[0][1]()
-        self._elapse(to - self.now)
-
-    def _elapse(self, elapsed_s: float) -> None:
-        if elapsed_s > 0:
-            self._run(self._fleet.elapse(elapsed_s))
 
     # -- the fleet ----------------------------------------------------------------------------
 
@@ -283,33 +252,5 @@ class Method:
         self._controller = controller
         self._name = name
 
-    def remote(self, *args: Any) -> "Response":
-        return Response(self._controller, self._name, args)
-
-
-class Response:
-    """A call that was carried out; its caller has the answer `takes_s` later."""
-
-    def __init__(self, controller: ControllerInProcess, method: str, args: Sequence[Any]) -> None:
-        self._controller = controller
-        self._ends = max(controller.now, controller.up_at) + controller.takes_s.get(method, 0.0)
-        self._result: Any = None
-        self._error: Exception | None = None
-        try:
-            self._result = controller.answer(method, *args)
-        except Exception as error:  # raised where the answer is awaited
-            self._error = error
-
-    def result(self, timeout_s: float | None = None) -> Any:
-        waited_until = self._ends if timeout_s is None else self._controller.now + timeout_s
-        if waited_until < self._ends:
-            self._controller.advance(waited_until)
-            raise TimeoutError
-        self._controller.advance(self._ends)
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def __await__(self) -> Generator[None, None, Any]:
-        yield
-        return self.result()
+    def remote(self, *args: Any) -> "asyncio.Task[Any]":
+        return asyncio.create_task(asyncio.to_thread(self._controller.answer, self._name, *args))

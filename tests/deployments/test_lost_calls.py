@@ -25,4 +25,4 @@ async def test_a_cancellation_beside_the_answer_is_not_lost() -> None:
 
 async def test_a_silent_process_ends_the_wait() -> None:
     with pytest.raises(FleetUnavailable, match=r"a question: nobody answered within 0\.05 s"):
-        await answered(asyncio.Event().wait, "a question", wait_s=0.05)
+        await answered(asyncio.Event().wait, "a question", limit_s=0.05)

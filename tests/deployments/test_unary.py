@@ -3,13 +3,12 @@
 import asyncio
 import pickle
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from deployments.unary import UnaryHandle
+from deployments.unary import UnaryHandle, run_sync
 
 
 class FakeHandle:
@@ -52,13 +51,14 @@ async def test_a_coroutine_awaits_the_answer() -> None:
 
 
 def test_a_thread_without_an_event_loop_waits_for_it() -> None:
-    with ThreadPoolExecutor(1) as other:
-        call = handle().fleet.remote(1)
-        assert other.submit(call.result, 5.0).result() == ("fleet", (1,), {})
+    async def ask(method: str) -> Any:
+        return await asyncio.wait_for(getattr(handle(), method).remote(1), 0.05)
+
+    assert run_sync(ask("fleet")) == ("fleet", (1,), {})
     with pytest.raises(ValueError, match="no"):
-        handle().fails.remote().result(timeout_s=5.0)
+        run_sync(ask("fails"))
     with pytest.raises(TimeoutError):
-        handle().hangs.remote().result(timeout_s=0.05)
+        run_sync(ask("hangs"))
 
 
 async def test_a_call_that_is_given_up_leaves_its_place() -> None:

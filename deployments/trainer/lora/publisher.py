@@ -17,20 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from deployments.errors import Conflict, FleetUnavailable
 from deployments.logs import serve_logger
-from deployments.lost_calls import is_lost, repeated
+from deployments.lost_calls import answered, is_lost, once
 from deployments.protocol.adapters import Adapter as LoadedAdapter
 from deployments.protocol.adapters import AdapterStatus
 from deployments.trainer.lora.host_copies import in_host_memory
 from deployments.trainer.lora.sender import AdapterSender
 from deployments.trainer_reports import AdapterReport
-from deployments.unary import UnaryHandle
+from deployments.unary import UnaryHandle, run_sync
 from deployments.weights.store.adapter_bytes import TENSORS, digest_of
 from trainers.lora import Adapter
 
@@ -57,7 +56,6 @@ class AdapterPublisher:
     Args:
         sender: None: replicas read the fleet's copy.
         directory: where the files are until the fleet has its copy; emptied first, nobody else uses it.
-        clock, sleep: seconds, monotonic.
     """
 
     def __init__(
@@ -69,8 +67,6 @@ class AdapterPublisher:
         fleet_id: str,
         dtype: torch.dtype | None,
         sender: AdapterSender | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._name = name
         self._controller = controller
@@ -78,8 +74,6 @@ class AdapterPublisher:
         self._fleet_id = fleet_id
         self._dtype = dtype
         self._sender = sender
-        self._clock = clock
-        self._sleep = sleep
         shutil.rmtree(directory, ignore_errors=True)
 
     def newest(self) -> LiveVersion | None:
@@ -121,7 +115,7 @@ class AdapterPublisher:
                 it, or the files cannot be written. The fleet is as it was.
             FleetUnavailable: too few replicas serve, or the controller does not answer.
         """
-        began = self._clock()
+        began = time.monotonic()
         files = adapter_files(adapter, dtype=self._dtype, fleet_id=self._fleet_id, step=step)
         directory = self._directory / f"step-{step:06d}-{uuid.uuid4().hex[:8]}"
         sending, load_id = threading.Event(), uuid.uuid4().hex
@@ -132,7 +126,7 @@ class AdapterPublisher:
             hashing = beside.submit(digest_of, contents)
             self._write(directory, contents)
             digest = hashing.result()
-            written = self._clock()
+            written = time.monotonic()
             saving.result()
             sending.wait()  # replicas carry out instructions in their order, and are to receive it first
             version = self._loaded(directory, digest, "" if self._sender is None else load_id)
@@ -160,7 +154,7 @@ class AdapterPublisher:
             size_bytes=files[TENSORS].numel(),
             write_s=written - began,
             transfer_s=transfer_s,
-            duration_s=self._clock() - began,
+            duration_s=time.monotonic() - began,
         )
 
     def _write(self, final: Path, files: Mapping[str, memoryview]) -> None:
@@ -181,15 +175,7 @@ class AdapterPublisher:
         for _ in range(ATTEMPTS):
             before = self._own_version()
             try:
-                load = self._controller.load_adapter.remote(
-                    self._name, str(directory), True, False, before, load_id, digest
-                )
-                loaded: LoadedAdapter = load.result(timeout_s=LOAD_TIMEOUT_S)
-                return loaded.version
-            except TimeoutError as error:
-                raise FleetUnavailable(
-                    f"the controller has not answered 'load_adapter' within {LOAD_TIMEOUT_S:g} s"
-                ) from error
+                return run_sync(self._load(str(directory), before, load_id, digest)).version
             except Exception as error:
                 if not is_lost(error):
                     raise
@@ -200,6 +186,12 @@ class AdapterPublisher:
         raise FleetUnavailable(
             f"the adapter {self._name!r} is not published: the controller was lost {ATTEMPTS} times"
         )
+
+    async def _load(self, directory: str, before: int, load_id: str, digest: str) -> LoadedAdapter:
+        load = self._controller.load_adapter.remote(
+            self._name, directory, True, False, before, load_id, digest
+        )
+        return await once(load, "load_adapter", LOAD_TIMEOUT_S)
 
     def _own_version(self) -> int:
         """The newest live version, which is this trainer's; 0: there is none."""
@@ -215,16 +207,8 @@ class AdapterPublisher:
         return newest.version
 
     def _adapters(self) -> Sequence[AdapterStatus]:
-        def ask() -> Any:
-            return self._controller.adapters.remote().result(timeout_s=CALL_TIMEOUT_S)
-
-        try:
-            found: Sequence[AdapterStatus] = repeated(ask, "adapters", clock=self._clock, sleep=self._sleep)
-        except TimeoutError as error:
-            raise FleetUnavailable(
-                f"the controller has not answered 'adapters' within {CALL_TIMEOUT_S:g} s"
-            ) from error
-        return found
+        adapters = self._controller.adapters
+        return run_sync(answered(lambda: adapters.remote(), "adapters", limit_s=CALL_TIMEOUT_S))
 
 
 def adapter_files(

@@ -21,7 +21,7 @@ from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
-from deployments.unary import UnaryHandle
+from deployments.unary import UnaryHandle, run_sync
 from deployments.vllm_plugin import register
 from deployments.weights.transports.agreement import Membership, agree, call_off
 from deployments.weights.transports.registry import (
@@ -71,11 +71,11 @@ class AdapterSyncClient(FleetWeightSyncClient):
     on_sending: Callable[[], None] = staticmethod(lambda: None)
 
     def start_weight_update(self) -> None:
-        self._token()
+        run_sync(self._session.acquire())
 
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def update_weights(self, update_info: Any) -> None:
         self.on_sending()
-        self._once("send_adapter", self._token(), self.load_id, update_info)
+        run_sync(self._session.send_adapter(self.load_id, update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.release()
@@ -88,13 +88,11 @@ class AdapterSender:
         every_rank: every rank has a sender, and all of them send; else rank 0 alone.
     """
 
-    def __init__(
-        self, spec: TrainerSpec, rank: int, controller: UnaryHandle, *, every_rank: bool, **clocks: Any
-    ) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle, *, every_rank: bool) -> None:
         self._spec = spec
         self._rank = rank
         self._every_rank = every_rank
-        self._client = AdapterSyncClient(controller, PUBLISHER, RoundOptions(), **clocks)
+        self._client = AdapterSyncClient(controller, PUBLISHER, RoundOptions())
         self._source = FileSource()
         self._engine: TrainerWeightTransferEngine[Any] | None = None
         self._epoch: int | None = None
@@ -185,9 +183,7 @@ class AdapterSender:
         )
 
 
-def adapter_sender(
-    spec: TrainerSpec, rank: int, controller: UnaryHandle, **clocks: Any
-) -> AdapterSender | None:
+def adapter_sender(spec: TrainerSpec, rank: int, controller: UnaryHandle) -> AdapterSender | None:
     """None: this rank does not send, or the replicas read every adapter from the store.
 
     vLLM's own engines send weights alone.
@@ -195,7 +191,7 @@ def adapter_sender(
     every_rank = TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE and spec.config.world_size > 1
     if spec.native or (rank != 0 and not every_rank):
         return None
-    return AdapterSender(spec, rank, controller, every_rank=every_rank, **clocks)
+    return AdapterSender(spec, rank, controller, every_rank=every_rank)
 
 
 def _last_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ from deployments.protocol.operations import (
     WakeUp,
     WeightChecksums,
 )
-from deployments.protocol.publishing import Lease, PublisherSession, RoundOptions, RoundReport
+from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
 from tests.app.http.fake_adapters import FakeAdapters
 from tests.app.http.fake_status import report, status
@@ -64,7 +64,7 @@ class FakeController(FakeAdapters):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
-        self.renewals = 0  # by sessions
+        self.renewals = 0  # by joins
         self.fail_next: dict[str, Exception] = {}
         self.dies_before: set[str] = set()
         self.dies_after: set[str] = set()
@@ -84,6 +84,7 @@ class FakeController(FakeAdapters):
         self.round_id: int | None = None
         self.reports: list[RoundReport] = []
         self.recorded: list[Event] = []
+        self.lease_s = 60.0
         self._last_token = 0
         self._last_round = 0
 
@@ -93,15 +94,13 @@ class FakeController(FakeAdapters):
         await self._enter("acquire")
         return self._acquire(publisher)
 
-    async def session(self, publisher: str, renew: bool) -> PublisherSession:
-        await self._enter("session")
+    async def join_lease(self, publisher: str, renew: bool) -> JoinedLease:
+        await self._enter("join_lease")
         self.renewals += renew
         if self.lease is None or self.lease.publisher != publisher:
             self._acquire(publisher)
         assert self.lease is not None
-        return PublisherSession(
-            token=self.lease.token, round_id=self.round_id, remaining_s=self.lease.duration_s
-        )
+        return JoinedLease(lease=self.lease, round_id=self.round_id, remaining_s=self.lease.duration_s)
 
     async def renew(self, token: int) -> Lease:
         await self._enter("renew")
@@ -117,6 +116,7 @@ class FakeController(FakeAdapters):
         self._holder(token)
         self._no_round("connect")
         self.init_info = json_only(init_info, "init_info")
+        self._leave("connect")
         return 1
 
     async def disconnect(self, token: int) -> dict[str, JsonValue]:
@@ -240,7 +240,8 @@ class FakeController(FakeAdapters):
         if self.lease is not None and self.lease.publisher != publisher:
             raise Conflict(f"{self.lease.publisher!r} publishes", {"holder": self.lease.publisher})
         self._last_token += 1
-        self.lease, self.round_id = Lease(publisher=publisher, token=self._last_token, duration_s=60.0), None
+        self.lease = Lease(publisher=publisher, token=self._last_token, duration_s=self.lease_s)
+        self.round_id = None
         return self.lease
 
     def _holder(self, token: int) -> Lease:

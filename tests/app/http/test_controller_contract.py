@@ -30,41 +30,41 @@ async def controller(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
 
 
 async def test_a_session_acquires_and_then_renews_the_same_lease(controller: Any) -> None:
-    first = await controller.session("http", False)
-    assert (first.token, first.round_id) == (1, None)
-    assert (await controller.session("http", True)).token == first.token
-    assert (await controller.renew(first.token)).publisher == "http"
+    first = await controller.join_lease("http", False)
+    assert (first.lease.token, first.round_id) == (1, None)
+    assert (await controller.join_lease("http", True)).lease.token == first.lease.token
+    assert (await controller.renew(first.lease.token)).publisher == "http"
 
 
 async def test_the_lease_is_free_after_a_release(controller: Any) -> None:
-    session = await controller.session("http", False)
-    await controller.release(session.token)
+    session = await controller.join_lease("http", False)
+    await controller.release(session.lease.token)
     lease: Lease = await controller.acquire("trainer")
-    assert lease.token > session.token
+    assert lease.token > session.lease.token
 
 
 async def test_another_publisher_is_a_conflict_that_names_the_holder(controller: Any) -> None:
     await controller.acquire("trainer")
     with pytest.raises(Conflict, match="'trainer'") as caught:
-        await controller.session("http", False)
+        await controller.join_lease("http", False)
     assert caught.value.detail["holder"] == "trainer"
 
 
 async def test_an_acquired_lease_makes_the_older_token_stale(controller: Any) -> None:
-    session = await controller.session("http", False)
+    session = await controller.join_lease("http", False)
     await controller.acquire("http")
-    for call in (controller.renew(session.token), controller.release(session.token)):
-        with pytest.raises(StalePublisher, match=f"token {session.token} is stale"):
+    for call in (controller.renew(session.lease.token), controller.release(session.lease.token)):
+        with pytest.raises(StalePublisher, match=f"token {session.lease.token} is stale"):
             await call
     with pytest.raises(StalePublisher):
-        await controller.send(session.token, 1, {})
+        await controller.send(session.lease.token, 1, {})
     with pytest.raises(StalePublisher):
-        await controller.close_round(session.token, 1, None)
+        await controller.close_round(session.lease.token, 1, None)
 
 
 @pytest.mark.parametrize("method", ["send", "close_round"])
 async def test_a_round_that_is_not_open_is_a_conflict(controller: Any, method: str) -> None:
-    session = await controller.session("http", False)
+    session = await controller.join_lease("http", False)
     argument: Any = {} if method == "send" else None
     with pytest.raises(Conflict):
-        await getattr(controller, method)(session.token, 7, argument)
+        await getattr(controller, method)(session.lease.token, 7, argument)

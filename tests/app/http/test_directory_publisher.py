@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError
 from safetensors.torch import save_file
 
 from app.http.directory_publisher import DirectoryPublisher, DiskThread
 from deployments.errors import (
     Conflict,
-    FleetUnavailable,
     InvalidRequest,
     RoundAborted,
     SlipstreamError,
@@ -182,53 +182,16 @@ async def test_a_client_that_leaves_takes_its_round_along(fleet: Fleet, director
     assert (await fleet.controller.fleet()).lease is None
 
 
-# -- a controller that dies ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["acquire", "open_round", "send"])
-async def test_a_controller_that_dies_before_the_close_takes_the_round_along(
-    directory: Path, method: str
-) -> None:
+async def test_a_lease_that_ends_with_its_controller_is_told_as_a_publish_to_repeat(directory: Path) -> None:
     controller = FakeController()
-    controller.dies_before.add(method)
     publisher = publisher_of(controller, directory)
-    with pytest.raises(TransferAborted, match="publish again") as caught:
-        await publisher.publish(str(directory), None)
-    assert caught.value.detail == {"send_again": True} and controller.version == 3
+    for error in (ActorDiedError(), StalePublisher("token 1 is stale: nobody holds the lease")):
+        controller.fail_next["send"] = error
+        with pytest.raises(TransferAborted, match=f"{directory} is not published.*publish again") as raised:
+            await publisher.publish(str(directory), None)
+        assert raised.value.detail == {"send_again": True}
+        controller.round_id, controller.lease = None, None
     assert (await publisher.publish(str(directory), None)).version == 4
-
-
-@pytest.mark.parametrize("method", ["open_round", "send", "close_round"])
-async def test_a_successor_that_knows_no_lease_is_no_riddle_for_the_caller(
-    directory: Path, method: str
-) -> None:
-    controller = FakeController()
-    controller.fail_next[method] = StalePublisher("token 1 is stale: nobody holds the lease")
-    with pytest.raises(TransferAborted, match=f"{directory} is not published.*publish again") as raised:
-        await publisher_of(controller, directory).publish(str(directory), None)
-    assert raised.value.detail == {"send_again": True}
-
-
-async def test_a_round_that_a_successor_has_finished_is_reported(directory: Path) -> None:
-    controller = FakeController()
-    controller.dies_after.add("close_round")
-    assert (await publisher_of(controller, directory).publish(str(directory), "x")).label == "x"
-
-
-async def test_an_error_on_the_way_ends_the_round_and_the_lease(directory: Path) -> None:
-    controller = FakeController()
-    controller.fail_next["send"] = FleetUnavailable("too few replicas")
-    with pytest.raises(FleetUnavailable):
-        await publisher_of(controller, directory).publish(str(directory), None)
-    assert (controller.round_id, controller.lease) == (None, None)
-    assert controller.reports[-1].reason == "too few replicas"
-
-
-async def test_the_lease_is_renewed_while_replicas_read(directory: Path) -> None:
-    controller = FakeController()
-    controller.delay_s["send"] = 0.1
-    await publisher_of(controller, directory, renew_s=0.02).publish(str(directory), None)
-    assert controller.calls.count("renew") >= 3
 
 
 # -- a disk that stands still ----------------------------------------------------------------------

@@ -1,18 +1,14 @@
 """The lease of callers who carry none, over a complete update and when a call fails."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
-from app.http.directory_publisher import DirectoryPublisher
-from app.http.lease import PUBLISHER, RENEW_S
-from app.http.requests import InitEngineBody, UpdateWeightsBody
-from app.http.weight_routes import WeightRoutes
-from deployments.errors import InvalidRequest, RoundAborted, StalePublisher, TransferAborted
+from app.http.weight_routes import PUBLISHER
+from deployments.errors import InvalidRequest, RoundAborted, TransferAborted
 from deployments.protocol.publishing import RoundOptions
-from tests.app.http.fake_controller import FakeController, Handle
+from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
 
 
@@ -25,12 +21,6 @@ def controller() -> FakeController:
 async def fleet(controller: FakeController) -> AsyncIterator[httpx.AsyncClient]:
     async with client(controller) as made:
         yield made
-
-
-def weight_routes(controller: FakeController, renew_s: float = RENEW_S) -> WeightRoutes:
-    handle = Handle(controller)
-    directories = DirectoryPublisher(handle, ())
-    return WeightRoutes(handle, 1000, directories, allow_pickled_ipc=False, renew_s=renew_s)
 
 
 async def test_a_complete_update_acquires_the_lease_once_and_releases_it(
@@ -161,67 +151,3 @@ async def test_a_transfer_that_failed_is_to_be_sent_again_from_its_beginning(
     answer = await fleet.post("/update_weights", json={"update_info": {}})
     assert answer.status_code == 409 and "retry-after" not in answer.headers
     assert answer.json()["error"]["detail"] == {"send_again": True}
-
-
-@pytest.mark.slow
-async def test_a_long_call_renews_the_lease(controller: FakeController) -> None:
-    routes = weight_routes(controller, renew_s=0.01)
-    await routes.start()
-    controller.delay_s["send"] = 0.5
-    await routes.update(UpdateWeightsBody(update_info={}))
-    assert controller.calls.count("renew") >= 2
-    assert controller.sent == [{}]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "path", "body"),
-    [
-        ("connect", "init", InitEngineBody(init_info={})),
-        ("open_round", "start", None),
-        ("disconnect", "shutdown", None),
-    ],
-)
-async def test_the_lease_is_renewed_while_any_call_waits_in_the_fleet(
-    controller: FakeController, method: str, path: str, body: InitEngineBody | None
-) -> None:
-    routes = weight_routes(controller, renew_s=0.01)
-    controller.delay_s[method] = 0.5
-    await getattr(routes, path)(*([] if body is None else [body]))
-    assert controller.calls.count("renew") >= 2
-
-
-async def test_a_short_call_does_not_renew(controller: FakeController) -> None:
-    routes = weight_routes(controller)
-    await routes.start()
-    await routes.update(UpdateWeightsBody(update_info={}))
-    assert "renew" not in controller.calls
-
-
-async def test_a_lease_that_is_lost_during_a_long_call_ends_it(controller: FakeController) -> None:
-    routes = weight_routes(controller, renew_s=0.01)
-    await routes.start()
-    controller.delay_s["send"] = 0.5
-    controller.fail_next["renew"] = StalePublisher("token 1 is stale")
-    with pytest.raises(StalePublisher):
-        await routes.update(UpdateWeightsBody(update_info={}))
-    assert controller.sent == []
-
-
-async def test_the_error_of_a_long_call_is_its_own(controller: FakeController) -> None:
-    routes = weight_routes(controller, renew_s=0.01)
-    await routes.start()
-    controller.delay_s["send"] = 0.03
-    controller.fail_next["send"] = TransferAborted("a peer is gone")
-    with pytest.raises(TransferAborted, match="a peer is gone"):
-        await routes.update(UpdateWeightsBody(update_info={}))
-
-
-async def test_concurrent_calls_of_one_publisher_share_its_lease(
-    fleet: httpx.AsyncClient, controller: FakeController
-) -> None:
-    await fleet.post("/start_weight_update")
-    controller.delay_s["send"] = 0.01
-    sends = [fleet.post("/update_weights", json={"update_info": {"n": n}}) for n in range(3)]
-    assert [answer.status_code for answer in await asyncio.gather(*sends)] == [200] * 3
-    assert len(controller.sent) == 3 and controller.lease is not None

@@ -80,22 +80,6 @@ async def test_a_finish_that_comes_twice_is_told_what_the_first_one_did(
     assert "the last one, round 1, is committed as version 4" in answer.json()["error"]["message"]
 
 
-async def test_a_lease_that_cannot_be_released_does_not_hide_that_the_round_is_committed(
-    fleet: httpx.AsyncClient, controller: FakeController
-) -> None:
-    await sent(fleet)
-    controller.fail_next["release"] = ActorDiedError()
-    assert (await fleet.post("/finish_weight_update")).status_code == 200
-
-
-async def test_a_session_is_asked_again_of_the_successor(
-    fleet: httpx.AsyncClient, controller: FakeController
-) -> None:
-    controller.fail_next["session"] = ActorDiedError()
-    answer = await fleet.post("/init_weight_transfer_engine", json={"init_info": {}})
-    assert answer.status_code == 200
-
-
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [

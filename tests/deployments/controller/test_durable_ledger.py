@@ -161,12 +161,12 @@ async def test_a_publisher_without_a_token_is_refused_before_its_round_opens(
     await fleet.admitted("a")
     with full_disk(tmp_path / "state"):
         await use_reserve(fleet.controller)
-        session = await fleet.controller.session("http", False)
-        await fleet.controller.connect(session.token, {})
+        token = (await fleet.controller.join_lease("http", False)).lease.token
+        await fleet.controller.connect(token, {})
         with pytest.raises(FleetUnavailable, match="cannot record updates"):
-            await fleet.controller.open_round(session.token)
+            await fleet.controller.open_round(token)
         assert (await fleet.controller.fleet()).round is None and fleet.replicas["a"].admitted
-    assert await fleet.controller.open_round(session.token) == 1
+    assert await fleet.controller.open_round(token) == 1
 
 
 async def test_a_controller_restarts_on_a_full_disk(tmp_path: Path) -> None:

@@ -89,14 +89,14 @@ def test_whoever_knocks_does_not_keep_the_round_of_a_publisher_that_is_gone() ->
     scene.connect()
     scene.open()
     token, gone = scene.token, scene.now
-    assert scene.ledger.session("trainer", scene.now, renew=True).remaining_s == 30
+    assert scene.ledger.join_lease("trainer", scene.now, renew=True).remaining_s == 30
     while scene.now < gone + 30:  # a trainer that was started anew, and asks every other second
-        session = scene.ledger.session("trainer", scene.now, renew=False)
-        assert session.token == token and session.round_id is not None
+        session = scene.ledger.join_lease("trainer", scene.now, renew=False)
+        assert session.lease.token == token and session.round_id is not None
         assert session.remaining_s == pytest.approx(gone + 30 - scene.now)
         scene.wait(2)
-    session = scene.ledger.session("trainer", scene.now, renew=False)
-    assert session.token > token and session.round_id is None
+    session = scene.ledger.join_lease("trainer", scene.now, renew=False)
+    assert session.lease.token > token and session.round_id is None
     assert scene.ledger.history()[-1].reason.endswith("the lease of 'trainer' expired")
 
 

@@ -164,7 +164,7 @@ async def test_a_stored_version_is_published_again_and_weights_are_saved_as_a_ch
 async def test_a_publish_survives_a_controller_that_dies_in_it(
     trainer: Trainer, fleet: RemoteController
 ) -> None:
-    """In any other of its calls: trainer/test_fleet_client_restart.py."""
+    """In any other of its calls: deployments/test_publish_session.py."""
     before = (await trainer.status()).version
     await fleet.do(lambda controller: controller.dies_in.update(close_round="after"))
     report = await trainer.publish("mine")

@@ -64,8 +64,16 @@ async def test_a_controller_that_refuses_does_not_keep_the_trainer_from_starting
     controller: ControllerInProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     publishing(controller)
-    controller.fails["release"] = Conflict("not now")
+    controller.fails["acquire"] = Conflict("not now")
     with caplog.at_level("WARNING", "ray.serve"):
         await end_former_session(controller)  # type: ignore[arg-type]
-    assert controller.calls == ["fleet", "acquire", "release"]
-    assert "is not ended and expires: not now" in caplog.text
+    assert controller.calls == ["fleet", "acquire"]
+    assert "what a former trainer left behind is not cleaned up: not now" in caplog.text
+
+
+async def test_replicas_close_the_memory_that_they_share_with_the_trainer(
+    controller: ControllerInProcess,
+) -> None:
+    publishing(controller)
+    await end_former_session(controller, shares_memory=True)  # type: ignore[arg-type]
+    assert controller.calls == ["acquire", "disconnect", "release"] and controller.status.connection is None

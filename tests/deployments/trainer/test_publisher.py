@@ -1,5 +1,6 @@
 """One rank's part of a round, over shared memory to a fake controller, and the source that it sends."""
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,9 +20,10 @@ SPEC = trainer_spec(chunk_bytes=1 << 18)
 
 
 class BreakingSource(ParameterSource):
-    """A source that breaks in the middle of an iteration while `broken` is true."""
+    """A source that breaks in the middle of an iteration while `broken` is true, once `sent` is."""
 
     broken = False
+    sent: Callable[[], object] = staticmethod(lambda: True)
 
     def resident(self) -> None:
         """Nothing: every round iterates."""
@@ -29,6 +31,8 @@ class BreakingSource(ParameterSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, pair in enumerate(super().__iter__()):
             if self.broken and index == 3:
+                while not self.sent():
+                    time.sleep(0.01)
                 raise RuntimeError("out of memory")
             yield pair
 
@@ -144,7 +148,8 @@ def test_a_round_that_breaks_while_it_is_sent_is_aborted_with_the_reason(
 ) -> None:
     source = BreakingSource(tiny_llama(0))
     publisher = publisher_of(controller, source)
-    source.broken = True
+    # Else the replica, whose segment is gone, may say why the round failed before its publisher does.
+    source.broken, source.sent = True, lambda: controller.received
     with pytest.raises(RuntimeError, match="out of memory"):
         publisher.publish(None)
     assert controller.ask("rounds")[-1].reason.endswith(": out of memory")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
+from deployments.errors import Conflict, InvalidRequest
 from deployments.protocol.adapters import LoadAdapter
 from deployments.protocol.reports import Outcome
 from deployments.trainer.lora.worker import LoraWorker
@@ -93,16 +93,6 @@ def test_a_publish_survives_a_controller_that_dies_in_any_of_its_calls(
     controller.dies_in[method] = fate
     report = published(worker)
     assert f"{report.name}@{report.version}" == expected and controller.live == [expected]
-
-
-def test_a_controller_that_does_not_answer_is_said_to(
-    spec: TrainerSpec, controller: ControllerInProcess
-) -> None:
-    worker = started(spec, controller)
-    controller.takes_s["load_adapter"] = 1e6
-    with pytest.raises(FleetUnavailable, match="has not answered 'load_adapter' within 300 s"):
-        worker.publish(None)
-    assert not list(adapter_directory(spec.store_dir).iterdir())
 
 
 def test_a_name_that_somebody_else_has_loaded_is_not_taken(
