@@ -32,7 +32,7 @@ from app.settings.gpus import check_gpus
 from app.settings.models import is_offline, resolve_model
 from app.settings.section import Device
 from deployments.errors import JournalError
-from deployments.weights.wire.ownership import remove_orphans
+from deployments.weights.wire.shared_memory import remove_orphans
 
 
 class Verdict(Enum):

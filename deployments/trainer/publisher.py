@@ -16,7 +16,6 @@ from deployments.trainer.snapshots import Snapshot, Snapshots
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.unary import UnaryHandle
 from deployments.vllm_plugin import register
-from deployments.weights.transports.agreement import Membership, agree
 from deployments.weights.transports.registry import (
     TRANSPORTS,
     SameGpu,
@@ -24,7 +23,7 @@ from deployments.weights.transports.registry import (
     backend,
     trainer_init_info,
 )
-from deployments.weights.transports.sender import WeightSender
+from deployments.weights.transports.sender import Membership, WeightSender, agree
 from deployments.weights.wire.digest import warm_up
 from trainers.sources import ParameterSource
 

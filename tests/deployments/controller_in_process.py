@@ -67,7 +67,7 @@ def _read(payload: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from deployments.weights.wire.chunk_layout import parse, plan_chunks
-    from deployments.weights.wire.segment_pool import open_locked
+    from deployments.weights.wire.shared_memory import open_locked
 
     metadata = parse(payload["names"], payload["dtype_names"], payload["shapes"])
     (chunk,) = plan_chunks(metadata, chunk_bytes=1 << 62)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from deployments.controller.controller import Controller
 from deployments.errors import FleetUnavailable
-from deployments.weights.wire.ownership import DIRECTORY, owner
+from deployments.weights.wire.shared_memory import DIRECTORY, owner
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
 from tests.simulation.publishers import HttpPublisher, Trainer

@@ -6,7 +6,7 @@ There is one at most. Its directory is owned by this process and goes with it (s
 import shutil
 from pathlib import Path
 
-from deployments.weights.wire.ownership import DIRECTORY, owner
+from deployments.weights.wire.shared_memory import DIRECTORY, owner
 
 
 class ReceivedAdapter:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.logs import serve_logger
-from deployments.weights.wire.ownership import DIRECTORY, owner
+from deployments.weights.wire.shared_memory import DIRECTORY, owner
 
 CONNECT_S = 10.0  # connections that workers have opened are accepted in this time
 

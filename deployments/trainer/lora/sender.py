@@ -23,7 +23,6 @@ from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.unary import UnaryHandle, run_sync
 from deployments.vllm_plugin import register
-from deployments.weights.transports.agreement import Membership, agree, call_off
 from deployments.weights.transports.registry import (
     TRANSPORTS,
     SameGpu,
@@ -31,6 +30,7 @@ from deployments.weights.transports.registry import (
     backend,
     trainer_init_info,
 )
+from deployments.weights.transports.sender import Membership, agree, call_off
 
 ONE_CHUNK = 1 << 62  # so a transfer is one payload on every transport
 logger = serve_logger()

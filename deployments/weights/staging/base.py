@@ -8,9 +8,8 @@ import torch
 from vllm.config import VllmConfig
 
 from deployments.weights.staging.reports import LoadPlanSummary
-from deployments.weights.wire.chunk_layout import Chunk
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest_definition import Findings
-from deployments.weights.wire.received_chunk import ReceivedChunk
 
 Tensors = list[tuple[str, torch.Tensor]]  # by Hugging Face name
 

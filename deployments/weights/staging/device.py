@@ -36,10 +36,9 @@ from deployments.weights.staging.nan_poison import NanPoison
 from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.staging.shadow_model import build_shadow, check_memory, check_support
 from deployments.weights.wire.checkpoint_schema import join_reasons
-from deployments.weights.wire.chunk_layout import Chunk
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest import warm_up
 from deployments.weights.wire.digest_definition import Findings
-from deployments.weights.wire.received_chunk import ReceivedChunk
 
 
 class DeviceStaging:

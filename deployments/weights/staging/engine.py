@@ -42,8 +42,7 @@ from deployments.weights.store.hub import cached, schema_of
 from deployments.weights.store.model_files import copy_model_files
 from deployments.weights.store.retained import RetainedVersions
 from deployments.weights.store.version_writer import SHARE_OF_A_CORE, VersionWriter
-from deployments.weights.wire.chunk_layout import Chunk
-from deployments.weights.wire.received_chunk import ReceivedChunk
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.received_files import ReceivedFiles
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)

@@ -20,9 +20,8 @@ from deployments.weights.staging.base import Staging, Tensors, check_draft
 from deployments.weights.staging.cpu.amx_mla import lacking, make_reloadable, not_reloadable
 from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.wire.checkpoint_schema import join_reasons
-from deployments.weights.wire.chunk_layout import Chunk
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest_definition import Findings
-from deployments.weights.wire.received_chunk import ReceivedChunk
 
 logger = init_logger(__name__)
 

@@ -20,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deployments.weights.staging.base import Tensors
-from deployments.weights.wire.chunk_layout import Chunk
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest import digest_tensor, prepare_inspection
 from deployments.weights.wire.digest_definition import Copy, Findings
-from deployments.weights.wire.received_chunk import ReceivedChunk
 
 _COPY = torch.ops.aten.copy_.default
 _CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # they pad a vocabulary

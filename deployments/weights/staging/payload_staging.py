@@ -20,9 +20,8 @@ from deployments.weights.staging.staging_thread import wait_for
 from deployments.weights.staging.throttle import Throttle
 from deployments.weights.store.retained import RetainedVersions
 from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, mismatches, missing
-from deployments.weights.wire.chunk_layout import Chunk
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest import inspect
-from deployments.weights.wire.received_chunk import ReceivedChunk
 from deployments.weights.wire.received_files import ReceivedFiles
 
 Chunks = Callable[[], Iterator[ReceivedChunk]]

@@ -24,7 +24,7 @@ from deployments.weights.store.checkpoint_files import files_of, parts_of
 from deployments.weights.store.file_bytes import open_file, read_into
 from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.store.versions import MANIFEST
-from deployments.weights.wire.digest_host import digest_bytes
+from deployments.weights.wire.digest_definition import digest_bytes
 
 PART_BYTES = 256 << 20  # what a replica stages at a time, and what one deadline is for
 Identity = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns

@@ -14,8 +14,13 @@ from safetensors.torch import _TYPES as SAFETENSORS_DTYPES
 from deployments.protocol.files import FilePart
 from deployments.weights.store.file_bytes import open_file, read_into
 from deployments.weights.wire.checkpoint_schema import join_reasons
-from deployments.weights.wire.chunk_layout import Chunk, plan_chunks, write_digests
-from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
+from deployments.weights.wire.chunk_layout import (
+    Chunk,
+    ReceivedChunk,
+    packed_chunk,
+    plan_chunks,
+    write_digests,
+)
 
 _UNBOUNDED = 1 << 62  # a part is one chunk
 _POLL_S = 0.01

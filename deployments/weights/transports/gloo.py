@@ -20,9 +20,8 @@ from deployments.weights.transports.broadcast import (
     BroadcastTrainerInitInfo,
 )
 from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
-from deployments.weights.transports.rendezvous import RendezvousInfo, rendezvous
-from deployments.weights.transports.roll_call import RollCall
-from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
+from deployments.weights.transports.rendezvous import RendezvousInfo, RollCall, rendezvous
+from deployments.weights.wire.chunk_layout import ReceivedChunk, packed_chunk
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["gloo"].chunk_bytes
 ABORTED = "the transfer group was aborted"

@@ -4,20 +4,77 @@ A channel is GPU memory that the trainer rank shares (two buffers, or the model'
 counters in shared memory. `Channel` describes it to the workers in JSON types, once per connection.
 """
 
+import base64
 import mmap
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from deployments.errors import TransferFailed
-from deployments.weights.transports.ipc_memory import MemoryHandle
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
 from deployments.weights.wire.chunk_layout import DescribedTensors
 from deployments.weights.wire.shared_memory import create_mapping, open_mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryHandle:
+    """A CUDA storage that another process can open: what torch's `_share_cuda_` returns, bytes in base64."""
+
+    memory: str
+    size_bytes: int
+    offset_bytes: int
+    counter: str  # in shared memory: torch counts there who uses the storage
+    counter_offset: int
+    event: str
+    sync: bool
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """The UUID of a CUDA device, which is the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def share_memory(tensor: torch.Tensor) -> MemoryHandle:
+    """The handle of a CUDA tensor's storage, which must outlive its users."""
+    # The first part is this process's index of the device.
+    _, memory, size, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
+    return MemoryHandle(
+        memory=base64.b64encode(memory).decode(),
+        size_bytes=size,
+        offset_bytes=offset,
+        counter=base64.b64encode(counter).decode(),
+        counter_offset=counter_offset,
+        event=base64.b64encode(event).decode(),
+        sync=sync,
+    )
+
+
+def open_memory(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
+    """The storage of another process (uint8 [handle.size_bytes]).
+
+    Raises:
+        ValueError: the handle is not one of `share_memory`, or the driver refuses it.
+    """
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(
+            device.index,  # the sender may number its devices otherwise
+            base64.b64decode(handle.memory),
+            handle.size_bytes,
+            handle.offset_bytes,
+            base64.b64decode(handle.counter),
+            handle.counter_offset,
+            base64.b64decode(handle.event),
+            handle.sync,
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the CUDA IPC handle cannot be opened: {error}") from error
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
 
 BUFFERS = 2
 

@@ -10,12 +10,23 @@ from itertools import accumulate
 
 import torch
 
-from deployments.weights.transports.ipc_channel import ResidentTensors, TensorLocation
-from deployments.weights.transports.ipc_memory import open_memory, share_memory
-from deployments.weights.wire.chunk_layout import Chunk, Entry, largest, view, write_digests
+from deployments.weights.transports.ipc_channel import (
+    ResidentTensors,
+    TensorLocation,
+    open_memory,
+    share_memory,
+)
+from deployments.weights.wire.chunk_layout import (
+    Chunk,
+    Entry,
+    ReceivedChunk,
+    largest,
+    packed_chunk,
+    view,
+    write_digests,
+)
 from deployments.weights.wire.digest import prepare_inspection
 from deployments.weights.wire.digest_definition import DIGEST_BYTES
-from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
 
 class SharedTensors:

@@ -23,8 +23,7 @@ from deployments.weights.transports.broadcast import (
 from deployments.weights.transports.nccl_communicator import BUFFERS, NcclGroup
 from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
 from deployments.weights.transports.rendezvous import RendezvousInfo
-from deployments.weights.wire.chunk_layout import largest
-from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
+from deployments.weights.wire.chunk_layout import ReceivedChunk, largest, packed_chunk
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["nccl"].chunk_bytes
 

@@ -22,10 +22,8 @@ from vllm.distributed.weight_transfer.base import (
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
 from deployments.weights.transports.sender import WeightSender
-from deployments.weights.wire.chunk_layout import Chunk, describe, layout
-from deployments.weights.wire.ownership import remove_orphans
-from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
-from deployments.weights.wire.segment_pool import Segment, SegmentPool, open_locked
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, layout, packed_chunk
+from deployments.weights.wire.shared_memory import Segment, SegmentPool, open_locked, remove_orphans
 
 DEFAULT_CHUNK_BYTES = TRANSPORTS["shm"].chunk_bytes
 _UNBOUNDED = 1 << 62  # a payload is one chunk of any size

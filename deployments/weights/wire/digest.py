@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from deployments.weights.wire.digest_definition import Copy, Findings, unsigned
-from deployments.weights.wire.digest_host import digest_bytes
+from deployments.weights.wire.digest_definition import Copy, Findings, digest_bytes, unsigned
 
 _WARMED_UP = (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16)
 T = TypeVar("T")

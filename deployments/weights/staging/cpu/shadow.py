@@ -27,9 +27,8 @@ from deployments.weights.staging.base import Tensors
 from deployments.weights.staging.cpu.blank_parameters import BlankParameter, BlankParameters, Loaded
 from deployments.weights.staging.cpu.exchange import Exchange
 from deployments.weights.staging.reports import LoadPlanSummary
-from deployments.weights.wire.chunk_layout import Chunk
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest_definition import Findings
-from deployments.weights.wire.received_chunk import ReceivedChunk
 
 GIB = 1 << 30
 

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.staging.staging_thread import wait_for
-from deployments.weights.transports.ipc_memory import gpu_uuid
+from deployments.weights.transports.ipc_channel import gpu_uuid
 from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.vllm_wire.packing import (
     one_piece,
@@ -27,9 +27,8 @@ from deployments.weights.transports.vllm_wire.packing import (
     received_tensors,
     separate_tensors,
 )
-from deployments.weights.wire.chunk_layout import Chunk, Entry
+from deployments.weights.wire.chunk_layout import Chunk, Entry, ReceivedChunk
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
-from deployments.weights.wire.received_chunk import ReceivedChunk
 
 _DEVICE = 6  # of the parts of a handle: the sender's index of the device
 Handle = tuple[Any, ...]

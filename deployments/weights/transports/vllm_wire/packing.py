@@ -13,9 +13,8 @@ from itertools import count
 
 import torch
 
-from deployments.weights.wire.chunk_layout import Chunk, Entry, parse, plan_chunks
+from deployments.weights.wire.chunk_layout import Chunk, Entry, ReceivedChunk, parse, plan_chunks
 from deployments.weights.wire.digest_definition import WORD_BYTES
-from deployments.weights.wire.received_chunk import ReceivedChunk
 
 _CACHED_LAYOUTS = 1024  # a round over IPC has one for each piece
 _moving = count(-1, -1)  # keys of memory that is another one each time

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from deployments.replica.adapters.engine_adapters import EngineAdapters
-from deployments.weights.wire.ownership import disown
+from deployments.weights.wire.shared_memory import disown
 from tests.deployments.replica.adapters.fake_llm import FakeLlm
 from tests.tiny_models import save_tiny_llama
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deployments.replica.adapters.worker_calls import WorkerCalls, answer_calls, open_connection
-from deployments.weights.wire.ownership import DIRECTORY, disown, owner
+from deployments.weights.wire.shared_memory import DIRECTORY, disown, owner
 
 
 class Workers:

@@ -20,8 +20,7 @@ from deployments.weights.staging.base import Staging
 from deployments.weights.staging.host import HostStaging, replacing_all
 from deployments.weights.staging.model_state.observation import changed, observe, same
 from deployments.weights.staging.model_state.reachable import name_of
-from deployments.weights.wire.chunk_layout import describe, layout, pack
-from deployments.weights.wire.received_chunk import packed_chunk
+from deployments.weights.wire.chunk_layout import describe, layout, pack, packed_chunk
 from tests.deployments.weights.staging.cpu_kernels import use_kernels
 from tests.deployments.weights.staging.device_without_gpu import device_staging
 from tests.deployments.weights.staging.families import FAMILIES, GPU_FAMILIES, MLA, MLA_SIZES, SMALL

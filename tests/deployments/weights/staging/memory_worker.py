@@ -21,10 +21,9 @@ from deployments.weights.staging.cpu.shadow import CpuShadowStaging
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.reports import StagingState, from_wire
 from deployments.weights.staging.worker_extension import StagingWorkerExtension
-from deployments.weights.wire.chunk_layout import pack, plan_chunks
+from deployments.weights.wire.chunk_layout import ReceivedChunk, pack, packed_chunk, plan_chunks
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
-from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
 
 Tensors = list[tuple[str, torch.Tensor]]
 

@@ -7,10 +7,9 @@ import torch
 
 from deployments.weights.staging.base import Tensors
 from deployments.weights.staging.load_plan import LoadPlans
-from deployments.weights.wire.chunk_layout import Chunk, pack, plan_chunks
+from deployments.weights.wire.chunk_layout import Chunk, pack, packed_chunk, plan_chunks
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import unsigned
-from deployments.weights.wire.received_chunk import packed_chunk
 
 HEADS, WIDTH = 6, 8
 

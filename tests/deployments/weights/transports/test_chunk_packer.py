@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from deployments.weights.transports.chunk_packer import ChunkPacker
+from deployments.weights.wire.chunk_layout import packed_chunk
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import unsigned
-from deployments.weights.wire.received_chunk import packed_chunk
 from tests.deployments.weights.transports.transport_fleet import ListSource, Resident, Tensors
 
 

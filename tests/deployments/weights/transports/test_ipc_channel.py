@@ -19,6 +19,7 @@ from deployments.weights.transports.ipc_channel import (
     TAKEN,
     Channel,
     IpcInitInfo,
+    MemoryHandle,
     PackedBuffers,
     Page,
     ResidentTensors,
@@ -28,10 +29,15 @@ from deployments.weights.transports.ipc_channel import (
     open_page,
     parse_channels,
 )
-from deployments.weights.transports.ipc_memory import MemoryHandle
 from deployments.weights.transports.ipc_tensors import LocalChunk, OpenedTensors, check_location
-from deployments.weights.wire.chunk_layout import Entry, describe, pack, read_digests
-from deployments.weights.wire.received_chunk import ReceivedChunk, packed_chunk
+from deployments.weights.wire.chunk_layout import (
+    Entry,
+    ReceivedChunk,
+    describe,
+    pack,
+    packed_chunk,
+    read_digests,
+)
 from deployments.weights.wire.shared_memory import remove_segment
 
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from deployments.errors import TransferFailed
-from deployments.weights.transports import ipc, ipc_ranks
+from deployments.weights.transports import ipc
 from deployments.weights.transports.ipc import IpcTrainerInitInfo, IpcTrainerWeightTransferEngine
 from deployments.weights.transports.ipc_channel import (
     ABANDONED,
     PUBLISHED,
     TAKEN,
+    MemoryHandle,
     PackedBuffers,
     Page,
     open_page,
     parse_channels,
 )
-from deployments.weights.transports.ipc_memory import MemoryHandle
 from tests.deployments.weights.transports.transport_fleet import ListSource
 
 TIMEOUT_S = 20.0  # of the waits in the pages
@@ -134,8 +134,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
             pass
 
     made = Ranks()
-    for module in (ipc, ipc_ranks):
-        monkeypatch.setattr(module, "gather_from_ranks", made.gather)
+    monkeypatch.setattr(ipc, "gather_from_ranks", made.gather)
     monkeypatch.setattr(ipc, "gpu_uuid", lambda _: f"GPU-{made.current.rank}")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)

@@ -1,3 +1,5 @@
+"""After a failure the members that are there find out who is not. The store and the groups are torch's."""
+
 import re
 import socket
 import threading
@@ -7,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from deployments.errors import TransferFailed
-from deployments.weights.transports.rendezvous import rendezvous
+from deployments.weights.transports import rendezvous as rendezvous_module
+from deployments.weights.transports.gloo import GlooGroup
+from deployments.weights.transports.rendezvous import HOST_S, RollCall, rendezvous
 from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
 
 
@@ -100,3 +105,113 @@ def test_a_check_that_raises_ends_the_wait_for_a_host_that_stands_still() -> Non
             rendezvous(info, 1, check)
         assert time.monotonic() - start < 2.0
     wait_for_abandoned_threads()
+
+
+@pytest.mark.slow
+def test_members_that_answer_are_not_missing_and_the_others_are() -> None:
+    info = info_for(4, timeout_s=30.0)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        stores = [store for store, _ in pool.map(lambda rank: rendezvous(info, rank, go_on), range(4))]
+        calls = [RollCall(store, rank, 4) for rank, store in enumerate(stores)]
+        assert not calls[1].is_called()
+        first = pool.submit(calls[1].missing, 1)
+        while not calls[0].is_called():
+            time.sleep(0.01)
+        others = [pool.submit(calls[rank].missing, 1) for rank in (0, 3)]
+        assert [future.result(20.0) for future in (first, *others)] == [(2,)] * 3
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits to the end waits so long that a busy machine is not taken for it."""
+    monkeypatch.setattr(rendezvous_module, "ROLL_CALL_S", 30.0)
+    monkeypatch.setattr(rendezvous_module, "HOST_S", 30.0)
+
+
+def test_everybody_is_there(patient: None) -> None:
+    info = info_for(2, timeout_s=30.0)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        stores = [store for store, _ in pool.map(lambda rank: rendezvous(info, rank, go_on), range(2))]
+        start = time.monotonic()
+        assert list(pool.map(lambda rank: RollCall(stores[rank], rank, 2).missing(1), range(2))) == [(), ()]
+        assert time.monotonic() - start < 15.0
+
+
+class Unreachable:
+    def set(self, key: str, value: str, /) -> None:
+        raise RuntimeError("connection reset by peer")
+
+    def get(self, key: str, /) -> bytes:
+        raise RuntimeError("connection reset by peer")
+
+    def check(self, keys: list[str], /) -> bool:
+        raise RuntimeError("connection reset by peer")
+
+
+def test_a_member_that_cannot_ask_names_nobody() -> None:
+    call = RollCall(Unreachable(), 1, 3)
+    assert not call.is_called() and call.missing(1) == ()
+
+
+class Silent(Unreachable):
+    """Its host stands still."""
+
+    def set(self, key: str, value: str, /) -> None:
+        threading.Event().wait(30.0)
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
+    call = RollCall(Silent(), 1, 3)
+    start = time.monotonic()
+    call.finished(4)
+    assert not call.is_called()
+    assert call.missing(5) == ()
+    assert time.monotonic() - start < 15.0
+
+
+def test_a_check_that_raises_ends_the_roll_call(patient: None) -> None:
+    def check() -> None:
+        raise OSError("the fleet has aborted the round")
+
+    start = time.monotonic()
+    with pytest.raises(OSError, match=r"^the fleet has aborted the round$"):
+        RollCall(Silent(), 1, 3).missing(1, check)
+    assert time.monotonic() - start < 15.0
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_join_is_named_by_those_that_did() -> None:
+    info = info_for(4, timeout_s=1.0)
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        futures = [pool.submit(rendezvous, info, rank, go_on) for rank in (0, 1, 3)]
+        for future in futures:
+            with pytest.raises(TransferFailed, match=r"ranks \[2\] did not join$") as error:
+                future.result(20.0)
+            assert error.value.missing_ranks == (2,)
+
+
+@pytest.mark.slow
+def test_a_member_that_has_finished_what_the_others_wait_in_is_not_missing() -> None:
+    info = info_for(3, timeout_s=30.0)
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        stores = [store for store, _ in pool.map(lambda rank: rendezvous(info, rank, go_on), range(3))]
+        calls = [RollCall(store, rank, 3) for rank, store in enumerate(stores)]
+        calls[0].finished(7)
+        calls[1].finished(6)
+        assert calls[2].missing(7) == (1,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [1, 2, 3])
+def test_gloo_names_the_member_that_takes_part_in_no_broadcast(silent: int) -> None:
+    info = info_for(4, timeout_s=3.0)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        groups = list(pool.map(lambda rank: GlooGroup(info, rank, go_on), range(4)))
+        block = torch.zeros(4 << 20, dtype=torch.uint8)  # larger than the kernel's socket buffers
+        others = [rank for rank in range(4) if rank != silent]
+        futures = [pool.submit(groups[rank].broadcast, block.clone()) for rank in others]
+        errors = [future.exception(3.0 + 2 * HOST_S) for future in futures]
+    failed = [error for error in errors if error is not None]
+    assert failed and all(isinstance(error, TransferFailed) for error in failed)
+    assert {error.missing_ranks for error in failed} == {(silent,)}  # type: ignore[attr-defined]

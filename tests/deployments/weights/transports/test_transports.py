@@ -14,8 +14,7 @@ from deployments.weights.staging.progress_page import ProgressPage
 from deployments.weights.staging.reports import StagingState
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
-from deployments.weights.wire.ownership import DIRECTORY, owner
-from deployments.weights.wire.shared_memory import remove_segment
+from deployments.weights.wire.shared_memory import DIRECTORY, owner, remove_segment
 from tests.deployments.weights.transports.transport_contract import (
     connect,
     device_of,

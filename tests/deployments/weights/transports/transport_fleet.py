@@ -24,9 +24,9 @@ from deployments.protocol.reports import Outcome
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.reports import ConnectState, StagingState
 from deployments.weights.transports.registry import TRANSPORTS
+from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
-from deployments.weights.wire.received_chunk import ReceivedChunk
 
 DEADLINE_S = 90.0
 POLL_S = 0.002

@@ -8,13 +8,13 @@ from deployments.weights.wire.chunk_layout import (
     describe,
     layout,
     pack,
+    packed_chunk,
     parse,
     plan_chunks,
     read_digests,
 )
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import unsigned
-from deployments.weights.wire.received_chunk import packed_chunk
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])
 SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)

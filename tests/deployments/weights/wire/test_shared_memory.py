@@ -1,14 +1,30 @@
+"""Names in shared memory whose owner is gone are removed, and no others. The owners are real processes."""
+
 import mmap
+import os
 import re
-from collections.abc import Iterator
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from deployments.weights.wire.ownership import DIRECTORY, owner
+from deployments.weights.wire import shared_memory
 from deployments.weights.wire.shared_memory import (
+    DIRECTORY,
+    Segment,
+    SegmentPool,
     SharedWords,
     create_mapping,
+    disown,
+    open_locked,
     open_mapping,
+    owner,
+    remove_orphans,
     remove_segment,
 )
 
@@ -64,3 +80,362 @@ def test_words_of_a_segment_are_seen_by_everybody_who_maps_it() -> None:
     remove_segment(name)
     mapping[:8] = (-7).to_bytes(8, "little", signed=True)
     assert words.first() == -7
+
+
+HOLDS = """
+import multiprocessing.synchronize, os, sys, time
+from deployments.weights.wire.shared_memory import DIRECTORY, disown, owner
+from deployments.weights.wire.shared_memory import create_mapping
+create_mapping(8)
+(DIRECTORY / owner().name("ipc")).mkdir()
+(DIRECTORY / owner().name("ipc") / "socket").touch()
+(DIRECTORY / ("sem." + owner().name("mp-1"))).touch()
+print(owner().id, os.getpid(), flush=True)
+if sys.stdin.readline():
+    disown()
+    print("disowned", flush=True)
+    sys.stdin.read()
+"""
+
+
+class Holder:
+    """A process with a segment, a directory and a semaphore."""
+
+    def __init__(self, *prefix: str) -> None:
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.owner_id, self.pid = self._process.stdout.readline().split()  # its number where it runs
+
+    def names(self) -> list[str]:
+        return [path.name for path in DIRECTORY.iterdir() if f"slipstream-{self.owner_id}-" in path.name]
+
+    def disown(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("disown\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "disowned\n"
+
+    def kill(self, wait: bool = True) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        if wait:
+            self._process.wait()
+        else:  # a zombie
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.fixture
+def holder() -> Iterator[Callable[..., Holder]]:
+    started: list[Holder] = []
+
+    def start(*prefix: str) -> Holder:
+        started.append(Holder(*prefix))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+    remove_orphans()
+
+
+def test_names_of_a_killed_process_are_removed_and_those_of_a_living_one_are_not(
+    holder: Callable[..., Holder],
+) -> None:
+    killed, living = holder(), holder()
+    assert len(killed.names()) == len(living.names()) == 4
+    killed.kill()
+    remove_orphans()
+    assert killed.names() == []
+    assert len(living.names()) == 4
+
+
+@pytest.fixture
+def left_by_libraries() -> Iterator[Callable[[int], list[Path]]]:
+    """Makes what torch and the CUDA driver leave of a process with this number that is killed."""
+    made: list[Path] = []
+
+    def make(pid: int) -> list[Path]:
+        new = [DIRECTORY / f"torch_{pid}_1234_0", DIRECTORY / f"cuda.shm.0.{pid:x}.1"]
+        for path in new:
+            path.touch()
+        made.extend(new)
+        return new
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_what_libraries_have_left_of_a_killed_process_goes_with_its_names(
+    holder: Callable[..., Holder], left_by_libraries: Callable[[int], list[Path]], waited_for: bool
+) -> None:
+    killed, living = holder(), holder()
+    gone, kept = left_by_libraries(int(killed.pid)), left_by_libraries(int(living.pid))
+    others = left_by_libraries(10 * int(killed.pid))  # its number begins as the killed one's
+    remove_orphans()
+    assert all(path.exists() for path in (*gone, *kept, *others))
+    killed.kill(wait=waited_for)
+    remove_orphans()
+    assert not any(path.exists() for path in gone)
+    assert all(path.exists() for path in (*kept, *others))
+
+
+def test_what_libraries_have_left_of_a_process_that_disowned_its_names_goes_once_it_has_ended(
+    holder: Callable[..., Holder], left_by_libraries: Callable[[int], list[Path]]
+) -> None:
+    disowns = holder()
+    left = left_by_libraries(int(disowns.pid))
+    disowns.disown()
+    remove_orphans()
+    assert all(path.exists() for path in left) and disowns.names() == [f"slipstream-{disowns.owner_id}-owner"]
+    disowns.kill()
+    remove_orphans()
+    assert not any(path.exists() for path in left) and disowns.names() == []
+
+
+SHARES = """
+import os, sys, torch
+from torch.multiprocessing.reductions import reduce_tensor
+from deployments.weights.wire.shared_memory import disown, owner
+owner()
+shared = reduce_tensor(torch.ones(8, device="cuda"))
+print(os.getpid(), flush=True)
+if sys.stdin.readline():
+    disown()
+    os._exit(0)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("killed", [True, False])
+def test_of_a_process_that_shared_memory_of_a_gpu_nothing_is_left(killed: bool) -> None:
+    shares = subprocess.Popen(
+        [sys.executable, "-c", SHARES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert shares.stdin is not None and shares.stdout is not None
+    pid = int(shares.stdout.readline())
+    names = (f"torch_{pid}_*", f"cuda.shm.*.{pid:x}.*")
+    try:
+        assert [path for each in names for path in DIRECTORY.glob(each)]  # else torch makes none any more
+        if not killed:  # as Ray ends an actor: Python's exit, and not the driver's
+            shares.communicate("end\n", timeout=60)
+    finally:
+        shares.kill()
+        shares.wait()
+    remove_orphans()
+    assert not [path for each in names for path in DIRECTORY.glob(each)]
+
+
+def test_a_number_of_another_namespace_is_nobodys_here(
+    holder: Callable[..., Holder], left_by_libraries: Callable[[int], list[Path]]
+) -> None:
+    inside = holder(*in_a_namespace())
+    same_number = left_by_libraries(int(inside.pid))
+    (DIRECTORY / f"slipstream-{inside.owner_id}-owner").write_text(
+        f"pid:[1] {2**22 + 1}"
+    )  # no such process here
+    free_number = left_by_libraries(2**22 + 1)
+    inside.kill()
+    deadline = time.monotonic() + 20
+    while inside.names():
+        assert time.monotonic() < deadline, inside.names()
+        remove_orphans()
+        time.sleep(0.05)
+    assert all(path.exists() for path in (*same_number, *free_number))
+
+
+def in_a_namespace() -> tuple[str, ...]:
+    command = ("unshare", "--pid", "--fork", "--kill-child")
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], check=False).returncode:
+        pytest.skip("this user may not make a process namespace")
+    return command
+
+
+def test_process_ids_do_not_count_because_containers_have_their_own(holder: Callable[..., Holder]) -> None:
+    # Inside, the process has number 1: outside, that is another process, and it never ends.
+    inside = holder(*in_a_namespace())
+    remove_orphans()
+    assert len(inside.names()) == 4
+    inside.kill()
+    deadline = time.monotonic() + 20
+    while inside.names():  # the namespace ends a moment after the process that made it
+        assert time.monotonic() < deadline, inside.names()
+        remove_orphans()
+        time.sleep(0.05)
+
+
+def test_names_of_other_programs_are_left_alone() -> None:
+    others = [DIRECTORY / f"psm_{os.getpid()}", DIRECTORY / f"slipstream-{os.getpid()}-notes"]
+    for path in others:
+        path.touch()
+    try:
+        remove_orphans()
+        assert all(path.exists() for path in others)
+    finally:
+        for path in others:
+            path.unlink()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"pid:[1] 99999999999999999999"])
+def test_an_owner_that_says_nothing_of_its_process_owns_its_names_all_the_same(content: bytes | None) -> None:
+    names, file = DIRECTORY / owner().name("x"), DIRECTORY / owner().name("owner")
+    names.touch()
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    disown()
+    assert not names.exists() and not file.exists()
+
+
+def test_a_process_can_remove_what_it_owns() -> None:
+    names = Path(DIRECTORY / owner().name("x"))
+    names.touch()
+    own = owner().id
+    remove_orphans()
+    assert names.exists()
+    disown()
+    assert not [path for path in DIRECTORY.iterdir() if own in path.name]
+    assert owner().id != own
+
+
+SIZE = 4096
+RECEIVER = """
+import sys
+from deployments.weights.wire.shared_memory import open_locked
+mapping = open_locked(sys.argv[1], int(sys.argv[2]))
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+OTHERS: set[str] = set()  # of tests before
+
+
+@pytest.fixture
+def pool() -> Iterator[SegmentPool]:
+    OTHERS.clear()
+    OTHERS.update(names())
+    pool = SegmentPool()
+    yield pool
+    pool.close()
+
+
+def names() -> set[str]:
+    return {path.name for path in DIRECTORY.glob(owner().name("*"))} - OTHERS
+
+
+def sent(pool: SegmentPool, content: bytes) -> Segment:
+    """As a sender does: its name has been told."""
+    segment = pool.take(0, SIZE)
+    segment.mapping[: len(content)] = content
+    return segment
+
+
+def test_memory_that_nobody_maps_is_filled_again_under_another_name(pool: SegmentPool) -> None:
+    first = sent(pool, b"one")
+    name = first.name
+    mapping = open_locked(name, SIZE)
+    first.rename(first.name)
+    del mapping
+    second = sent(pool, b"two")
+    assert second is first and second.name != name and len(names()) == 1
+    assert open_locked(second.name, SIZE)[:3] == b"two"
+
+
+def test_what_a_receiver_still_maps_stays_as_it_is(pool: SegmentPool) -> None:
+    first = sent(pool, b"one")
+    mapping = open_locked(first.name, SIZE)
+    first.rename(first.name)
+    view = memoryview(mapping)  # as a tensor has it
+    del mapping
+    second = sent(pool, b"two")
+    assert second is not first and bytes(view[:3]) == b"one" and names() == {second.name}
+    del view
+    second.rename(second.name)
+    assert sent(pool, b"three") is second
+
+
+def test_a_receiver_that_is_killed_maps_nothing(pool: SegmentPool) -> None:
+    segment = sent(pool, b"one")
+    command = [sys.executable, "-c", RECEIVER, segment.name, str(SIZE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdout is not None and receiver.stdout.readline() == b"mapped\n"
+        assert not segment.is_free()
+        receiver.kill()
+        receiver.wait(30)
+        assert segment.is_free()
+
+
+def test_a_receiver_that_comes_late_finds_nothing(pool: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = sent(pool, b"one")
+    name = segment.name
+    opened = os.open
+
+    def slow(path: os.PathLike[str], flags: int) -> int:
+        descriptor = opened(path, flags)
+        segment.rename(name)  # all others have it, and the next round begins
+        return descriptor
+
+    monkeypatch.setattr(os, "open", slow)
+    with pytest.raises(ValueError, match=f"^segment '{name}' does not exist on this host any more$"):
+        open_locked(name, SIZE)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"^segment '{name}' does not exist on this host$"):
+        open_locked(name, SIZE)
+    assert segment.is_free()
+
+
+def test_a_call_that_was_abandoned_tells_no_name_of_the_next_round(pool: SegmentPool) -> None:
+    first = sent(pool, b"one")
+    told = first.name  # and nobody has opened it yet
+    second = sent(pool, b"two")
+    assert second is first and second.name != told
+    with pytest.raises(ValueError, match=f"^segment '{told}' does not exist on this host$"):
+        open_locked(told, SIZE)
+    name = second.name
+    first.rename(told)  # the call has ended now
+    assert second.name == name and open_locked(name, SIZE)[:3] == b"two"
+
+
+def test_a_chunk_of_another_size_gets_other_memory(pool: SegmentPool) -> None:
+    first = pool.take(0, SIZE)
+    assert len(pool.take(0, 2 * SIZE).mapping) == 2 * SIZE
+    assert pool.take(1, SIZE) is not first and len(names()) == 2
+
+
+def test_no_name_is_left(pool: SegmentPool) -> None:
+    segment = pool.take(0, SIZE)
+    pool.close()
+    segment.rename(segment.name)  # on the thread of a call that was abandoned
+    assert not names()
+    unclosed = SegmentPool()
+    unclosed.take(0, SIZE)
+    assert len(names()) == 1
+    del unclosed
+    assert not names()
+
+
+def test_a_fork_of_the_sender_removes_nothing(pool: SegmentPool) -> None:
+    segment = pool.take(0, SIZE)
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert names() == {segment.name} and segment.is_free()
+
+
+def test_the_lock_ends_with_the_mapping_and_not_before() -> None:
+    segment = Segment(SIZE)
+    locked = open_locked(segment.name, SIZE)
+    assert not segment.is_free()
+    locked.close()
+    assert segment.is_free()
+    unlocked = shared_memory.open_mapping(segment.name, mmap.ACCESS_READ, SIZE)
+    assert segment.is_free() and len(unlocked) == SIZE
+    segment.close()

@@ -15,10 +15,15 @@ from torch.distributed import HashStore, PrefixStore
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 from deployments.errors import TransferFailed
-from deployments.weights.transports import nccl_communicator, nccl_creation
-from deployments.weights.transports.nccl_communicator import NcclGroup
-from deployments.weights.transports.nccl_creation import Create, by_store, by_unique_id, create_in_time
-from deployments.weights.transports.roll_call import RollCall
+from deployments.weights.transports import nccl_communicator
+from deployments.weights.transports.nccl_communicator import (
+    Create,
+    NcclGroup,
+    by_store,
+    by_unique_id,
+    create_in_time,
+)
+from deployments.weights.transports.rendezvous import RollCall
 from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
 
 PATIENCE_S = 10.0
@@ -162,8 +167,8 @@ class Collective(Communicator):
 @pytest.mark.parametrize("way", ["store", "unique id"])
 def test_an_abort_ends_the_first_collective(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Collective.made = []
-    monkeypatch.setattr(nccl_creation, "PyNcclCommunicator", Collective)
-    monkeypatch.setattr(nccl_creation, "_own_stream", lambda _: nullcontext())
+    monkeypatch.setattr(nccl_communicator, "PyNcclCommunicator", Collective)
+    monkeypatch.setattr(nccl_communicator, "_own_stream", lambda _: nullcontext())
     group = PrefixStore("group", HashStore())
     call = by_store(group, 3, 1, DEVICE) if way == "store" else by_unique_id(b"id", 3, 1, DEVICE)
     with pytest.raises(TransferFailed, match=r"no progress in 0\.3 s"):
@@ -184,7 +189,7 @@ def test_a_collective_does_not_begin_after_the_wait_has_ended(
             nccl.returns.wait(PATIENCE_S)
             super().__init__()
 
-    monkeypatch.setattr(nccl_creation, "PyNcclCommunicator", Late)
+    monkeypatch.setattr(nccl_communicator, "PyNcclCommunicator", Late)
     with pytest.raises(TransferFailed, match=r"no progress in 0\.3 s"):
         create(lambda kind: kind())  # type: ignore[call-arg]
     nccl.returns.set()
@@ -197,8 +202,8 @@ def test_a_disabled_communicator_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         def all_reduce(self) -> None:
             self.disabled = True
 
-    monkeypatch.setattr(nccl_creation, "PyNcclCommunicator", Disabled)
-    monkeypatch.setattr(nccl_creation, "_own_stream", lambda _: nullcontext())
+    monkeypatch.setattr(nccl_communicator, "PyNcclCommunicator", Disabled)
+    monkeypatch.setattr(nccl_communicator, "_own_stream", lambda _: nullcontext())
     with pytest.raises(ValueError, match=r"vLLM has disabled its NCCL communicator$"):
         create(by_unique_id(b"id", 3, 1, DEVICE), 60.0)
 
