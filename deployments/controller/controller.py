@@ -3,8 +3,8 @@
     replica    poll ──► waits up to `poll_s` for updates of its own ──► Directive
     publisher  connect, send, close_round ──► waits until the replicas have answered
 
-What waits and ticks is in `durable_ledger`, what writes to the disk in `journal_writer`. The calls of
-publishers are in `publisher_calls`, those for adapters in `adapter_calls`.
+What waits, ticks and writes to the disk is in `durable_ledger`. The calls of publishers are in
+`publisher_calls`, those for adapters in `adapter_calls`.
 """
 
 import asyncio
@@ -17,14 +17,13 @@ from pydantic import JsonValue
 
 from deployments.controller.adapter_calls import AdapterCalls
 from deployments.controller.adapter_files import AdapterKeeper
-from deployments.controller.disk import Disk
-from deployments.controller.durable_ledger import DurableLedger
+from deployments.controller.durable_ledger import DurableLedger, open_journal
+from deployments.controller.journal import Journal
 from deployments.controller.liveness import End, IsAlive
 from deployments.controller.pace import Pace
 from deployments.controller.poll_server import PollServer
 from deployments.controller.publisher_calls import PublisherCalls
 from deployments.controller.room import Room, no_limit
-from deployments.controller.state_checks import check_adapters, check_model
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.errors import FleetUnavailable, JournalError
 from deployments.ledger.adapters.catalog import AdapterLimits
@@ -56,7 +55,7 @@ class Controller(PublisherCalls, AdapterCalls):
         end: ends the process of a replica that is lost because it stood still.
         poll_s, silent_s: see `Pace`.
         clock: seconds, monotonic.
-        disk: where the state directory is; None: a file system of this host.
+        open_journal: opens the one in the state directory.
 
     Raises:
         JournalError: the state directory cannot be used, has adapters that no replica takes, or the store has
@@ -82,7 +81,7 @@ class Controller(PublisherCalls, AdapterCalls):
         silent_s: float = 2.0,
         tick_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
-        disk: Disk | None = None,
+        open_journal: Callable[[Path], Journal] = open_journal,
     ) -> None:
         self._config, self._room = config, room
         ledger = Ledger(
@@ -101,13 +100,13 @@ class Controller(PublisherCalls, AdapterCalls):
             tick_s=tick_s,
             clock=clock,
             on_tick=self._remove_old,
-            disk=disk,
+            open_journal=open_journal,
         )
         super().__init__(ledger, durable, adapter_files)
         try:
             self._keeper.check_owner(Path(state_dir))
-            check_model(ledger, model, Path(state_dir))
-            check_adapters(ledger, None if adapters is None else adapters.refusal, Path(state_dir))
+            _check_model(ledger, model, Path(state_dir))
+            _check_adapters(ledger, None if adapters is None else adapters.refusal, Path(state_dir))
         except JournalError:
             self._durable.release()
             raise
@@ -254,3 +253,39 @@ class Controller(PublisherCalls, AdapterCalls):
         await self._durable.aclose()
         await self._keeper.aclose()
         await self._adapter_files.aclose()
+
+
+def _check_model(ledger: Ledger, model: str | None, state_dir: Path) -> None:
+    """Engines start from the newest stored version: they would answer from the former model.
+
+    Args:
+        model: as the user names it; a directory is absolute. None: not known.
+
+    Raises:
+        JournalError: the fleet has versions or adapters of another model.
+    """
+    other = None if model is None else ledger.serve(model)
+    if other is not None:
+        raise JournalError(
+            f"{state_dir} has versions of the model {other!r}, and 'model' is {model!r}: engines would load "
+            "the former, and answer under the new name. To serve another model, move that directory away or "
+            "set 'state_dir' to a new one; if it is the same model elsewhere, link its former path to it"
+        )
+
+
+def _check_adapters(ledger: Ledger, refusal: str | None, state_dir: Path) -> None:
+    """Engines load all live adapters: where they take none, none would ever serve.
+
+    Args:
+        refusal: what is to be done so that replicas take adapters; None: they do.
+
+    Raises:
+        JournalError: the fleet has live adapters that its replicas would refuse.
+    """
+    live = [f"{each.name}@{each.version}" for each in ledger.adapters.status() if each.state == "live"]
+    if refusal is not None and live:
+        raise JournalError(
+            f"{state_dir} has {len(live)} live adapters, among them {live[-1]!r}, and no replica would load "
+            f"them: {refusal}, and unload them there if they are not needed any more; or move that directory "
+            "away, or set 'state_dir' to a new one"
+        )

@@ -1,198 +1,145 @@
-"""The decisions on disk: JSON lines in a state directory, each synced before anybody acts on it.
+"""The ledger's decisions on disk: a sqlite database in the state directory.
 
-A line that a crash truncated is dropped: nobody acted on it. On opening, and each time that the file has
-grown to a multiple of its size, it is rewritten without what later decisions supersede: a new file takes its
-place once it is complete. A controller that starts reads all of it, and the fleet waits.
+A decision is committed and synced before anybody acts on it. What a later one supersedes is deleted in the
+same transaction, so the file does not grow.
 
-    header \\n decision \\n decision \\n ... 0 0 0 0     zero bytes: space reserved for what comes next
+sqlite runs in EXCLUSIVE locking mode. One process uses the file, the kernel releases its lock however that
+process ends, and no memory is shared, so the file may be on a network file system.
 
-A full disk is no reason to stop serving: what the ledger itself decides (a member joins, is fenced, a round
-ends) goes to the reserved space. What a publisher asks for is refused when no more can be reserved.
+A full disk does not stop serving: the file has spare pages, and the write-ahead log keeps its length. What
+the ledger itself decides (a member joins, is fenced, a round ends) is still written; publishers are refused.
 
-Neither is a directory that somebody moves or removes while the journal is open: a successor would find no
-decision and start from the first checkpoint, so the whole journal is written again where it was.
+If somebody moves or removes the file while it is open, it is written again: a successor that finds no
+decisions would start from the first checkpoint.
 """
 
-import errno
-import json
-from collections.abc import Iterable, Sequence
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Self
+from urllib.parse import quote
 
-from deployments.controller.disk import Disk, File, LocalDisk
 from deployments.errors import JournalError
-from deployments.ledger.compaction import compact
-from deployments.ledger.decisions import Decision, decode, encode
+from deployments.ledger.decisions import Decision, Lasting, decode, encode
 from deployments.logs import serve_logger
 
-SCHEMA = 1
-NAME = "decisions.jsonl"
-RESERVE_BYTES = 1 << 20  # some thousand decisions
-REWRITE_BYTES = 8 << 20  # read in a second or two; a shorter file is left alone
-REWRITE_GROWTH = 2  # and one that is shorter than so many times what was left the last time
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota or a limit of the process
-COMPACT_AFTER = 4096  # decisions kept in memory, beyond twice those that were left the last time
+SCHEMA = 2  # 1 was a file of JSON lines
+NAME = "decisions.sqlite"
+RESERVE_BYTES = 1 << 20  # several thousand decisions
+CHECKPOINT_PAGES = 64  # of 4 KiB; what a full disk leaves for one transaction is the reserve without them
+NO_SPACE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)  # the disk; a quota or a limit of the process
+TABLES = f"""
+PRAGMA journal_mode=WAL;
+PRAGMA user_version={SCHEMA};
+CREATE TABLE IF NOT EXISTS decisions (number INTEGER PRIMARY KEY, decision TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS spare (zeros BLOB NOT NULL);
+"""
 
 logger = serve_logger()
 
 
 class Journal:
-    """The file of decisions. One process writes it: open it, take `recovered`, then `append`.
-
-    Not for two threads at once.
+    """The file of decisions: open it, take `recovered`, then `append`. Not for two threads at once.
 
     Args:
-        lock_wait_s: how long another process that uses the directory may take to end.
+        lock_wait_s: how long to wait for another process that uses the file.
 
     Raises:
-        JournalError: the directory cannot be written, holds something else, or is in use.
+        JournalError: the directory cannot be written, the file is in use, damaged or of another version.
     """
 
-    def __init__(self, directory: Path, *, lock_wait_s: float = 0.0, disk: Disk | None = None) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, *, lock_wait_s: float = 0.0) -> None:
         self._path = directory / NAME
-        self._disk: Disk = LocalDisk() if disk is None else disk
-        self._size = self._end = 0  # of the file; of what is written in it
-        self._rewrite_at = 0  # bytes written in it
-        try:
-            self._lock = self._disk.lock(directory, lock_wait_s)
-            try:
-                self._file = self._open()
-            except BaseException:  # whatever it was, the next process may use the directory
-                self._lock.close()
-                raise
-        except JournalError:
-            raise
-        except OSError as error:
+        if (directory / "decisions.jsonl").exists():
             raise JournalError(
-                f"state directory {directory}: expected a directory that can be written, got: {error}"
-            ) from error
-
-    def _open(self) -> File:
-        content = self._disk.read(self._path)
-        decisions = [] if content is None else _decisions(self._path, content)
-        cut = [] if content is None else _cut_short(content)
-        self.recovered = compact([*decisions, *cut])
-        self._kept = list(self.recovered)  # what the file says; a new one would say the same
-        self._compact_at = len(self._kept)
-        try:
-            return self._rewrite()
-        except OSError as error:
-            self._end = 0 if content is None else _whole_lines(_text(content))
-            if content is None or error.errno not in NO_SPACE or not self._end:
-                raise
-            return self._continue(len(content), cut)
-
-    def _rewrite(self) -> File:
-        """A new file with what is kept. Raises OSError; the old file is as it was then."""
-        lines = [json.dumps({"schema": SCHEMA}).encode(), *map(encode, self._kept)]
-        content = b"".join(line + b"\n" for line in lines)
-        self._disk.replace(self._path, content, RESERVE_BYTES)
-        file = self._disk.open(self._path)
-        self._end, self._size = len(content), file.size()
-        self._rewrite_at = max(REWRITE_BYTES, REWRITE_GROWTH * self._end)
-        return file
-
-    def _continue(self, size: int, cut: Sequence[Decision]) -> File:
-        """There is no space for a new file: go on in the old one, which has some reserved."""
-        file = self._disk.open(self._path)
-        self._size, self._rewrite_at = size, self._end + REWRITE_BYTES
-        file.write(bytes(size - self._end), self._end)  # a shorter line would not cover a longer one
-        self._write(file, cut)
-        return file
+                f"{directory / 'decisions.jsonl'} was written by another version of Slipstream: move it and "
+                "the store away to start from the first checkpoint"
+            )
+        self._file = -1
+        with self._named_errors():
+            if not self._path.exists():
+                self._create(None)
+            self._open(lock_wait_s)
 
     def append(self, decisions: Iterable[Decision]) -> None:
         """Durable when it returns.
 
         Raises:
-            OSError: the reserved space is used up and the disk is full, the disk is gone, or another
-                journal took this one's place.
+            JournalError: the spare space is used up and the disk is full, the disk is gone, or another
+                file took this one's place.
         """
-        new = list(decisions)
-        if not new:
+        rows: list[tuple[int, str]] = []
+        superseded: list[tuple[int]] = []
+        for decision in decisions:
+            self._last += 1
+            rows.append((self._last, encode(decision).decode()))
+            superseded += [(number,) for number in self._lasting.add(self._last, decision)]
+        if not rows:
             return
-        self._keep(new)
-        self._write(self._file, new)
-        self.stay()
-        if self._end > self._rewrite_at:
-            self._shorten()
+        with self._named_errors():
+            with self._db:
+                self._db.execute("BEGIN IMMEDIATE")
+                self._db.executemany("INSERT INTO decisions VALUES (?, ?)", rows)
+                self._db.executemany("DELETE FROM decisions WHERE number = ?", superseded)
+            self.stay()
+            self._look_at_space()
 
     def reserve(self) -> str | None:
-        """Have space for decisions to come. Returns why not, for a person; None if there is enough."""
+        """Have space for decisions to come. Returns why there is none, for a person.
+
+        Raises:
+            JournalError: the disk is gone.
+        """
         if self.has_space:
             return None
-        try:
-            self._file.allocate(self._end, RESERVE_BYTES)
-        except OSError as error:
-            return str(error)
-        self._size = self._end + RESERVE_BYTES
+        with self._named_errors():
+            try:
+                # A transaction that the log has room for and the file has not would block every checkpoint.
+                os.posix_fallocate(self._file, 0, os.fstat(self._file).st_size + RESERVE_BYTES)
+                self._db.execute("INSERT INTO spare VALUES (zeroblob(?))", (RESERVE_BYTES,))
+                self._db.execute("DELETE FROM spare")
+                self._db.execute("PRAGMA wal_checkpoint")
+            except OSError as error:
+                return str(error)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode not in NO_SPACE:
+                    raise
+                return str(error)
+            self._look_at_space()
         return None
-
-    @property
-    def has_space(self) -> bool:
-        """Whether there is enough reserved."""
-        return self._size - self._end >= RESERVE_BYTES // 2
 
     def stay(self) -> None:
         """Write everything again if the file is not where it was. Durable when it returns.
 
         Raises:
-            JournalError: another journal took its place, or another process uses the directory.
-            OSError: the disk is gone.
+            JournalError: another file took its place, or the disk is gone.
         """
-        if self._file.is_at(self._path):
-            return
-        if not self._lock.is_at(self._directory):
-            lock = self._disk.lock(self._directory, 0.0)
-            self._lock.close()
-            self._lock = lock
-        if self._disk.read(self._path) is not None:
-            raise JournalError(
-                f"{self._path}: another file took this journal's place while a controller uses it; stop the "
-                "fleet, and put back the one that is this fleet's"
-            )
-        self._file.close()
-        self._file = self._rewrite()
-        logger.error("%s was moved or removed while in use: it is written again", self._path)
-
-    def _shorten(self) -> None:
-        """Write a new file without what is superseded; if there is no space for one, go on in the old file.
-
-        Raises:
-            OSError: the new file has its place, and cannot be used; it has every decision.
-        """
-        self._kept = compact(self._kept)
-        self._compact_at = len(self._kept)
-        old = self._file
-        try:
-            self._file = self._rewrite()
-        except OSError as error:
-            if not old.is_at(self._path):
-                raise
-            self._rewrite_at = self._end + REWRITE_BYTES
-            logger.warning("%s is not written anew, and grows: %s", self._path, error)
-        else:
-            old.close()
-
-    def _keep(self, decisions: Sequence[Decision]) -> None:
-        self._kept += decisions
-        if len(self._kept) > 2 * self._compact_at + COMPACT_AFTER:
-            self._kept = compact(self._kept)
-            self._compact_at = len(self._kept)
-
-    def _write(self, file: File, decisions: Iterable[Decision]) -> None:
-        lines = b"".join(encode(decision) + b"\n" for decision in decisions)
-        if lines:
-            file.write(lines, self._end)
-            file.sync()
-            self._end += len(lines)
-            self._size = max(self._size, self._end)
+        with self._named_errors():
+            if self._path.exists():
+                if not os.path.samestat(self._path.stat(), os.fstat(self._file)):
+                    raise JournalError(
+                        f"{self._path}: another file took this journal's place while a controller uses it; "
+                        "stop the fleet, and put back the one that is this fleet's"
+                    )
+                return
+            db, file = self._db, self._file
+            self._create(db)
+            self._open(0.0)
+            db.close()
+            os.close(file)
+            logger.error("%s was moved or removed while in use: it is written again", self._path)
 
     def close(self) -> None:
-        self._file.close()
-        self._lock.close()
+        """Release the file."""
+        if self._file >= 0:
+            self._db.close()
+            os.close(self._file)
+            self._file = -1
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -200,49 +147,94 @@ class Journal:
     ) -> None:
         self.close()
 
+    def _create(self, source: sqlite3.Connection | None) -> None:
+        """Put a complete file in place, empty or a copy. Raises FileExistsError if there is one by now."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            with closing(sqlite3.connect(aside)) as new:
+                if source is not None:
+                    source.backup(new)
+                new.executescript(TABLES)
+            Path(f"{self._path}-wal").unlink(
+                missing_ok=True
+            )  # sqlite would apply one that was left to this file
+            os.link(aside, self._path)
+        finally:
+            aside.unlink(missing_ok=True)
+        directory = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
-def _text(content: bytes) -> bytes:
-    """Without the reserved space. What follows a zero byte was not synced: no decision has one."""
-    return content.split(b"\0", 1)[0]
-
-
-def _whole_lines(text: bytes) -> int:
-    """The number of bytes up to the last newline."""
-    return text.rfind(b"\n") + 1
-
-
-def _decisions(path: Path, content: bytes) -> list[Decision]:
-    """Those of whole lines. Raises JournalError."""
-    header, *lines = _text(content).split(b"\n")
-    _check_schema(path, header)
-    return [_decode(path, number, line) for number, line in enumerate(lines[:-1], start=2)]
-
-
-def _cut_short(content: bytes) -> list[Decision]:
-    """A last line without its newline may still be complete."""
-    text = _text(content)
-    try:
-        return [decode(text[_whole_lines(text) :])]
-    except ValueError:
-        return []
-
-
-def _check_schema(path: Path, header: bytes) -> None:
-    try:
-        found = json.loads(header)["schema"]
-    except (ValueError, KeyError, TypeError):
-        found = header[:80].decode(errors="replace")
-    if found != SCHEMA:
-        raise JournalError(
-            f"{path}: expected schema {SCHEMA}, found {found!r}; it was written by another version of "
-            "Slipstream: move it and the store away to start a fleet from its first checkpoint"
+    def _open(self, lock_wait_s: float) -> None:
+        if not self._path.stat().st_size:  # sqlite would take it for a new one
+            raise JournalError(f"{self._path} is empty, and had the fleet's decisions: put them back")
+        uri = f"file:{quote(str(self._path.absolute()))}?mode=rw"
+        db = sqlite3.connect(
+            uri, uri=True, timeout=lock_wait_s, isolation_level=None, check_same_thread=False
         )
+        try:
+            db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            (schema,) = db.execute("PRAGMA user_version").fetchone()  # takes the lock
+            if schema != SCHEMA:
+                raise JournalError(
+                    f"{self._path}: expected schema {SCHEMA}, found {schema}; it was written by another "
+                    "version of Slipstream: move it and the store away to start from the first checkpoint"
+                )
+            (problem,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            if problem != "ok":
+                raise JournalError(f"{self._path} is damaged: {problem}")
+            db.execute("PRAGMA synchronous=FULL")
+            db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
+            self._read(db)
+        except BaseException:
+            db.close()
+            raise
+        self._db = db
+        # Not before the lock, and closed after the connection: closing any descriptor of a file drops the
+        # locks that the process has on it.
+        self._file = os.open(self._path, os.O_RDWR)
+        self._look_at_space()
 
+    def _read(self, db: sqlite3.Connection) -> None:
+        self.recovered: list[Decision] = []
+        self._lasting, self._last = Lasting(), 0
+        for number, text in db.execute("SELECT number, decision FROM decisions ORDER BY number"):
+            try:
+                decision = decode(text)
+            except ValueError as error:
+                raise JournalError(
+                    f"{self._path}, row {number}: expected a decision, got {text!r:.200}: {error}"
+                ) from error
+            self.recovered.append(decision)
+            self._lasting.add(number, decision)
+            self._last = number
 
-def _decode(path: Path, number: int, line: bytes) -> Decision:
-    try:
-        return decode(line)
-    except ValueError as error:
-        raise JournalError(
-            f"{path}, line {number}: expected a decision, got {line[:200]!r}: {error}"
-        ) from error
+    def _look_at_space(self) -> None:
+        pages, spare, page_bytes = (
+            self._db.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        free_bytes = os.fstat(self._file).st_size - (pages - spare) * page_bytes
+        log_bytes = os.stat(f"{self._path}-wal").st_size
+        #: Whether what the ledger decides can be written on a full disk.
+        self.has_space: bool = free_bytes >= RESERVE_BYTES // 2 and log_bytes >= RESERVE_BYTES
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Every error is a JournalError that names the file."""
+        try:
+            yield
+        except JournalError:
+            raise
+        except (OSError, sqlite3.Error) as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+                raise JournalError(
+                    f"{self._path}: another controller uses it; stop that fleet, or give this one a "
+                    f"'state_dir' of its own ('fuser {self._path}' names the process)"
+                ) from error
+            raise JournalError(
+                f"{self._path}: expected a file of decisions that can be read and written, got: {error}"
+            ) from error

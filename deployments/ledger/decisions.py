@@ -1,10 +1,10 @@
 """What the ledger must not forget: each decision is durable before any replica can learn of it.
 
-The set is closed and small; `recover` folds it back into a ledger, `compaction` keeps what that fold
-still needs. The JSON form is a file format.
+The set is closed and small. `recover` folds decisions back into a ledger, and `Lasting` knows which of them
+that fold still needs. Their JSON form is a file format.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -257,11 +257,59 @@ class DecisionLog:
         return taken
 
 
+class Lasting:
+    """Which decisions are still needed: those that no later one on the same subject superseded."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, dict[str, int]] = {}  # kind -> subject -> number, oldest first
+
+    def add(self, number: int, decision: Decision) -> list[int]:
+        """Take in the next decision. Returns the numbers of those not needed any more, maybe its own."""
+        subject = _subject(decision)
+        superseded = self._forget(decision.kind, subject)
+        if isinstance(decision, PromiseEnded):
+            return [number, *self._forget("promised", subject)]
+        if isinstance(decision, Fenced) and decision.told:
+            superseded += self._forget("admitted", subject)
+        of_kind = self._numbers.setdefault(decision.kind, {})
+        of_kind[subject] = number
+        if len(of_kind) > {"fenced": KEPT_FENCES, "ended": KEPT_ROUNDS}.get(decision.kind, len(of_kind)):
+            superseded += self._forget(decision.kind, next(iter(of_kind)))
+        return superseded
+
+    def _forget(self, kind: str, subject: str) -> list[int]:
+        number = self._numbers.get(kind, {}).pop(subject, None)
+        return [] if number is None else [number]
+
+
+def _subject(decision: Decision) -> str:
+    """A later decision of the same kind on the same subject supersedes an earlier one."""
+    match decision:
+        case Admitted():
+            return decision.member.incarnation
+        case Promised() | PromiseEnded() | Fenced():
+            return decision.incarnation
+        case Ended():
+            return str(decision.report.round_id)
+        case _:
+            return ""
+
+
+def compact(decisions: Iterable[Decision]) -> list[Decision]:
+    """The shortest list, in order, that recovers the same ledger."""
+    lasting, kept = Lasting(), {}
+    for number, decision in enumerate(decisions):
+        kept[number] = decision
+        for superseded in lasting.add(number, decision):
+            del kept[superseded]
+    return list(kept.values())
+
+
 def encode(decision: Decision) -> bytes:
     """One line of JSON, without the newline."""
     return _ADAPTER.dump_json(decision)
 
 
-def decode(line: bytes) -> Decision:
+def decode(line: bytes | str) -> Decision:
     """Raises pydantic's ValidationError (a ValueError) for what is not a decision."""
     return _ADAPTER.validate_json(line)

@@ -25,6 +25,7 @@ import psutil
 from tests.chaos.arena import Arena, until
 from tests.chaos.faults import OF_TRAINER, STOPPED_S, Action, Case, Phase
 from tests.fleet.processes import engine_of
+from tests.journal_copy import JournalCopy
 
 HELD_S = 30.0
 _SYS_PIDFD_GETFD = 438
@@ -74,10 +75,10 @@ def _phase(arena: Arena, case: Case, brake: psutil.Process) -> Iterator[None]:
     if case.phase in (Phase.STAGING, Phase.VERIFYING):
         yield from _held(arena, case, brake)
         return
-    journal = Journal(arena)
+    journal = JournalCopy(arena.launched.state)
     controller = arena.launched.named("controller")[0]
     with _round(arena, case):
-        journal.until(b'"ended"' if case.phase is Phase.STORING else b'"committed"')
+        journal.until("ended" if case.phase is Phase.STORING else "committed", HELD_S)
         match case.phase:
             case Phase.DECIDING:
                 with _standing_still(controller):
@@ -167,25 +168,3 @@ def cut_connections(pid: int) -> int:
     finally:
         os.close(pidfd)
     return cut
-
-
-class Journal:
-    """Notices a decision within a fraction of a millisecond of its writing."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._file = arena.launched.state / "decisions.jsonl"
-        self._seen = len(self._file.read_bytes().rstrip(b"\0"))
-
-    def until(self, kind: bytes, timeout_s: float = HELD_S) -> None:
-        """Return as soon as a decision of this kind is written.
-
-        Raises:
-            TimeoutError: none was.
-        """
-        deadline = time.monotonic() + timeout_s
-        with self._file.open("rb", buffering=0) as stream:
-            while time.monotonic() < deadline:
-                written = os.pread(stream.fileno(), 1 << 16, self._seen).rstrip(b"\0")
-                if b'"kind":' + kind in written.replace(b" ", b""):
-                    return
-        raise TimeoutError(f"the journal has no {kind.decode()} after {timeout_s:.0f} s")

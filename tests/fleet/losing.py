@@ -10,6 +10,7 @@ import psutil
 
 from tests.fleet.deployed import Fleet
 from tests.fleet.processes import descendants, wait_until_ended
+from tests.journal_copy import JournalCopy
 
 
 def members(client: httpx.Client) -> set[str]:
@@ -33,13 +34,8 @@ def process_of(fleet: Fleet, deployment: str) -> psutil.Process:
 
 def kill_controller_when(fleet: Fleet, decision: str, timeout_s: float = 60.0) -> None:
     """As soon as the next decision of a kind is on the disk."""
-    controller, wanted = process_of(fleet, "controller"), f'"kind":"{decision}"'.encode()
-    journal = fleet.store.parent / "decisions.jsonl"
-    before = journal.read_bytes().count(wanted)
-    deadline = time.monotonic() + timeout_s
-    while journal.read_bytes().count(wanted) == before:
-        assert time.monotonic() < deadline, f"no {decision!r} was decided"
-        time.sleep(0.001)
+    controller = process_of(fleet, "controller")
+    JournalCopy(fleet.store.parent).until(decision, timeout_s)
     controller.kill()
 
 

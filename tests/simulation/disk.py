@@ -1,117 +1,76 @@
-"""A disk in memory: full, slow or broken, and without what was not synced when its host dies."""
+"""A state directory in memory: full, slow or broken, and without what was not synced when its host dies."""
 
-import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from random import Random
 
+from deployments.controller.journal import Journal
 from deployments.errors import JournalError
+from deployments.ledger.decisions import Decision, compact, decode, encode
 from tests.simulation.loop import PROCESS, Process
 
 
-class Inode:
-    """What a file holds: in the kernel, and on the medium."""
-
-    def __init__(self, content: bytes = b"", reserved: int = 0) -> None:
-        self.content = content
-        self.durable = content
-        self.reserved = reserved  # its size; what is beyond the content reads as zero bytes
-
-
-class SimFile:
-    """Implements `deployments.controller.disk.File`."""
-
-    def __init__(self, disk: "SimDisk", inode: Inode) -> None:
-        self._disk = disk
-        self._inode = inode
-
-    def size(self) -> int:
-        return max(self._inode.reserved, len(self._inode.content))
-
-    def write(self, content: bytes, offset: int) -> None:
-        inode = self._inode
-        if self._disk.full and offset + len(content) > self.size():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        before = inode.content[:offset]
-        after = inode.content[offset + len(content) :]
-        inode.content = before + bytes(offset - len(before)) + content + after
-        if self._disk.dying:
-            raise OSError(errno.EIO, "the host is dying")
-
-    def sync(self) -> None:
-        if self._disk.broken:
-            raise OSError(errno.EIO, "Input/output error")
-        self._inode.durable = self._inode.content
-        self._disk.synced(self._inode.durable)
-
-    def allocate(self, offset: int, size_bytes: int) -> None:
-        if self._disk.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self._inode.reserved = offset + size_bytes
-
-    def is_at(self, path: Path) -> bool:
-        return self._disk.files.get(path) is self._inode
-
-    def close(self) -> None:
-        pass
-
-
-class SimLock:
-    """Implements `deployments.controller.disk.Lock`: it ends with its process."""
-
-    def __init__(self, disk: "SimDisk", holder: Process) -> None:
-        self._disk = disk
-        self._holder = holder
-
-    def is_at(self, directory: Path) -> bool:
-        return self._disk.holder is self._holder
-
-    def close(self) -> None:
-        if self._disk.holder is self._holder:
-            self._disk.holder = None
-
-
 class SimDisk:
-    """Implements `deployments.controller.disk.Disk` for one state directory.
+    """Holds the decisions of one fleet.
 
     Args:
-        synced: called with a file's content when it is durable.
+        synced: called with decisions when they are durable.
     """
 
-    def __init__(self, rng: Random, synced: Callable[[bytes], None]) -> None:
-        self.files: dict[Path, Inode] = {}
+    def __init__(self, rng: Random, synced: Callable[[Sequence[Decision]], None]) -> None:
+        self.durable: list[Decision] = []
+        self.unsynced: list[Decision] = []  # one transaction, all of it or nothing
         self.holder: Process | None = None
         self.full = self.broken = self.dying = False
         self.latency_s: Callable[[], float] = lambda: 0.001
         self.synced = synced
         self._rng = rng
 
-    def lock(self, directory: Path, wait_s: float) -> SimLock:
+    def open(self, directory: Path) -> "SimJournal":
         if self.holder is not None and self.holder.alive:
-            raise JournalError(f"state directory {directory}: another controller uses it ({self.holder})")
+            raise JournalError(f"{directory}: another controller uses it ({self.holder})")
         self.holder = PROCESS.get()
-        return SimLock(self, self.holder)
+        return SimJournal(self, self.holder)
 
-    def read(self, path: Path) -> bytes | None:
-        inode = self.files.get(path)
-        if inode is None:
-            return None
-        return inode.content + bytes(min(64, max(0, inode.reserved - len(inode.content))))
-
-    def open(self, path: Path) -> SimFile:
-        return SimFile(self, self.files[path])
-
-    def replace(self, path: Path, content: bytes, reserve_bytes: int) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        if self.dying:
-            raise OSError(errno.EIO, "the host is dying")
-        self.files[path] = Inode(content, len(content) + reserve_bytes)
-        self.synced(content)
+    def write(self, decisions: Iterable[Decision]) -> None:
+        """One transaction. Raises JournalError."""
+        self.unsynced += [decode(encode(each)) for each in decisions]
+        if self.dying or self.broken:
+            raise JournalError("the host is dying" if self.dying else "disk I/O error")
+        new, self.unsynced = self.unsynced, []
+        self.durable = compact([*self.durable, *new])
+        self.synced(new)
 
     def lose_power(self) -> None:
-        """What was not synced is gone, or a part of it is there."""
-        for inode in self.files.values():
-            if inode.content != inode.durable:
-                kept = self._rng.randint(len(inode.durable), max(len(inode.durable), len(inode.content)))
-                inode.content = inode.durable = inode.content[:kept]
+        """What was not synced is gone, or is there."""
+        if self._rng.random() < 0.5:
+            self.durable = compact([*self.durable, *self.unsynced])
+            self.synced(self.unsynced)
+        self.unsynced = []
+
+
+class SimJournal(Journal):
+    """What a process has of it. Its lock ends with the process."""
+
+    def __init__(self, disk: SimDisk, holder: Process) -> None:
+        self._disk = disk
+        self._holder = holder
+        self.recovered = compact([*disk.durable, *disk.unsynced])
+        self.has_space = not disk.full
+
+    def append(self, decisions: Iterable[Decision]) -> None:
+        if self._disk.holder is not self._holder:
+            raise JournalError("it is closed")
+        self._disk.write(decisions)
+        self.has_space = not self._disk.full
+
+    def reserve(self) -> str | None:
+        self.has_space = not self._disk.full
+        return "No space left on device" if self._disk.full else None
+
+    def stay(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._disk.holder is self._holder:
+            self._disk.holder = None

@@ -1,6 +1,6 @@
 """Production code with one fault put in on purpose: what the simulation must find.
 
-python -m tests.simulation --mutant skip_sync --count 2000 --until-failure
+python -m tests.simulation --mutant answer_before_sync --count 2000 --until-failure
 python -m tests.simulation.mutants        all of them: which is found after how many schedules
 """
 
@@ -32,9 +32,8 @@ class Mutant:
 
 LEDGER, CONTROLLER, REPLICA = "deployments.ledger.", "deployments.controller.", "deployments.replica."
 MUTANTS = [
-    Mutant("skip_sync", CONTROLLER + "journal", "            file.sync()\n", ""),
     Mutant(
-        "answer_before_sync", CONTROLLER + "journal_writer", "while self._durable < made:", "while False:"
+        "answer_before_sync", CONTROLLER + "durable_ledger", "while self._on_disk < made:", "while False:"
     ),
     Mutant(
         "no_credit",

@@ -1,16 +1,12 @@
 """What must hold, looked at after every step, from what users and publishers would see."""
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from deployments.ledger.decisions import Committed, Decision, Fenced
 from deployments.protocol.instructions import CommitMode
 from deployments.protocol.status import MemberStatus
 from tests.simulation.work import FIRST
-
-_COMMITTED = re.compile(rb'"version":(\d+),"label":[^\n]*"kind":"committed"')
-
-_FENCED = re.compile(rb'"incarnation":"([^"]+)"[^\n]*"kind":"fenced"')
 
 
 class Violation(AssertionError):
@@ -44,15 +40,16 @@ class Oracle:
     answers: int = 0
     lost: int = 0
 
-    def synced(self, content: bytes) -> None:
-        """The journal's content is durable."""
-        tail = content[-4000:] if len(content) > 4000 and self.durable else content
-        for found in _COMMITTED.finditer(tail):
-            version = int(found[1])
-            if version > self.durable + 1:
-                raise Violation(f"version {version} was committed after {self.durable}")
-            self.durable = max(self.durable, version)
-        self.fenced.update(found[1].decode() for found in _FENCED.finditer(tail))
+    def synced(self, decisions: Sequence[Decision]) -> None:
+        """They are durable."""
+        for each in decisions:
+            match each:
+                case Committed():
+                    if each.version != self.durable + 1:
+                        raise Violation(f"version {each.version} was committed after {self.durable}")
+                    self.durable = each.version
+                case Fenced():
+                    self.fenced.add(each.incarnation)
 
     def went_live(self, replica: str, version: int, attempt: str) -> None:
         """A replica holds these weights under this number."""

@@ -94,7 +94,7 @@ class Serve:
                 silent_s=1.5,
                 tick_s=0.5,
                 clock=world.loop.time,
-                disk=world.disk,
+                open_journal=world.disk.open,
             )
         except OSError as error:  # JournalError, or the first decisions could not be written
             world.log("{} cannot start: {}", process, error)

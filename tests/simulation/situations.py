@@ -4,9 +4,10 @@ Nothing else goes wrong in it, so more can be asked of the fleet than that it is
 replica is lost which did nothing wrong, or that the others go on without the one that is away.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
+from deployments.ledger.decisions import Decision
 from deployments.protocol.instructions import Body, Receive, Verify
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
@@ -39,8 +40,8 @@ def controller_dies(world: World, rng: Random) -> float:
     synced, version = world.disk.synced, rng.randint(1, 3)
     decided: list[int] = []
 
-    def after_decision(content: bytes) -> None:
-        synced(content)
+    def after_decision(decisions: Sequence[Decision]) -> None:
+        synced(decisions)
         if world.oracle.durable >= version and not decided:
             decided.append(version)
             at_message(world.network.messages + rng.randint(1, 30))
@@ -129,8 +130,8 @@ def finished_alone(world: World, rng: Random) -> float:
                 world.kill(process)
         world.loop.call_later(limit_s, look)
 
-    def after_decision(content: bytes) -> None:
-        synced(content)
+    def after_decision(decisions: Sequence[Decision]) -> None:
+        synced(decisions)
         all_take_part = all(each.member and each.member.admitted for each in world.replicas.values())
         if world.oracle.durable >= version and all_take_part and not decided:
             world.publishes = False

@@ -56,7 +56,7 @@ class Fleet:
             silent_s=2.0,
             tick_s=tick_s,
             clock=lambda: self.now,
-            disk=self.disk,
+            open_journal=self.disk.open,
             **options,
         )
         self.controller = self._new_process()

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deployments.controller.journal import NAME
-
 
 @contextmanager
 def full_disk(state_dir: Path) -> Iterator[None]:
-    """No file of this process can become longer than the journal in this directory is now."""
+    """No file of this process can become longer than those in this directory are now."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((state_dir / NAME).stat().st_size, limits[1]))
+    longest = max(each.stat().st_size for each in state_dir.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (longest, limits[1]))
     try:
         yield
     finally:

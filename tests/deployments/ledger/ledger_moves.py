@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
 from deployments.errors import Conflict, SlipstreamError
-from deployments.ledger.compaction import compact
+from deployments.ledger.decisions import compact
 from deployments.protocol.operations import (
     InFlight,
     IsPaused,

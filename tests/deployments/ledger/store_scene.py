@@ -1,6 +1,6 @@
 """A ledger whose versions are stored at once and removed as soon as they may be."""
 
-from deployments.ledger.compaction import compact
+from deployments.ledger.decisions import compact
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.instructions import JoinAnswer
 from deployments.protocol.reports import Unloadable

@@ -3,7 +3,7 @@
 import pytest
 
 from deployments.errors import Conflict
-from deployments.ledger.compaction import compact
+from deployments.ledger.decisions import compact
 from deployments.protocol.adapters import LoadAdapter, SetAdapters
 from deployments.protocol.instructions import CommitMode, Verify
 from deployments.protocol.reports import Outcome

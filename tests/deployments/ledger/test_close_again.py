@@ -3,8 +3,7 @@
 import pytest
 
 from deployments.errors import Conflict, RoundAborted, StalePublisher, TransferAborted
-from deployments.ledger.compaction import compact
-from deployments.ledger.decisions import Ended, decode, encode
+from deployments.ledger.decisions import Ended, compact, decode, encode
 from deployments.ledger.members import PendingCall
 from deployments.protocol.instructions import Commit, Verify
 from tests.deployments.ledger.ledger_scene import Scene, report_of

@@ -13,7 +13,7 @@ from deployments.condition import (
     path_to,
 )
 from deployments.errors import Conflict
-from deployments.ledger.compaction import compact
+from deployments.ledger.decisions import compact
 from deployments.protocol.instructions import Call
 from deployments.protocol.operations import InFlight, Pause
 from deployments.protocol.reports import Outcome

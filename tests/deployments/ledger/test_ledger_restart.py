@@ -5,8 +5,7 @@ import pytest
 from deployments.errors import (
     FleetUnavailable,
 )
-from deployments.ledger.compaction import compact
-from deployments.ledger.decisions import Committed, Finished, decode, encode
+from deployments.ledger.decisions import Committed, Finished, compact, decode, encode
 from deployments.protocol.instructions import Commit, CommitMode, Verify
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.reports import Outcome

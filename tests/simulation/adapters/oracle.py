@@ -1,17 +1,16 @@
 """What must hold of adapters, from what users see and what is on the disk."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from deployments.ledger.decisions import Cataloged, Decision
 from deployments.protocol.adapters import Adapter, AdapterCatalog
 from tests.simulation.adapters.engine import Observer
 from tests.simulation.oracle import Violation
 from tests.simulation.work import Answer
 
 KEEP = 2
-_BEGIN, _END = b'{"catalog":', b'"kind":"cataloged"}'
 
 
 def name_of(full_name: str) -> str:
@@ -58,17 +57,13 @@ class AdapterOracle(Observer):
 
     # -- the disk and the engines -------------------------------------------------------------
 
-    def synced(self, content: bytes) -> None:
-        """The journal's content is durable."""
-        end = content.rfind(_END)
-        if end < 0:
-            return
-        line = content[content.rfind(_BEGIN, 0, end) : end + len(_END)]
-        read = json.loads(line)["catalog"]
-        lists = {kind: tuple(Adapter(**each) for each in read[kind]) for kind in ("live", "retired")}
-        catalog = AdapterCatalog(**{**read, **lists})
-        if catalog == self.durable:
-            return
+    def synced(self, decisions: Sequence[Decision]) -> None:
+        """They are durable."""
+        for each in decisions:
+            if isinstance(each, Cataloged) and each.catalog != self.durable:
+                self._cataloged(each.catalog)
+
+    def _cataloged(self, catalog: AdapterCatalog) -> None:
         if catalog.last_id < self.durable.last_id:
             raise Violation(f"the last adapter's id was {self.durable.last_id}, and is {catalog.last_id}")
         before, now = ({each.full_name for each in one.live} for one in (self.durable, catalog))

@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from deployments.ledger.adapters.catalog import AdapterLimits
+from deployments.ledger.decisions import Decision
 from tests.simulation.adapters.engine import SimAdapters
 from tests.simulation.adapters.oracle import KEEP, AdapterOracle
 from tests.simulation.adapters.users import NAMES, AdapterUser
@@ -33,9 +34,9 @@ class AdapterScene:
         self._calm_s: float | None = None  # when the faults ended
         synced = world.disk.synced
 
-        def both(content: bytes) -> None:
-            synced(content)
-            self.oracle.synced(content)
+        def both(decisions: Sequence[Decision]) -> None:
+            synced(decisions)
+            self.oracle.synced(decisions)
 
         world.disk.synced = both
 

@@ -1,8 +1,10 @@
 """Situations of adapters, as `tests.simulation.situations` has them for rounds: each is a whole schedule."""
 
+from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING
 
+from deployments.ledger.decisions import Decision
 from deployments.protocol.adapters import LoadAdapter, SetAdapters
 from tests.simulation.unheard import WINDOW_S, plan_unheard_failure
 
@@ -27,9 +29,9 @@ def controller_dies_in_a_load(world: "World", rng: Random) -> float:
 
     synced = world.disk.synced
 
-    def after_decision(content: bytes) -> None:
+    def after_decision(decisions: Sequence[Decision]) -> None:
         before = oracle.durable
-        synced(content)
+        synced(decisions)
         if oracle.durable != before and oracle.durable.last_id >= ids and deaths[0] < limit:
             deaths[0] += 1
             moment = world.network.messages + rng.randint(1, 30)
