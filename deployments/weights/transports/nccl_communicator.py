@@ -27,9 +27,9 @@ from deployments.weights.transports.rendezvous import RendezvousInfo, RollCall, 
 
 # How a member of the group of transport `nccl` gets its communicator, with an end to every wait.
 #
-# NCCL forms a communicator inside one call, which waits for all members and cannot be ended. So that call runs
-# in a thread of its own. Who waits for it stops at a deadline, and leaves the thread behind: it holds a socket
-# and a little memory. A communicator that it still returns is aborted and never used.
+# NCCL forms a communicator inside one call, which waits for all members and cannot be ended. So that call
+# runs in a thread of its own. Who waits for it stops at a deadline, and leaves the thread behind: it holds a
+# socket and a little memory. A communicator that it still returns is aborted and never used.
 
 MINIMUM_NCCL = (2, 29, 7)
 _CREATION_POLL_S = 0.01

@@ -27,9 +27,9 @@ from deployments.weights.wire.chunk_layout import DescribedTensors
 # Who is missing from a group of ranks in which something failed.
 #
 # When one member of a collective transfer stands still, all others fail, and their errors say nothing about
-# whose fault it is. So each member that has failed says so in the group's store, those that still wait see it,
-# fail too and say so, and whoever has said nothing after a while is named. Those that have finished what the
-# others wait in are not missing.
+# whose fault it is. So each member that has failed says so in the group's store, those that still wait see
+# it, fail too and say so, and whoever has said nothing after a while is named. Those that have finished what
+# the others wait in are not missing.
 #
 # A store whose host stands still answers nothing, for as long as it does. So a thread of its own talks to it,
 # and nobody waits for that thread longer than for the answers.

@@ -148,8 +148,8 @@ def gather_from_ranks(value: T) -> list[T]:
 #     all ranks   ◄── all_gather: who is connected, and to which membership
 #
 # Rank 0 knows the fleet, and every rank knows its own connection. A rank that connected on its own would wait
-# for the others for good. Each membership needs a new connection: a process group that lost or gained a member
-# cannot be used again, and a restarted controller has no connection.
+# for the others for good. Each membership needs a new connection: a process group that lost or gained a
+# member cannot be used again, and a restarted controller has no connection.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,8 @@ from typing import Self
 #     sem.slipstream-<owner>-<...>    semaphores
 #
 # If the lock can be taken, the owner is gone, however it ended, and whoever takes it removes the names. What
-# torch and CUDA have left of it has its number alone: it is removed where numbers mean the same, if no process
-# has this one.
+# torch and CUDA have left of it has its number alone: it is removed where numbers mean the same, if no
+# process has this one.
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "slipstream"
@@ -241,8 +241,8 @@ def remove_segment(name: str) -> None:
 
 # Segments of shared memory that a sender fills again in its next round, if nobody maps them any more.
 #
-# New memory in /dev/shm costs more than what is written to it: the kernel allocates, maps and frees each page.
-# For 538 MB that took 0.6 s of a core on a virtual machine, and the copy 0.06 s.
+# New memory in /dev/shm costs more than what is written to it: the kernel allocates, maps and frees each
+# page. For 538 MB that took 0.6 s of a core on a virtual machine, and the copy 0.06 s.
 #
 #     sender     take ── fill ── send the name ── rename, once all receivers have opened it
 #     receiver   open, lock, map: the lock is shared, and lasts as long as the mapping, however that ends

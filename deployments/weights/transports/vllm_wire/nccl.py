@@ -51,8 +51,8 @@ from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, largest,
 # How a worker joins the group of vLLM's `nccl` trainer engine.
 #
 # The trainer (rank 0) opens vLLM's store, waits until as many have connected as the group has members, and
-# leaves NCCL's unique id there. The workers also tell each other in that store that they are there: NCCL itself
-# would wait for a missing one without an end.
+# leaves NCCL's unique id there. The workers also tell each other in that store that they are there: NCCL
+# itself would wait for a missing one without an end.
 
 UNIQUE_ID = "broadcast_from/0/0"  # the key of vLLM's `StatelessProcessGroup` for the first object of rank 0
 
