@@ -28,7 +28,7 @@ from deployments.fork_server.use import forked_worker
 from deployments.placement import FREE_TIMEOUT_S, Slots
 from deployments.replica.farewell import LEAVE_S
 from deployments.replica.replica import Replica
-from deployments.replica.server.arguments import EngineSpec
+from deployments.replica.server_arguments import EngineSpec
 from deployments.router.choice.request_router import FleetRequestRouter
 from deployments.router.limits import RouterLimits
 from deployments.scaling import FleetScaling

@@ -18,7 +18,7 @@ _ID = re.compile(r"(?<=^/v1/responses/)[A-Za-z0-9_-]{1,128}(?=$|/cancel$)")
 PASSED: Mapping[str, frozenset[str]] = {
     "/v1/models": _GET,
     "/version": _GET,
-    "/server_info": _GET,  # not vLLM's own, which shows the environment: `deployments.replica.server.info`
+    "/server_info": _GET,  # not vLLM's own, which shows the environment: `deployments.replica.server_info`
     "/openapi.json": _GET,  # the router merges it with ours
     # Generation
     "/v1/completions": _POST,

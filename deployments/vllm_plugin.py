@@ -5,9 +5,8 @@ vLLM's workers are spawned, so an engine registered only in the parent does not 
 entry point group `vllm.general_plugins` is loaded everywhere.
 """
 
-from deployments.replica import engine_core
+from deployments.replica import cpu_seeds, engine_core
 from deployments.replica.parent_death import follow_owner
-from deployments.replica.server import cpu_seeds
 from deployments.weights.transports.registry import TRANSPORTS
 
 

@@ -17,12 +17,14 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
+from deployments.condition import Condition
 from deployments.errors import PayloadRejected, TransferFailed
 from deployments.logs import serve_logger
-from deployments.protocol.adapters import ReceiveAdapter
+from deployments.protocol.adapters import AdapterState, ReceiveAdapter
 from deployments.protocol.instructions import (
+    Body,
     CatchUp,
     Commit,
     Connect,
@@ -32,8 +34,75 @@ from deployments.protocol.instructions import (
     Receive,
     Verify,
 )
-from deployments.protocol.reports import Acknowledgement, Outcome, Report, Value
-from deployments.replica.port import Member
+from deployments.protocol.reports import Acknowledgement, Draining, Outcome, Report, StoreResult, Value
+
+
+class MemberProtocol(Protocol):
+    """What a follower controls: an engine with its staging."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def staged_round(self) -> int | None: ...
+
+    @property
+    def partially_updated(self) -> bool:
+        """Its live weights are being changed: any failure now is a failure of the replica."""
+
+    @property
+    def updates_in_place(self) -> bool:
+        """RECEIVE changes its live weights."""
+
+    @property
+    def draining(self) -> Draining | None: ...
+
+    @property
+    def adapters(self) -> AdapterState: ...
+
+    @property
+    def condition(self) -> Condition:
+        """Paused or asleep."""
+
+    @property
+    def retained_version(self) -> int | None: ...
+
+    @property
+    def loading_version(self) -> int | None: ...
+
+    @property
+    def store_result(self) -> StoreResult | None: ...
+
+    @property
+    def leaving(self) -> bool: ...
+
+    @property
+    def drained(self) -> bool: ...
+
+    async def execute(self, body: Body) -> Value:
+        """Carry out one instruction; the value is acknowledged.
+
+        Raises:
+            PayloadRejected: the payload is wrong.
+            TransferFailed: a peer of the transfer is gone.
+            Exception: this replica failed.
+        """
+
+    async def interrupt(self) -> None:
+        """Break whatever the running instruction waits for; may hang if its engine does."""
+
+    def on_directive(self, directive: Directive) -> None:
+        """Take requests, or stop taking them; a fence takes effect at once."""
+
+    async def fence(self, reason: str) -> None:
+        """Stop for good, also if its engine hangs."""
+
+    async def died(self) -> str:
+        """Return when its engine has died; how it is known."""
+
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5
@@ -67,7 +136,7 @@ class Follower:
         *,
         replica_id: str,
         incarnation: str,
-        member: Member,
+        member: MemberProtocol,
         poll: Callable[[Report], Awaitable[Directive]],
         heartbeat_s: float = HEARTBEAT_S,
         retry_s: float = RETRY_S,

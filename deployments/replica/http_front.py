@@ -10,7 +10,7 @@ import hmac
 import json
 import secrets
 import socket
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +20,6 @@ from starlette.types import Message, Receive, Send
 
 from deployments.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.passed_routes import require_passed
-from deployments.replica.server.waiting import ClientLeft, while_connected
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 from deployments.request_headers import (
     KEY_HEADER,
@@ -35,6 +34,49 @@ from deployments.request_headers import (
     part_of,
     router_of,
 )
+
+# A request that waits before it is answered, for as long as its client does.
+#
+# uvicorn only marks that a client has left: whoever waits has to read on to learn of it.
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def while_connected(ready: Awaitable[None], receive: Receive) -> Receive:
+    """Wait for something before a request is answered.
+
+    Returns:
+        What reads the request from its beginning.
+
+    Raises:
+        ClientLeft: the client was gone before it came.
+    """
+    messages: deque[Message] = deque()
+
+    async def replay() -> Message:
+        return messages.popleft() if messages else await receive()
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            listening = asyncio.create_task(_listen(receive, messages, lambda: limit.reschedule(0)))
+            try:
+                await ready
+            finally:
+                listening.cancel()
+    except TimeoutError:
+        if limit.expired():
+            raise ClientLeft from None
+        raise
+    return replay
+
+
+async def _listen(receive: Receive, messages: deque[Message], leaves: Callable[[], None]) -> None:
+    while not messages or messages[-1]["type"] != "http.disconnect":
+        messages.append(await receive())
+    leaves()
+
 
 ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # vLLM's, when its engine is dead
 METRICS = "/metrics"  # vLLM's; the fleet answers a route of that name itself, with those of all replicas

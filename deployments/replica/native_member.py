@@ -42,7 +42,7 @@ from deployments.protocol.operations import InFlight
 from deployments.protocol.reports import Check, Staged, Swapped, Value
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
-from deployments.replica.server.arguments import EngineSpec
+from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.staged_update import compare
 from deployments.weights.store.file_read import FileRead

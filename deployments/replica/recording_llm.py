@@ -11,7 +11,7 @@ from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from deployments.replica.adapters.named import Uses
+from deployments.replica.adapters.engine_adapters import Uses
 from deployments.replica.spans import RECORDER, SpanRecorder
 
 # vLLM's beam search makes an engine request of one token for each beam and step, and names it so. Which of

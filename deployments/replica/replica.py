@@ -9,7 +9,9 @@ import asyncio
 import os
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,22 +28,59 @@ from deployments.protocol.instructions import JoinAnswer
 from deployments.protocol.reports import Unloadable
 from deployments.replica.engine import Engine
 from deployments.replica.farewell import Farewell
-from deployments.replica.first_weights import find_first_weights
 from deployments.replica.follower import Follower
 from deployments.replica.gate import Gate
 from deployments.replica.http_front import ReplicaFront, ReplicaServer
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import disown_engine, own_engine
-from deployments.replica.server.arguments import EngineSpec
-from deployments.replica.server.info import add_server_info
-from deployments.replica.server.load import watch_load
+from deployments.replica.server_arguments import EngineSpec
+from deployments.replica.server_info import add_server_info, watch_load
 from deployments.replica_info import ReplicaEndpoint, RoutingStats
 from deployments.scaling import ScalingStats
 from deployments.unary import UnaryHandle
+from deployments.weights.store.integrity import check_files
+
+ASK_AGAIN_S = 1.0
+ANSWER_S = 20.0  # of the controller, which answers at once: the question or its answer is lost
+logger = serve_logger()
+
+
+async def find_first_weights(
+    ask: Callable[[Unloadable | None], Awaitable[JoinAnswer]],
+    ask_again_s: float = ASK_AGAIN_S,
+    answer_s: float = ANSWER_S,
+) -> JoinAnswer:
+    """Ask until the answer can be loaded. Waits for a controller that cannot be reached.
+
+    Args:
+        ask: the controller's `join`; its argument is the version that was named before and cannot be loaded.
+            A question that comes again has the same answer.
+        answer_s: how long one answer is waited for.
+    """
+    unloadable: Unloadable | None = None
+    while True:
+        try:
+            async with asyncio.timeout(answer_s):  # not wait_for, which can swallow a cancellation
+                answer = await ask(unloadable)
+        except Exception as error:  # the controller may start after us, or be restarting
+            logger.debug("controller not reached: %s", error)
+            await asyncio.sleep(ask_again_s)
+            continue
+        if answer.path is None:
+            return answer
+        try:
+            await asyncio.to_thread(
+                check_files, Path(answer.path), answer.version, answer.fleet_id, answer.digest
+            )
+        except (OSError, ValueError) as error:
+            logger.warning("another version is asked for, because the promised one is unusable: %s", error)
+            unloadable = Unloadable(version=answer.version, reason=str(error))
+            await asyncio.sleep(ask_again_s)
+            continue
+        return answer
+
 
 TELL_S = 1.0  # requests of an engine that has ended are told so
-
-logger = serve_logger()
 
 
 class Replica:

@@ -8,6 +8,7 @@ vLLM's `add_lora` then reads nothing (`worker`).
 """
 
 import asyncio
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,41 @@ from deployments.errors import PayloadRejected
 from deployments.logs import serve_logger
 from deployments.protocol.adapters import Adapter
 from deployments.replica.adapters.check import NotYet, check_adapter, inspect
-from deployments.replica.adapters.received import ReceivedAdapter
 from deployments.replica.adapters.worker_calls import Workers
 from deployments.weights.store.hub import cached, complete_schema
 from deployments.weights.wire.checkpoint_schema import Schema
+from deployments.weights.wire.shared_memory import DIRECTORY, owner
+
+# An adapter that a transport has brought: its two files in this host's memory, until it is loaded.
+#
+# There is one at most. Its directory is owned by this process and goes with it (see `ownership`).
+
+
+class ReceivedAdapter:
+    """Where it is."""
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+
+    def place(self, load_id: str) -> Path:
+        """Where the files of an adapter are to be written; what was received before is dropped."""
+        self.drop()
+        self._directory = DIRECTORY / owner().name(f"adapter-{load_id}")
+        return self._directory
+
+    def find(self, load_id: str) -> Path | None:
+        """The directory of an adapter that has arrived for this load."""
+        directory = self._directory
+        if directory is None or not directory.name.endswith(f"-adapter-{load_id}"):
+            return None
+        return directory if directory.is_dir() else None
+
+    def drop(self) -> None:
+        """It is not needed any more."""
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
 
 LAG_S = 10.0  # a shared file system may show the fleet's copy this much later
 RETRY_S = 0.1

@@ -15,8 +15,8 @@ from app.http.fleet_routes import FleetRoutes
 from app.http.openapi import fetch, merged, own_document
 from deployments.errors import FleetUnavailable
 from deployments.passed_routes import PASSED
-from deployments.replica.server.arguments import EngineSpec, server_arguments
-from deployments.replica.server.info import add_server_info
+from deployments.replica.server_arguments import EngineSpec, server_arguments
+from deployments.replica.server_info import add_server_info
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.app.http.serving import FakeRouter, client
 

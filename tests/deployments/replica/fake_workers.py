@@ -10,7 +10,7 @@ from deployments.protocol.instructions import (
     Commit,
 )
 from deployments.protocol.reports import Check, Outcome, StoreResult, Swapped
-from deployments.replica.adapters.received import ReceivedAdapter
+from deployments.replica.adapters.reading import ReceivedAdapter
 from deployments.weights.staging.reports import ConnectState, StagingState, to_wire
 
 CHECKS = (Check.NAMES, Check.COMPLETE, Check.FINITE, Check.DIGESTS)

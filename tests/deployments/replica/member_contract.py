@@ -18,7 +18,7 @@ from deployments.protocol.reports import Outcome, Report
 from deployments.replica.follower import Follower
 from deployments.replica.member import EngineMember
 from deployments.replica.native_member import NativeMember
-from deployments.replica.server.arguments import EngineSpec
+from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.wire.chunk_layout import describe
 from tests.deployments.ledger.fake_replica import FakeReplica

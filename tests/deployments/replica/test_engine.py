@@ -9,10 +9,9 @@ from deployments.errors import PayloadRejected
 from deployments.protocol.instructions import Call, Commit, KvCache, Receive, StagingOptions
 from deployments.protocol.operations import InFlight, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.reports import Draining
-from deployments.replica import engine_drain
-from deployments.replica.engine import Engine
+from deployments.replica import engine as engine_module
+from deployments.replica.engine import DRAIN_POLL_S, Engine, EngineDrain
 from deployments.replica.engine_core import RESET_CACHES
-from deployments.replica.engine_drain import DRAIN_POLL_S, EngineDrain
 from deployments.replica.staged_member import StagedMember
 from tests.deployments.replica.fake_core import Core, Llm
 
@@ -169,7 +168,7 @@ async def test_a_drain_says_what_runs_and_begins_nothing(engine: Engine) -> None
 async def test_an_engine_that_hangs_is_not_waited_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_drain, "ANSWER_S", 0.05)
+    monkeypatch.setattr(engine_module, "ANSWER_S", 0.05)
     monkeypatch.setattr(core_of(engine), "call_utility_async", lambda *_: asyncio.Event().wait())
     await engine.drain("round 1")
     assert engine.draining == Draining(drain_ids=("round 1",), running=None)

@@ -13,7 +13,7 @@ from deployments.protocol.instructions import Commit, Drop, KvCache, Receive, St
 from deployments.protocol.operations import InFlight
 from deployments.protocol.reports import Staged, Swapped
 from deployments.replica.native_member import NativeMember
-from deployments.replica.server.arguments import EngineSpec
+from deployments.replica.server_arguments import EngineSpec
 from deployments.weights.store.checkpoint import Checkpoint, stated
 from deployments.weights.wire.chunk_layout import describe
 from tests.fake_hub import FakeHub

@@ -10,7 +10,7 @@ from vllm.entrypoints.launchers.app import build_app
 
 from deployments.errors import NoSuchRoute
 from deployments.passed_routes import PASSED, REFUSED, require_passed
-from deployments.replica.server.arguments import EngineSpec, server_arguments
+from deployments.replica.server_arguments import EngineSpec, server_arguments
 
 # What this server has only for whoever asks it directly: the fleet answers these itself.
 FLEET = {"/health", "/metrics", "/openapi.json"}

@@ -2,15 +2,82 @@
 
 import asyncio
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import AsyncMock, MagicMock
 
 import pytest
+import torch
 
+from deployments.errors import FleetUnavailable
 from deployments.protocol.instructions import JoinAnswer
+from deployments.protocol.reports import Unloadable
 from deployments.replica import replica
-from deployments.replica.replica import Replica
+from deployments.replica.replica import Replica, find_first_weights
+from deployments.weights.store.version_writer import CommittedVersion, write_version
+from deployments.weights.store.versions import Store
+
+
+class Answers:
+    """A controller's answers, one after the other."""
+
+    def __init__(self, *answers: JoinAnswer | Exception) -> None:
+        self._answers = list(answers)
+        self.asked: list[Unloadable | None] = []
+
+    async def __call__(self, unloadable: Unloadable | None) -> JoinAnswer:
+        self.asked.append(unloadable)
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def stored(tmp_path: Path, version: int) -> JoinAnswer:
+    committed = CommittedVersion(version=version, label=None, tensors={"w": torch.ones(2)})
+    path = write_version(committed, Store(tmp_path), lambda directory: None)
+    return JoinAnswer(version=version, path=str(path))
+
+
+async def test_a_version_that_is_there_is_loaded(tmp_path: Path) -> None:
+    ask = Answers(FleetUnavailable("not yet"), stored(tmp_path, 4))
+    answer = await find_first_weights(ask, ask_again_s=0)
+    assert answer.version == 4 and ask.asked == [None, None]
+
+
+async def test_a_question_without_an_answer_is_asked_again(tmp_path: Path) -> None:
+    answers = Answers(stored(tmp_path, 4))
+
+    async def ask(unloadable: Unloadable | None) -> JoinAnswer:
+        if not answers.asked:
+            answers.asked.append(unloadable)
+            await asyncio.Event().wait()
+        return await answers(unloadable)
+
+    answer = await asyncio.wait_for(find_first_weights(ask, ask_again_s=0, answer_s=0.01), 10)
+    assert answer.version == 4 and answers.asked == [None, None]
+
+
+async def test_one_that_is_gone_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    gone = JoinAnswer(version=61, path=str(tmp_path / "v00000061"))
+    ask = Answers(gone, stored(tmp_path, 64))
+    assert (await find_first_weights(ask, ask_again_s=0)).version == 64
+    reason = f"version 61 must be in {tmp_path / 'v00000061'}, and there is none"
+    assert ask.asked == [None, Unloadable(version=61, reason=reason)]
+
+
+async def test_one_that_is_damaged_is_refused_and_the_checkpoint_of_the_start_is_taken(
+    tmp_path: Path,
+) -> None:
+    damaged, start = stored(tmp_path, 4), JoinAnswer(version=0, path=None)
+    file = Path(str(damaged.path)) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    ask = Answers(damaged, start)
+    assert await find_first_weights(ask, ask_again_s=0) == start
+    refused = ask.asked[1]
+    assert refused is not None and refused.reason.startswith("version 4 in ") and "damaged" in refused.reason
+
 
 AROUND = (
     "serve ray UnaryHandle own_engine warn_if_not_forked add_server_info watch_load Polls Follower Gate "

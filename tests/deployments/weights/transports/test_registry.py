@@ -8,7 +8,7 @@ import pytest
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-from deployments.replica.server.info import STAGED
+from deployments.replica.server_info import STAGED
 from deployments.vllm_plugin import register
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import (

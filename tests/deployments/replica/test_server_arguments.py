@@ -8,8 +8,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
-from deployments.replica.server.arguments import EngineSpec, server_arguments
-from deployments.replica.server.step_size import FleetEngineArgs, step_tokens
+from deployments.replica.server_arguments import EngineSpec, FleetEngineArgs, server_arguments, step_tokens
 from tests.tiny_models import save_tiny_llama
 
 

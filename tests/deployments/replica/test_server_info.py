@@ -14,8 +14,8 @@ from vllm.config.kv_transfer import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.dev.server_info import api_router
 
-from deployments.replica.server.arguments import EngineSpec, server_arguments
-from deployments.replica.server.info import WITHHELD, add_server_info, describe, fleet_fingerprint
+from deployments.replica.server_arguments import EngineSpec, server_arguments
+from deployments.replica.server_info import WITHHELD, add_server_info, describe, fleet_fingerprint
 from tests.tiny_models import save_tiny_llama
 
 
