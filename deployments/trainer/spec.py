@@ -1,5 +1,6 @@
 """What a trainer is started with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,3 +40,22 @@ class TrainerSpec:
     trust_remote_code: bool = False
     revision: str | None = None
     publish_timeout_s: float = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTrainer:
+    """What a worker has loaded when it is ready for its first step."""
+
+    version: int  # of the weights; 0 for the model that the trainer was configured with
+    step: int  # optimizer steps done
+    parameters: int  # numbers in the model, over all ranks; of an adapter alone
+    untrained: Sequence[str] = ()  # what the checkpoint has and the model lacks, in words
+    adapter_version: int = 0  # the newest live one of the adapter that it trains
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStatus:
+    """What became of the versions that this trainer wrote to the store."""
+
+    stored_version: int | None  # the newest that is complete
+    store_problem: str | None  # why the version written last is not in the store

@@ -9,7 +9,10 @@ is refused because another one runs, and none that has begun ends with its calle
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import contextvars
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
@@ -18,20 +21,169 @@ from deployments.errors import FleetUnavailable, InvalidRequest, OtherStep, Slip
 from deployments.logs import serve_logger
 from deployments.lost_calls import answered
 from deployments.protocol.publishing import RoundReport
-from deployments.trainer.former_session import end_former_session
-from deployments.trainer.lost_version import watch
-from deployments.trainer.spec import TrainerSpec
-from deployments.trainer.turns import Turns
+from deployments.protocol.status import FleetStatus
+from deployments.publish_session import PublishSession
+from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.worker_group import PING_TIMEOUT_S, TrainerWorkerActor, WorkerGroup
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
 from deployments.unary import UnaryHandle
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 
+# The trainer's calls take turns, and a call that has begun goes on to its end.
+#
+# Workers cannot be stopped in the middle of a step or a round. If the caller goes away meanwhile (its
+# connection broke), the call goes on, so that the next one finds the workers free, and the status says what
+# was done: a client that asks it does not repeat a step.
+#
+# Work runs in a context of its own. Ray knows by a context variable which actor call a task belongs to, and
+# Serve cancels a request whose caller is gone together with every actor call that was made for it: without
+# this, those to the workers too, in mid-step.
+
+Result = TypeVar("Result")
+logger = serve_logger()
+
+
+class Turns:
+    """First come, first served. A caller that goes away before its turn has no turn."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._queue = asyncio.Lock()  # asyncio's lock is fair
+        self._since = 0.0
+        self.doing: str | None = None
+
+    @property
+    def doing_s(self) -> float:
+        """For how long; 0 where nothing is done."""
+        return round(self._clock() - self._since, 3) if self.doing is not None else 0.0
+
+    async def take(self, name: str, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Wait for the turn, then do the work.
+
+        Raises:
+            Exception: what the work raises.
+        """
+        await self._queue.acquire()
+        task = asyncio.create_task(self._run(name, work), context=contextvars.Context())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.done():
+                logger.warning("the caller of %r is gone: the trainer goes on with it", name)
+                task.add_done_callback(_look_at)
+            raise
+
+    async def _run(self, name: str, work: Callable[[], Awaitable[Result]]) -> Result:
+        self.doing, self._since = name, self._clock()
+        try:
+            return await work()
+        finally:
+            self.doing = None
+            self._queue.release()
+
+
+def _look_at(task: "asyncio.Task[Any]") -> None:
+    """Nobody else asks how it ended."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        logger.warning("a call whose caller is gone has failed: %s", error)
+
+
+# Recovery of a committed version that replicas wait for and nobody gives them.
+#
+# The store is written after the commit, off the critical path. If every replica dies before the write ends
+# (for example because the host ran out of memory), the version exists nowhere. If the write fails (a full
+# disk), only the replicas that serve it have it, and those that join cannot load it from them.
+# The trainer then publishes its current weights as a new version: a round brings joiners up to date as well.
+
+CHECK_PERIOD_S = 5.0
+CONFIRMATIONS = 3  # checks in a row: a write to the store that is under way may still complete
+
+
+def is_lost(fleet: FleetStatus) -> bool:
+    """Whether joiners wait for a version that neither a replica nor the store holds."""
+    committed = fleet.committed_version
+    joiners = [member for member in fleet.members if member.state == "joining"]
+    holders = [member for member in fleet.members if member.admitted or member.version == committed]
+    in_store = committed == 0 or fleet.stored_version == committed
+    return bool(joiners) and not holders and not in_store and fleet.round is None
+
+
+def is_starved(fleet: FleetStatus, published: int) -> bool:
+    """Whether joiners have waited long for the version that this trainer published, which replicas serve.
+
+    Never for another publisher's version: the trainer's weights would take its place.
+    """
+    waiting = any(member.state == "joining" for member in fleet.members)
+    own = fleet.committed_version == published
+    return own and waiting and fleet.store_problem is not None and fleet.round is None
+
+
+async def watch(
+    fleet_status: Callable[[], Awaitable[FleetStatus]],
+    publish: Callable[[str], Awaitable[object]],
+    published: Callable[[], int],
+    period_s: float = CHECK_PERIOD_S,
+) -> None:
+    """Check the fleet periodically, and publish when replicas wait for its version in vain; until cancelled.
+
+    Args:
+        publish: publishes the current weights; its argument is the new version's label.
+        published: the version that this trainer published last.
+    """
+    lost_checks = 0
+    while True:
+        await asyncio.sleep(period_s)
+        try:
+            fleet = await fleet_status()
+            lost = is_lost(fleet)
+            lost_checks = lost_checks + 1 if lost or is_starved(fleet, published()) else 0
+            if lost_checks >= CONFIRMATIONS:
+                lost_checks = 0
+                what = f"version {fleet.committed_version} {'was lost' if lost else 'was not stored'}"
+                logger.warning("%s, and replicas wait for it: publishing anew", what)
+                await publish(what)
+        except Exception as error:  # the controller is unreachable or the round failed: check again later
+            logger.debug("cannot check the fleet: %s", error)
+
+
+# What a killed trainer worker leaves behind: an open round, a lease, and memory that replicas opened.
+#
+# Until the lease expires nobody else can publish, and no joiner loads a stored version beside the open round.
+# Ray says at once that the process is gone, so the trainer ends both. It takes a lease under the same name,
+# which makes the dead worker's token stale: should a call of it still be on its way, it is refused.
+
+_OPEN = "open"
+
+
+async def end_former_session(controller: UnaryHandle, *, shares_memory: bool = False) -> None:
+    """End the round and the lease of a worker that is gone. What fails is logged: the lease expires then.
+
+    A round that was closed is left alone: it needs its publisher no more, and may commit.
+
+    Args:
+        shares_memory: replicas open the trainer's GPU memory, which stays allocated until they disconnect,
+            and the next worker needs it.
+    """
+    try:
+        if not shares_memory:
+            fleet: FleetStatus = await answered(lambda: controller.fleet.remote(), "fleet")
+            if fleet.lease is None or fleet.lease.publisher != PUBLISHER:
+                return
+            if fleet.round is not None and fleet.round.phase != _OPEN:
+                return
+        async with PublishSession(controller, PUBLISHER) as session:
+            await session.acquire()
+            if shares_memory:
+                await session.disconnect()
+    except SlipstreamError as error:  # another publisher was quicker, or the controller is gone or hangs
+        logger.warning("what a former trainer left behind is not cleaned up: %s", error)
+
+
 SEND_ATTEMPTS = 3
 FLUSH_TIMEOUT_S = 20.0
 # Of the whole shutdown: Serve waits a few seconds for calls, then the last version is written.
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0
-logger = serve_logger()
 
 
 class Trainer:

@@ -17,13 +17,11 @@ from deployments.protocol.reports import StoreResult
 from deployments.thread_priority import YieldingThread
 from deployments.trainer.checkpoint import summary
 from deployments.trainer.checkpoints import Checkpoints
-from deployments.trainer.lora.merged import MergedAdapter
-from deployments.trainer.messages import LoadedTrainer, StoreStatus
+from deployments.trainer.lora.resume import MergedAdapter
 from deployments.trainer.publisher import Publisher
-from deployments.trainer.rank import TrainerRank
+from deployments.trainer.rank import TrainerRank, directory_to_save
 from deployments.trainer.resume import resume
-from deployments.trainer.save_directory import directory_to_save
-from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import SavedCheckpoint
 from deployments.unary import UnaryHandle, run_sync

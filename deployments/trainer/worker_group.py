@@ -23,8 +23,7 @@ from deployments.logs import serve_logger
 from deployments.placement import SlotPlan, in_bundle
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer.addresses import free_port, own_address
-from deployments.trainer.messages import LoadedTrainer, StoreStatus
-from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics
 from deployments.unary import UnaryHandle
 

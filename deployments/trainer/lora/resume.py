@@ -7,17 +7,94 @@
 Rank 0 looks, because it alone writes; the others receive what it found.
 """
 
+import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from deployments.trainer.checkpoints import Checkpoints
 from deployments.trainer.lora.publisher import LiveVersion
-from deployments.trainer.lora.state_file import State, StateFile
-from deployments.trainer.stored_weights import of_rank_0
+from deployments.trainer.stored_weights import StoredWeights, of_rank_0
+from deployments.weights.store.versions import Store
 from trainers.learner import Learner
 from trainers.settings import LoraConfig
+
+# The state of an adapter's training on disk: its weights and AdamW's moments, for a restart.
+#
+# trainer/lora-*/trainer_state.rank0.pt       the newest that is complete
+# trainer/lora-*/trainer_state.rank0.partial  being written; renamed when it is on the disk
+
+State = Mapping[str, Any]  # what `Learner.state_dict` returns
+
+
+class StateFile:
+    """The file of one rank, below `directory`.
+
+    Attributes:
+        step: of the state that this process has written; None: of none that is there.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.path = directory / f"trainer_state.rank{rank}.pt"
+        self.step: int | None = None
+
+    def write(self, state: State, step: int) -> None:
+        """Replace the file; when this returns, the new one survives a crash of the host.
+
+        Raises:
+            OSError: the file cannot be written; the former one stays.
+        """
+        partial = self.path.with_suffix(".partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                torch.save(dict(state), file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.path)
+            _sync(self.path.parent)
+            self.step = step
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
+            with contextlib.suppress(OSError):
+                partial.unlink()  # it may be what fills the disk
+            raise OSError(_one_line(error)) from error
+
+    def read(self) -> State:
+        """The state on the CPU, read from the disk as its tensors are used.
+
+        Raises:
+            FileNotFoundError: there is no file.
+            Exception: of any class, if the file is damaged.
+        """
+        state: State = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
+        return state
+
+    def remove(self) -> None:
+        """Remove the file, if there is one.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self.step = None
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+            _sync(self.path.parent)
+
+
+def _one_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,3 +194,56 @@ def _check(learner: Learner, state: State, file: StateFile, own: Mapping[str, An
             f"{file.path} is the state of another adapter: {error}; choose another 'trainer.lora.name', or "
             "move it away to start anew"
         ) from error
+
+
+# An adapter whose sum with its base is published: which weights are its base, and where it goes on.
+#
+# The base is what the trainer was started from: the model, or a stored version. After a restart
+#
+#     a checkpoint of the stored version's step   the same base and adapter: exactly where it was
+#     none that can be used                       the stored version is the base, and the adapter begins anew:
+#                                                 the policy is what the fleet serves, moments start at zero
+
+
+class MergedAdapter:
+    """The base of an adapter, on one rank of a trainer.
+
+    Attributes:
+        base_version: the version that is the base; 0: the model.
+    """
+
+    def __init__(self, config: LoraConfig, store: Store, stored: StoredWeights) -> None:
+        self.config = config
+        self._store, self._stored = store, stored
+        self.base_version = 0
+
+    def find_base(self, checkpoints: Checkpoints, version: int, fleet_id: str | None, model: Path) -> Path:
+        """Decide on the base of a trainer that starts, and say where it is. Called on every rank.
+
+        Args:
+            version: the newest in the store; 0: there is none.
+            model: the directory of version 0.
+        """
+        saved = of_rank_0(None if version == 0 else self._saved_base(checkpoints, version, fleet_id))
+        self.base_version = version if saved is None or not self._is_usable(saved) else saved
+        return self._store.path_of(self.base_version) if self.base_version else model
+
+    def about(self) -> Mapping[str, Any]:
+        """What a checkpoint says of it, so that it is not continued as another one."""
+        return settings(self.config, self.base_version)
+
+    def _is_usable(self, version: int) -> bool:
+        if version == 0:
+            return True
+        return version in of_rank_0(list(self._store.list())) and self._stored.problem(version) is None
+
+    def _saved_base(self, checkpoints: Checkpoints, version: int, fleet_id: str | None) -> int | None:
+        """The base of a checkpoint of the version's weights."""
+        manifest = self._store.manifest_of(version)
+        for _, about in checkpoints.complete(fleet_id):
+            saved = about.adapter
+            if manifest.trainer_step is None or not about.is_of(manifest.trainer_step, manifest.digest):
+                continue
+            if saved is not None and isinstance(saved.get("base_version"), int):
+                return int(saved["base_version"])
+        return None

@@ -17,13 +17,10 @@ from deployments.errors import Conflict, InvalidRequest
 from deployments.logs import serve_logger
 from deployments.trainer.lora.host_copies import host_copies
 from deployments.trainer.lora.publisher import AdapterPublisher, adapter_files
-from deployments.trainer.lora.resume import go_on, look, settings
+from deployments.trainer.lora.resume import State, StateFile, go_on, look, settings
 from deployments.trainer.lora.sender import adapter_sender
-from deployments.trainer.lora.state_file import State, StateFile
-from deployments.trainer.messages import LoadedTrainer, StoreStatus
-from deployments.trainer.rank import TrainerRank
-from deployments.trainer.save_directory import directory_to_save
-from deployments.trainer.spec import TrainerSpec, adapter_directory
+from deployments.trainer.rank import TrainerRank, directory_to_save
+from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, adapter_directory
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint
 from deployments.unary import UnaryHandle

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from deployments.trainer.spec import TrainerSpec
-from deployments.trainer.turns import Turns
+from deployments.trainer.trainer import Turns
 from deployments.trainer.worker_group import WorkerGroup
 from tests.deployments.controller_in_process import ControllerInProcess
 

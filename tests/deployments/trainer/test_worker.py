@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from deployments.errors import InvalidRequest, TransferAborted
 from deployments.protocol.instructions import Verify
 from deployments.protocol.reports import Outcome
-from deployments.trainer.messages import StoreStatus
-from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.spec import StoreStatus, TrainerSpec
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.trainer.messages import LoadedTrainer
-from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.spec import LoadedTrainer, TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, lines, small_spec, started

@@ -1,16 +1,18 @@
 """A trainer of an adapter that is started again: what it goes on from."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from deployments.errors import InvalidRequest
 from deployments.protocol.adapters import LoadAdapter
 from deployments.protocol.reports import Outcome
+from deployments.trainer.lora.resume import StateFile
 from deployments.trainer.lora.worker import LoraWorker
-from deployments.trainer.messages import LoadedTrainer
-from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.spec import LoadedTrainer, TrainerSpec
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.lora.one_adapter import (
     TENSORS,
@@ -112,3 +114,37 @@ def test_an_adapter_is_not_continued_with_other_settings(
         started(with_config(spec, lora=lora(alpha=4)), controller)
     other = started(with_config(spec, lora=lora(rank=2, name="code")), controller)
     assert published(other).version == 1 and controller.live == ["math@1", "code@1"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    sync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if Path(path).is_relative_to(tmp_path):  # an earlier test's store may still be written
+            synced.append(path)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    file = StateFile(tmp_path / "trainer", 1)
+    file.write({"steps_done": 4}, 4)
+    assert file.path == tmp_path / "trainer" / "trainer_state.rank1.pt"
+    assert synced == [str(file.path.with_suffix(".partial")), str(file.path.parent)]
+    assert file.read() == {"steps_done": 4}
+    file.remove()
+    file.remove()
+    with pytest.raises(FileNotFoundError):
+        file.read()
+
+
+def test_a_full_disk_leaves_the_former_state(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, 0)
+    file.write({"steps_done": 4}, 4)
+    file.path.with_suffix(".partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"^[^\n]+$"):
+        file.write({"steps_done": 5, "weights": torch.zeros(1 << 20)}, 5)
+    assert file.read() == {"steps_done": 4}
+    assert [entry.name for entry in tmp_path.iterdir()] == [file.path.name]
