@@ -9,8 +9,8 @@ import uuid
 from starlette.responses import PlainTextResponse
 
 from app.http.answers import AdapterList, Status
-from app.http.endpoint import Endpoint
 from app.http.requests import LoadAdapterBody, UnloadAdapterBody
+from app.http.route import GuardedRoute
 from deployments.errors import FleetUnavailable
 from deployments.lost_calls import answered, is_lost
 from deployments.protocol.adapters import Adapter
@@ -23,13 +23,12 @@ class AdapterRoutes:
     def __init__(self, controller: UnaryHandle) -> None:
         self._controller = controller
 
-    def endpoints(self) -> list[Endpoint]:
-        text = "text/plain"
+    def routes(self) -> list[GuardedRoute]:
         return [
-            Endpoint("POST", "/v1/load_lora_adapter", self.load, media_type=text),
-            Endpoint("POST", "/v1/unload_lora_adapter", self.unload, media_type=text),
-            Endpoint("POST", "/load_lora_adapter", self.load_in_place),
-            Endpoint("GET", "/fleet/adapters", self.adapters),
+            GuardedRoute("POST", "/v1/load_lora_adapter", self.load, response_class=PlainTextResponse),
+            GuardedRoute("POST", "/v1/unload_lora_adapter", self.unload, response_class=PlainTextResponse),
+            GuardedRoute("POST", "/load_lora_adapter", self.load_in_place),
+            GuardedRoute("GET", "/fleet/adapters", self.adapters),
         ]
 
     async def load(self, body: LoadAdapterBody) -> PlainTextResponse:

@@ -5,23 +5,22 @@ An answer of 200 means that every replica did it.
 """
 
 from collections.abc import Mapping
+from typing import Annotated
 
+from fastapi import Query
 from pydantic import JsonValue, TypeAdapter
 
 from app.http.answers import AbortedRequests, FellAsleep, PauseState, SleepState, Status, Success, WokeUp
-from app.http.endpoint import Endpoint
 from app.http.requests import (
     AbortRequestsBody,
-    PauseQuery,
     ResetPrefixCacheBody,
-    ResetPrefixCacheQuery,
     SleepBody,
-    SleepQuery,
     WakeUpBody,
-    WakeUpQuery,
 )
+from app.http.route import GuardedRoute
 from deployments.protocol.operations import (
     AbortRequests,
+    InFlight,
     IsPaused,
     IsSleeping,
     Operation,
@@ -29,39 +28,40 @@ from deployments.protocol.operations import (
     ResetPrefixCache,
     Resume,
     Sleep,
+    SleepTag,
     WakeUp,
 )
 from deployments.unary import UnaryHandle
 
+InFlightQuery = Annotated[InFlight, Query(description="what happens to running requests")]
 _COUNTS = TypeAdapter(dict[str, int])  # by replica
 
 
 class EngineRoutes:
     """The routes of the engines' state."""
 
-    def __init__(self, controller: UnaryHandle, max_body_bytes: int) -> None:
+    def __init__(self, controller: UnaryHandle) -> None:
         self._controller = controller
-        self._max_body_bytes = max_body_bytes
 
-    def endpoints(self) -> list[Endpoint]:
+    def routes(self) -> list[GuardedRoute]:
         return [
-            Endpoint("POST", "/pause", self.pause),
-            Endpoint("POST", "/resume", self.resume),
-            Endpoint("GET", "/is_paused", self.is_paused),
-            Endpoint("POST", "/abort_requests", self.abort_requests, max_body_bytes=self._max_body_bytes),
-            Endpoint("POST", "/sleep", self.sleep),
-            Endpoint("POST", "/wake_up", self.wake_up),
-            Endpoint("GET", "/is_sleeping", self.is_sleeping),
-            Endpoint("POST", "/reset_prefix_cache", self.reset_prefix_cache),
+            GuardedRoute("POST", "/pause", self.pause),
+            GuardedRoute("POST", "/resume", self.resume),
+            GuardedRoute("GET", "/is_paused", self.is_paused),
+            GuardedRoute("POST", "/abort_requests", self.abort_requests, large=True),
+            GuardedRoute("POST", "/sleep", self.sleep),
+            GuardedRoute("POST", "/wake_up", self.wake_up),
+            GuardedRoute("GET", "/is_sleeping", self.is_sleeping),
+            GuardedRoute("POST", "/reset_prefix_cache", self.reset_prefix_cache),
         ]
 
-    async def pause(self, query: PauseQuery) -> Status:
+    async def pause(self, mode: InFlightQuery = InFlight.ABORT, clear_cache: bool = True) -> Status:
         """Stop generating; requests that arrive wait.
 
         Raises:
             Conflict: with mode `wait`, requests ran for too long, or another call came; nothing changed.
         """
-        await self._call(Pause(mode=query.mode, clear_cache=query.clear_cache))
+        await self._call(Pause(mode=mode, clear_cache=clear_cache))
         return Status(status="paused")
 
     async def resume(self) -> Status:
@@ -75,12 +75,18 @@ class EngineRoutes:
 
     async def abort_requests(self, body: AbortRequestsBody) -> AbortedRequests:
         """Abort running requests, by id or all of them."""
-        counts = _COUNTS.validate_python(await self._call(AbortRequests(request_ids=body.request_ids)))
+        ids = None if body.request_ids is None else tuple(body.request_ids)
+        counts = _COUNTS.validate_python(await self._call(AbortRequests(request_ids=ids)))
         # vLLM counts the ids that it was given, whether such requests run or not; each replica is given all.
-        aborted = len(body.request_ids) if body.request_ids else sum(counts.values())
+        aborted = len(ids) if ids else sum(counts.values())
         return AbortedRequests(status="aborted", aborted=aborted)
 
-    async def sleep(self, query: SleepQuery, body: SleepBody) -> FellAsleep:
+    async def sleep(
+        self,
+        body: SleepBody,
+        level: Annotated[int | None, Query(ge=0, le=2, description="1 where none is given")] = None,
+        mode: InFlightQuery | None = None,
+    ) -> FellAsleep:
         """Free GPU memory.
 
         At level 1 the weights wait in host memory; at level 2 they are discarded, and a round has to bring
@@ -89,11 +95,15 @@ class EngineRoutes:
         Raises:
             Conflict: a round is open; or, with mode `wait`, as for a pause.
         """
-        chosen = SleepQuery(**body.model_dump(exclude_none=True) | query.model_dump(exclude_unset=True))
-        await self._call(Sleep(level=chosen.level, mode=chosen.mode))
-        return FellAsleep(status="sleeping", level=chosen.level)
+        chosen = next(each for each in (level, body.level, 1) if each is not None)
+        await self._call(Sleep(level=chosen, mode=mode or body.mode or InFlight.ABORT))
+        return FellAsleep(status="sleeping", level=chosen)
 
-    async def wake_up(self, query: WakeUpQuery, body: WakeUpBody) -> WokeUp:
+    async def wake_up(
+        self,
+        body: WakeUpBody,
+        tags: Annotated[tuple[SleepTag, ...], Query(description="the parts to wake; none of them: all")] = (),
+    ) -> WokeUp:
         """Wake all parts, or those in `tags`.
 
         Refused if the fleet would compute with weights that a sleep at level 2 discarded.
@@ -102,24 +112,29 @@ class EngineRoutes:
             Conflict: the weights are discarded, and no round has brought new ones.
         """
         # Each once: a repeated tag is an error in the middle of vLLM's own bookkeeping.
-        named = query.tags or body.tags
-        tags = tuple(dict.fromkeys(named)) if named else None
-        awake = all((await self._call(WakeUp(tags=tags))).values())
+        named = tags or body.tags
+        distinct = tuple(dict.fromkeys(named)) if named else None
+        awake = all((await self._call(WakeUp(tags=distinct))).values())
         return WokeUp(status="awake" if awake else "sleeping", tags=named or None)
 
     async def is_sleeping(self) -> SleepState:
         """Whether every replica is asleep."""
         return SleepState(is_sleeping=all((await self._call(IsSleeping())).values()))
 
-    async def reset_prefix_cache(self, query: ResetPrefixCacheQuery, body: ResetPrefixCacheBody) -> Success:
+    async def reset_prefix_cache(
+        self,
+        body: ResetPrefixCacheBody,
+        reset_running_requests: bool = False,
+        reset_external: bool = False,
+    ) -> Success:
         """Discard the cached prefixes; the flags come in the query or in a body.
 
         Without success on every replica, as vLLM: running requests hold blocks there, or a connector does.
         """
         answers = await self._call(
             ResetPrefixCache(
-                reset_running_requests=query.reset_running_requests or body.reset_running_requests,
-                reset_connector=query.reset_external or body.reset_external,
+                reset_running_requests=reset_running_requests or body.reset_running_requests,
+                reset_connector=reset_external or body.reset_external,
             )
         )
         return Success(success=all(answers.values()))

@@ -3,28 +3,32 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict
+from typing import Annotated
 
+from fastapi import Header, Query, Response
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from app.http.answers import Health, History
+from app.http.answers import Health, History, Status
 from app.http.auth import Access
 from app.http.directory_publisher import DirectoryPublisher
-from app.http.endpoint import Endpoint
 from app.http.metrics import exposition
-from app.http.requests import EventsQuery, PublishDirectoryBody, RollbackBody, ScaleBody
-from deployments.errors import InvalidRequest
+from app.http.requests import PublishDirectoryBody, RollbackBody, ScaleBody
+from app.http.route import GuardedRoute
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
+from deployments.request_headers import MAX_SESSION_ID
 from deployments.router.scrape import Scraped
 from deployments.unary import UnaryHandle
 
 EVENTS_WAIT_S = 10.0
 Scrape = Callable[[], Awaitable[Scraped]]
+
+
+class EventStream(StreamingResponse):
+    media_type = "text/event-stream"
 
 
 async def no_others() -> Scraped:
@@ -53,28 +57,31 @@ class FleetRoutes:
         self._directories = directories
         self._scrape = scrape
 
-    def endpoints(self) -> list[Endpoint]:
+    def routes(self) -> list[GuardedRoute]:
         return [
-            Endpoint("GET", "/health", self.health, access=Access.OPEN, answer=Health),
-            Endpoint("GET", "/fleet", self.fleet),
-            Endpoint("GET", "/fleet/rounds", self.rounds),
-            Endpoint("GET", "/fleet/events", self.events, media_type="text/event-stream"),
-            Endpoint("POST", "/fleet/publish", self.publish),
-            Endpoint("POST", "/fleet/rollback", self.rollback),
-            Endpoint("POST", "/fleet/scale", self.scale),
-            Endpoint("GET", "/metrics", self.metrics, media_type="text/plain"),
+            GuardedRoute("GET", "/health", self.health, access=Access.OPEN),
+            GuardedRoute("GET", "/fleet", self.fleet),
+            GuardedRoute("GET", "/fleet/rounds", self.rounds),
+            GuardedRoute("GET", "/fleet/events", self.events, head=False, response_class=EventStream),
+            GuardedRoute("POST", "/fleet/publish", self.publish),
+            GuardedRoute("POST", "/fleet/rollback", self.rollback),
+            GuardedRoute("POST", "/fleet/scale", self.scale),
+            # The routes of prime-rl's and SkyRL's servers.
+            GuardedRoute("GET", "/liveness", self.liveness, access=Access.OPEN),
+            GuardedRoute("POST", "/finish_session", self.finish_session, access=Access.USER),
+            GuardedRoute("GET", "/metrics", self.metrics, response_class=PlainTextResponse),
         ]
 
-    async def health(self) -> JSONResponse:
+    async def health(self, response: Response) -> Health:
         """200 as soon as one replica serves; 503 before."""
         fleet: FleetHealth = await self._controller.health.remote()
-        health = Health(
+        response.status_code = 200 if fleet.serving else 503
+        return Health(
             status="ok" if fleet.serving else "starting",
             serving=fleet.serving,
             members=fleet.members,
             weight_version=fleet.committed_version,
         )
-        return JSONResponse(asdict(health), status_code=200 if fleet.serving else 503)
 
     async def fleet(self) -> FleetStatus:
         """Members, their states and versions, the open round."""
@@ -85,16 +92,13 @@ class FleetRoutes:
         """Rounds that ended, with their timings."""
         return History(rounds=await self._controller.rounds.remote())
 
-    async def events(self, request: Request, query: EventsQuery) -> StreamingResponse:
-        """Server-sent events; `Last-Event-ID` or `?since=N` continues where the client stopped.
-
-        Raises:
-            InvalidRequest: not the number of an event.
-        """
-        text = request.headers.get("last-event-id", str(query.since))
-        if not text.isdigit():
-            raise InvalidRequest(f"Last-Event-ID: expected the number of an event, got {text!r}")
-        return StreamingResponse(self._events(int(text)), media_type="text/event-stream")
+    async def events(
+        self,
+        since: Annotated[int, Query(ge=0, description="only events with a greater id")] = 0,
+        last_event_id: Annotated[int | None, Header(ge=0)] = None,
+    ) -> EventStream:
+        """Server-sent events; `Last-Event-ID` or `?since=N` continues where the client stopped."""
+        return EventStream(self._events(since if last_event_id is None else last_event_id))
 
     async def publish(self, body: PublishDirectoryBody) -> RoundReport:
         """Make the weights of a checkpoint directory the fleet's next version, as an ordinary round.
@@ -130,6 +134,23 @@ class FleetRoutes:
         wanted = None if body.replicas == "auto" else body.replicas
         size: SizeStatus = await self._controller.scale.remote(wanted)
         return size
+
+    async def liveness(self) -> Status:
+        """Answers while the fleet's controller does, also when no replica serves; see `/health`."""
+        await self._controller.fleet.remote()
+        return Status(status="alive")
+
+    async def finish_session(
+        self,
+        session_id: Annotated[
+            str, Query(max_length=MAX_SESSION_ID, description="as in the header x-session-id")
+        ],
+    ) -> Status:
+        """A session is over.
+
+        It held nothing: which replica a session's requests go to follows from its name and the replicas.
+        """
+        return Status(status="finished")
 
     async def metrics(self) -> Response:
         """The fleet's state, vLLM's metrics of each replica and Serve's, in Prometheus' text format."""

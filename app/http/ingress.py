@@ -1,32 +1,31 @@
 """The ingress: the routes of the fleet, the trainer and the weights; everything else goes to a replica."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.adapter_routes import AdapterRoutes
-from app.http.auth import READING, Access, Guard, Tokens, Unauthorized, passed_access
-from app.http.client_routes import ClientRoutes
+from app.http.auth import Access, Guard, Tokens, Unauthorized, passed_access
 from app.http.directory_publisher import DirectoryPublisher
-from app.http.endpoint import Endpoint
 from app.http.engine_routes import EngineRoutes
-from app.http.fleet_routes import FleetRoutes
+from app.http.fleet_routes import FleetRoutes, Scrape
 from app.http.openapi import Description
-from app.http.page import page
+from app.http.route import MAX_BODY_BYTES, GuardedRoute, explain
 from app.http.serve_address import require_guarded
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
-from deployments.errors import AnswerLost, FleetUnavailable, MethodNotAllowed, SlipstreamError
+from deployments.errors import AnswerLost, FleetUnavailable, InvalidRequest, MethodNotAllowed, SlipstreamError
 from deployments.logs import serve_logger
 from deployments.lost_calls import is_lost
 from deployments.passed_routes import require_passed, route_path
@@ -34,6 +33,7 @@ from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
 from deployments.unary import UnaryHandle
 
+PAGE = Path(__file__).with_name("page.html")
 FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")  # of those that pass
 logger = serve_logger()
 
@@ -62,59 +62,80 @@ class Ingress:
         fleet, training = UnaryHandle(controller), None if trainer is None else UnaryHandle(trainer)
         self._guard = Guard(tokens)
         await require_guarded(has_token=self._guard.asks(Access.OPERATOR))
-        max_bytes = limits.max_body_bytes
-        directories = DirectoryPublisher(fleet, checkpoint_roots)
-        weights = WeightRoutes(fleet, max_bytes, directories, allow_pickled_ipc=allow_pickled_ipc)
-        self._endpoints = [
-            *FleetRoutes(fleet, training, directories, self._router.metrics).endpoints(),
-            *ClientRoutes(fleet).endpoints(),
-            *weights.endpoints(),
-            *EngineRoutes(fleet, max_bytes).endpoints(),
-            *AdapterRoutes(fleet).endpoints(),
-            *TrainRoutes(training, max_bytes).endpoints(),
-        ]
+        self._routes = own_routes(fleet, training, checkpoint_roots, allow_pickled_ipc, self._router.metrics)
 
     def reconfigure(self, settings: Mapping[str, float]) -> None:
         """Serve's call with new limits, by the names of the section `router`."""
         self._router.limits = self._limits.with_settings(settings)
 
-    def __serve_build_asgi_app__(self) -> Starlette:
-        return build_app(self._endpoints, self._guard, self._router)
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_app(self._routes, self._guard, self._router, self._limits.max_body_bytes)
 
     async def __del__(self) -> None:  # Serve awaits it
         await self._router.close()
 
 
-def build_app(endpoints: Sequence[Endpoint], guard: Guard, router: ASGIApp) -> Starlette:
+def own_routes(
+    controller: UnaryHandle,
+    trainer: UnaryHandle | None,
+    checkpoint_roots: Sequence[Path],
+    allow_pickled_ipc: bool,
+    scrape: Scrape,
+) -> list[GuardedRoute]:
+    """The routes that the fleet answers itself; the arguments are those of `Ingress`."""
+    directories = DirectoryPublisher(controller, checkpoint_roots)
+    return [
+        *FleetRoutes(controller, trainer, directories, scrape).routes(),
+        *WeightRoutes(controller, directories, allow_pickled_ipc=allow_pickled_ipc).routes(),
+        *EngineRoutes(controller).routes(),
+        *AdapterRoutes(controller).routes(),
+        *TrainRoutes(trainer).routes(),
+    ]
+
+
+def build_app(
+    routes: Sequence[GuardedRoute], guard: Guard, router: ASGIApp, max_body_bytes: int = MAX_BODY_BYTES
+) -> FastAPI:
     """The ASGI application of our own routes.
 
     Args:
         router: answers all other requests.
+        max_body_bytes: of a route whose bodies may be large.
     """
+    description = Description(router, guard.asks)
 
-    description = Description(endpoints, router, guard.asks)
-
-    async def openapi(request: Request) -> Response:
-        return JSONResponse(await description.document())
+    async def openapi(request: Request) -> JSONResponse:
+        return JSONResponse(await description.document(request.app))
 
     own = [
-        Route("/", _guarded(page, guard, Access.OPERATOR), methods=["GET"]),
-        Route("/openapi.json", _guarded(openapi, guard, Access.USER), methods=["GET"]),
-        *[_route(each, guard) for each in endpoints],
+        GuardedRoute("GET", "/", page, response_class=HTMLResponse, include_in_schema=False),
+        GuardedRoute("GET", "/openapi.json", openapi, access=Access.USER, include_in_schema=False),
+        *routes,
     ]
     passed_on = _PassedOn(router, guard, own)
-    return Starlette(
+    app = FastAPI(
+        title="Slipstream",
+        version="1",
+        openapi_url=None,  # ours describes vLLM's routes too
         # Serve and Starlette each try route after route: the most frequent come first.
         routes=[*[Route(path, passed_on) for path in FREQUENT], *own, Route("/{path:path}", passed_on)],
         exception_handlers={
             ClientDisconnect: answer_nobody,
             SlipstreamError: answer_error,
+            RequestValidationError: answer_wrong_request,
             HTTPException: answer_http_error,
             RayError: answer_foreign_error,
             RayServeException: answer_foreign_error,
             Exception: answer_foreign_error,
         },
     )
+    app.state.guard, app.state.max_body_bytes = guard, max_body_bytes
+    return app
+
+
+async def page() -> HTMLResponse:
+    """The web page. It fetches everything that it shows from the fleet's own routes."""
+    return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
 class _PassedOn:
@@ -126,46 +147,26 @@ class _PassedOn:
         own: the routes that a request did not match; one of the same path takes other methods.
     """
 
-    def __init__(self, router: ASGIApp, guard: Guard, own: Sequence[Route]) -> None:
+    def __init__(self, router: ASGIApp, guard: Guard, own: Sequence[GuardedRoute]) -> None:
         self._router = router
         self._guard = guard
-        self._methods: dict[str, set[str]] = {}
-        for route in own:
-            self._methods.setdefault(route.path, set()).update(route.methods or ())
+        self._own = {route.path: route for route in own}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope["path"], scope.get("root_path", ""))
+        route = self._own.get(path)
+        if route is not None and scope["method"] in route.allowed:
+            scope["route"] = route
+            return await route.app(scope, receive, send)
         if scope["method"] != "OPTIONS":  # a browser asks with it whether it may send the token
             self._guard.check(Request(scope), passed_access(path))
-        allowed = sorted(self._methods.get(path, ()))
-        if allowed:
+        if route is not None:
+            expected = " or ".join(route.allowed)
             raise MethodNotAllowed(
-                f"{path}: expected {' or '.join(allowed)}, got {scope['method'][:20]!r}", {"allow": allowed}
+                f"{path}: expected {expected}, got {scope['method'][:20]!r}", {"allow": route.allowed}
             )
         require_passed(scope["method"], path)
         await self._router(scope, receive, send)
-
-
-def _route(endpoint: Endpoint, guard: Guard) -> Route:
-    async def answer(request: Request) -> Response:
-        request.state.changes_fleet = endpoint.access is Access.OPERATOR and endpoint.method not in READING
-        return await endpoint.answer(request)
-
-    handler = _guarded(answer, guard, endpoint.access)
-    route = Route(endpoint.path, handler, methods=[endpoint.method])
-    if endpoint.media_type == "text/event-stream" and route.methods is not None:
-        route.methods.discard("HEAD")  # Starlette adds it: an answer without a body that never ends
-    return route
-
-
-def _guarded(
-    handler: Callable[[Request], Awaitable[Response]], guard: Guard, access: Access
-) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        guard.check(request, access)
-        return await handler(request)
-
-    return answer
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
@@ -179,6 +180,12 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if error.status == 405:
         headers["allow"] = ", ".join(error.detail["allow"])
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+
+async def answer_wrong_request(request: Request, error: Exception) -> Response:
+    """FastAPI rejected a query, a header or a body."""
+    assert isinstance(error, RequestValidationError)
+    return await answer_error(request, InvalidRequest(explain(error, request.scope["route"])))
 
 
 async def answer_nobody(request: Request, error: Exception) -> Response:
@@ -229,4 +236,5 @@ def _lost(request: Request, error: BaseException) -> SlipstreamError:
 
 
 def _changes_fleet(request: Request) -> bool:
-    return getattr(request.state, "changes_fleet", False) is True
+    route = request.scope.get("route")
+    return isinstance(route, GuardedRoute) and route.changes_fleet

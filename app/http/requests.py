@@ -1,4 +1,4 @@
-"""What our own routes take: JSON bodies and query parameters, as frozen models.
+"""The JSON bodies that our own routes take, as frozen models.
 
 Unknown fields are refused by the routes of the fleet and of the trainer. vLLM 0.32 ignores them on its RL
 routes (FastAPI's default), so the fleet's versions of those routes ignore them too.
@@ -11,14 +11,15 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    ModelWrapValidatorHandler,
     PositiveInt,
     SkipValidation,
+    Strict,
     WithJsonSchema,
     model_validator,
 )
 
 from deployments.protocol.operations import InFlight, SleepTag
-from deployments.request_headers import MAX_SESSION_ID
 from trainers.trajectory import Trajectory
 
 
@@ -32,12 +33,6 @@ class VllmBody(BaseModel):
     """A JSON body of one of vLLM's RL routes."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
-
-
-class Query(BaseModel):
-    """Query parameters; they arrive as text."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 # -- the fleet -------------------------------------------------------------------------------------
@@ -56,20 +51,20 @@ class ScaleBody(OwnBody):
     replicas: PositiveInt | Literal["auto"]  # auto: as many as the load needs
 
 
-class FinishSessionQuery(Query):
-    session_id: str = Field(max_length=MAX_SESSION_ID, description="as in the header x-session-id")
-
-
-class EventsQuery(Query):
-    since: int = Field(default=0, ge=0, description="only events with a greater id")
-
-
 # -- the trainer -----------------------------------------------------------------------------------
 
 
 class StepBody(OwnBody):
     # Each one is checked by the trainer, which names the first bad ones by their number.
     trajectories: list[SkipValidation[Trajectory]]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _arrays(cls, body: object, parse: ModelWrapValidatorHandler["StepBody"]) -> "StepBody":
+        """A body that is not JSON stays bytes: the trainer reads both."""
+        if isinstance(body, bytes):
+            return cls.model_construct(trajectories=body)  # type: ignore[arg-type]
+        return parse(body)
 
 
 class PublishBody(OwnBody):
@@ -127,7 +122,7 @@ class UnloadAdapterBody(VllmBody):
 
 
 class AbortRequestsBody(VllmBody):
-    request_ids: tuple[str, ...] | None = None  # None or empty: all requests
+    request_ids: list[str] | None = None  # None or empty: all requests
 
 
 class WeightCheckerBody(VllmBody):
@@ -141,36 +136,17 @@ class WeightCheckerBody(VllmBody):
         return self
 
 
-class PauseQuery(Query):
-    mode: InFlight = Field(default=InFlight.ABORT, description="what happens to running requests")
-    clear_cache: bool = True
-
-
-class SleepQuery(Query):
-    level: int = Field(default=1, ge=0, le=2)
-    mode: InFlight = Field(default=InFlight.ABORT, description="what happens to running requests")
-
-
 class SleepBody(VllmBody):
     """vLLM 0.32 reads the query alone; SkyRL sends a body. What the query names counts."""
 
     level: int | None = Field(default=None, ge=0, le=2)
-    mode: InFlight | None = None
-
-
-class WakeUpQuery(Query):
-    tags: tuple[SleepTag, ...] = Field(default=(), description="the parts to wake; none of them: all")
+    mode: Annotated[InFlight, Strict(False)] | None = None
 
 
 class WakeUpBody(VllmBody):
     """As `SleepBody`."""
 
-    tags: tuple[SleepTag, ...] | None = None
-
-
-class ResetPrefixCacheQuery(Query):
-    reset_running_requests: bool = False
-    reset_external: bool = False
+    tags: list[Annotated[SleepTag, Strict(False)]] | None = None
 
 
 class ResetPrefixCacheBody(VllmBody):
@@ -178,7 +154,3 @@ class ResetPrefixCacheBody(VllmBody):
 
     reset_running_requests: bool = False
     reset_external: bool = False
-
-
-class WorldSizeQuery(Query):
-    include_dp: bool = Field(default=True, description="count the workers of every replica")

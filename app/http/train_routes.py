@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from app.http.endpoint import Endpoint
 from app.http.requests import PublishBody, SaveBody, StepBody
+from app.http.route import GuardedRoute
 from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
@@ -18,20 +18,18 @@ class TrainRoutes:
         trainer: None where an outside program publishes.
     """
 
-    def __init__(self, trainer: UnaryHandle | None, max_body_bytes: int) -> None:
+    def __init__(self, trainer: UnaryHandle | None) -> None:
         self._trainer = trainer
-        self._max_body_bytes = max_body_bytes
 
-    def endpoints(self) -> list[Endpoint]:
-        limit = self._max_body_bytes
+    def routes(self) -> list[GuardedRoute]:
         return [
-            Endpoint("POST", "/train/step", self.step, max_body_bytes=limit, binary=MEDIA_TYPE),
-            Endpoint("POST", "/train/publish", self.publish, max_body_bytes=limit),
-            Endpoint("POST", "/train/save", self.save, max_body_bytes=limit),
-            Endpoint("GET", "/train/status", self.status),
+            GuardedRoute("POST", "/train/step", self.step, large=True, binary=MEDIA_TYPE),
+            GuardedRoute("POST", "/train/publish", self.publish, large=True),
+            GuardedRoute("POST", "/train/save", self.save, large=True),
+            GuardedRoute("GET", "/train/status", self.status),
         ]
 
-    async def step(self, body: StepBody | bytes) -> StepMetrics:
+    async def step(self, body: StepBody) -> StepMetrics:
         """One optimizer step on a batch of trajectories; answers its metrics.
 
         The arrays of `application/x-safetensors` are those of `trainers/trajectory_arrays.py`.
@@ -39,8 +37,7 @@ class TrainRoutes:
         Raises:
             InvalidRequest: no trainer, or a batch that it cannot learn from.
         """
-        batch = body if isinstance(body, bytes) else body.trajectories
-        metrics: StepMetrics = await self._handle().step.remote(batch)
+        metrics: StepMetrics = await self._handle().step.remote(body.trajectories)
         return metrics
 
     async def publish(self, body: PublishBody) -> RoundReport | AdapterReport:

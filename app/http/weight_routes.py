@@ -9,12 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Annotated
 
+from fastapi import Query
 from pydantic import TypeAdapter
 
 from app.http.answers import Checksums, Comparison, Message, NewWeightVersion, WeightInfo, WorldSize
 from app.http.directory_publisher import DirectoryPublisher
-from app.http.endpoint import Endpoint
 from app.http.ipc_handles import refuse_or_restrict
 from app.http.requests import (
     FinishUpdateBody,
@@ -22,8 +23,8 @@ from app.http.requests import (
     UpdateWeightsBody,
     WeightCheckerBody,
     WeightVersionBody,
-    WorldSizeQuery,
 )
+from app.http.route import GuardedRoute
 from deployments.errors import Conflict
 from deployments.protocol.operations import WeightChecksums
 from deployments.protocol.publishing import RoundOptions
@@ -47,7 +48,6 @@ class WeightRoutes:
     def __init__(
         self,
         controller: UnaryHandle,
-        max_body_bytes: int,
         directories: DirectoryPublisher,
         *,
         allow_pickled_ipc: bool,
@@ -55,21 +55,19 @@ class WeightRoutes:
         self._controller = controller
         self._directories = directories
         self._session = partial(joined, controller, PUBLISHER)
-        self._max_body_bytes = max_body_bytes
         self._allow_pickled_ipc = allow_pickled_ipc
 
-    def endpoints(self) -> list[Endpoint]:
-        limit = self._max_body_bytes
+    def routes(self) -> list[GuardedRoute]:
         return [
-            Endpoint("POST", "/init_weight_transfer_engine", self.init, max_body_bytes=limit),
-            Endpoint("POST", "/start_weight_update", self.start),
-            Endpoint("POST", "/update_weights", self.update, max_body_bytes=limit),
-            Endpoint("POST", "/finish_weight_update", self.finish, max_body_bytes=limit),
-            Endpoint("POST", "/shutdown_weight_transfer_engine", self.shutdown),
-            Endpoint("GET", "/get_world_size", self.get_world_size),
-            Endpoint("GET", "/weight_info", self.weight_info),
-            Endpoint("POST", "/update_weight_version", self.update_weight_version, max_body_bytes=limit),
-            Endpoint("POST", "/weight_checker", self.weight_checker, max_body_bytes=limit),
+            GuardedRoute("POST", "/init_weight_transfer_engine", self.init, large=True),
+            GuardedRoute("POST", "/start_weight_update", self.start),
+            GuardedRoute("POST", "/update_weights", self.update, large=True),
+            GuardedRoute("POST", "/finish_weight_update", self.finish, large=True),
+            GuardedRoute("POST", "/shutdown_weight_transfer_engine", self.shutdown),
+            GuardedRoute("GET", "/get_world_size", self.get_world_size),
+            GuardedRoute("GET", "/weight_info", self.weight_info),
+            GuardedRoute("POST", "/update_weight_version", self.update_weight_version, large=True),
+            GuardedRoute("POST", "/weight_checker", self.weight_checker, large=True),
         ]
 
     async def init(self, body: InitEngineBody) -> Message:
@@ -148,11 +146,13 @@ class WeightRoutes:
             await session.disconnect()
         return Message(message="Weight transfer shut down")
 
-    async def get_world_size(self, query: WorldSizeQuery) -> WorldSize:
+    async def get_world_size(
+        self, include_dp: Annotated[bool, Query(description="count the workers of every replica")] = True
+    ) -> WorldSize:
         """The workers of the whole fleet, or of one replica."""
         fleet: FleetStatus = await self._controller.fleet.remote()
         one = max((member.world_size for member in fleet.members), default=0)
-        return WorldSize(world_size=fleet.workers if query.include_dp else one)
+        return WorldSize(world_size=fleet.workers if include_dp else one)
 
     async def weight_info(self) -> WeightInfo:
         """The label of the committed version, or its number where it has none."""

@@ -113,8 +113,8 @@ class StagedFleet:
             tick_s=0.02,
         )
         handle: Any = Handle(self.controller)
-        routes = WeightRoutes(handle, 1 << 20, DirectoryPublisher(handle, ()), allow_pickled_ipc=True)
-        app = build_app(routes.endpoints(), Guard(tokens()), FakeRouter())
+        routes = WeightRoutes(handle, DirectoryPublisher(handle, ()), allow_pickled_ipc=True)
+        app = build_app(routes.routes(), Guard(tokens()), FakeRouter())
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),
             base_url="http://fleet",

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 
 from app.command.deploy import read_serve_file
-from app.http.endpoint import parse_body
-from app.http.requests import OwnBody, Query, VllmBody
+from app.http.route import GuardedRoute
 from app.settings.config import parse_config
 from app.settings.errors import ConfigError
 from deployments.controller.journal import NAME, Journal, JournalError
@@ -30,6 +30,9 @@ from deployments.tokens import read_tokens
 from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.wire.chunk_layout import layout
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
+from tests.app.http.fake_controller import FakeController
+from tests.app.http.fake_trainer import FakeTrainer
+from tests.app.http.serving import application
 from trainers.trajectory import parse_trajectories
 
 EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ_EXAMPLES", "60"))
@@ -64,26 +67,21 @@ def test_headers(headers: dict[str, str]) -> None:
         assert 0 <= demand.min_version <= 10**9 and 0 <= demand.timeout_s <= 10**9
 
 
-BODIES = [
-    each
-    for base in (OwnBody, VllmBody, Query)
-    for each in base.__subclasses__()
-    if each.__module__ == "app.http.requests"
-]
+OURS = application(FakeController(), trainer=FakeTrainer())
+TAKE_BODIES = [each for each in OURS.routes if isinstance(each, GuardedRoute) and each.body_field is not None]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
+@pytest.mark.parametrize("route", TAKE_BODIES, ids=lambda route: route.path)
 @given(data=st.data())
 @fuzzed
-def test_bodies(model: Any, data: st.DataObject) -> None:
-    value = data.draw(objects_with(*model.model_fields) | JSON)
+def test_bodies(route: GuardedRoute, data: st.DataObject) -> None:
+    value = data.draw(objects_with(*route.body_fields) | JSON)
+    client = TestClient(OURS)
     for content in (json.dumps(value).encode(), data.draw(st.binary(max_size=40))):
-        try:
-            parse_body(content, model)
-        except InvalidRequest as error:
-            # It is answered in JSON, whatever the text that it quotes.
-            json.dumps(error.body(), ensure_ascii=False).encode()
+        # It is answered in JSON, whatever the text that it quotes.
+        answer = client.post(route.path, content=content)
+        assert answer.status_code == 200 or answer.json()["error"]["message"]
 
 
 @given(st.text())

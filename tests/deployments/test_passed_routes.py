@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 import vllm
 
-from app.http.adapter_routes import AdapterRoutes
-from app.http.directory_publisher import DirectoryPublisher
-from app.http.engine_routes import EngineRoutes
-from app.http.fleet_routes import FleetRoutes
-from app.http.weight_routes import WeightRoutes
+from app.http.route import GuardedRoute
 from deployments.errors import MethodNotAllowed, NoSuchRoute
 from deployments.passed_routes import PASSED, REFUSED, keeps_state, require_passed, route_path
-from tests.app.http.fake_controller import FakeController, Handle
+from tests.app.http.fake_controller import FakeController
+from tests.app.http.serving import application
 
 SAGEMAKER = {("POST", "/adapters"), ("DELETE", "/adapters/{adapter_name}")}  # added by a library of vLLM's
 _ROUTE = re.compile(
@@ -36,15 +33,7 @@ def routes_of_vllm() -> set[tuple[str, str]]:
 
 
 def ours() -> set[str]:
-    handle = Handle(FakeController())
-    directories = DirectoryPublisher(handle, ())
-    endpoints = [
-        *FleetRoutes(handle, None, directories).endpoints(),
-        *WeightRoutes(handle, 1, directories, allow_pickled_ipc=False).endpoints(),
-        *EngineRoutes(handle, 1).endpoints(),
-        *AdapterRoutes(handle).endpoints(),
-    ]
-    return {endpoint.path for endpoint in endpoints}
+    return {route.path for route in application(FakeController()).routes if isinstance(route, GuardedRoute)}
 
 
 def test_every_route_of_vllm_is_passed_ours_or_refused_with_a_reason() -> None:

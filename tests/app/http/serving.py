@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.http.adapter_routes import AdapterRoutes
 from app.http.auth import Guard, Tokens, TokenSource
-from app.http.client_routes import ClientRoutes
-from app.http.directory_publisher import DirectoryPublisher
-from app.http.engine_routes import EngineRoutes
-from app.http.fleet_routes import FleetRoutes
-from app.http.ingress import build_app
-from app.http.train_routes import TrainRoutes
-from app.http.weight_routes import WeightRoutes
+from app.http.fleet_routes import no_others
+from app.http.ingress import build_app, own_routes
 from deployments.replica.http_front import ReplicaServer
 from tests.app.http.fake_controller import FakeController, Handle
 
@@ -51,19 +45,11 @@ def application(
     router: ASGIApp | None = None,
     allow_pickled_ipc: bool = False,
     checkpoint_roots: Sequence[Path] = (),
-) -> Starlette:
+) -> FastAPI:
     handle, training = Handle(controller), None if trainer is None else Handle(trainer)
-    directories = DirectoryPublisher(handle, checkpoint_roots)
-    weights = WeightRoutes(handle, MAX_BODY_BYTES, directories, allow_pickled_ipc=allow_pickled_ipc)
-    endpoints = [
-        *FleetRoutes(handle, training, directories).endpoints(),
-        *ClientRoutes(handle).endpoints(),
-        *weights.endpoints(),
-        *EngineRoutes(handle, MAX_BODY_BYTES).endpoints(),
-        *AdapterRoutes(handle).endpoints(),
-        *TrainRoutes(training, MAX_BODY_BYTES).endpoints(),
-    ]
-    return build_app(endpoints, Guard(tokens(token, user_token)), FakeRouter() if router is None else router)
+    routes = own_routes(handle, training, checkpoint_roots, allow_pickled_ipc, no_others)
+    guard = Guard(tokens(token, user_token))
+    return build_app(routes, guard, FakeRouter() if router is None else router, MAX_BODY_BYTES)
 
 
 def client(controller: FakeController, *, root_path: str = "", **options: Any) -> httpx.AsyncClient:

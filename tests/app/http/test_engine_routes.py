@@ -133,7 +133,7 @@ async def test_requests_are_aborted_on_every_replica_and_counted(
 async def test_request_ids_that_are_no_list_are_refused(fleet: httpx.AsyncClient) -> None:
     answer = await fleet.post("/abort_requests", json={"request_ids": "a"})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "request_ids: expected a valid array, got 'a'"
+    assert answer.json()["error"]["message"] == "request_ids: expected a valid list, got 'a'"
 
 
 async def test_what_the_controller_refuses_is_passed_on(
@@ -194,7 +194,7 @@ async def test_a_sleep_is_described_in_the_query_or_in_a_body(
     [
         ("/sleep", b'{"level": 3}', "level: expected less than or equal to 2, got 3"),
         ("/sleep", b'{"level": "2"}', "level: expected a valid integer, got '2'"),
-        ("/wake_up", b'{"tags": "weights"}', "tags: expected a valid array, got 'weights'"),
+        ("/wake_up", b'{"tags": "weights"}', "tags: expected a valid list, got 'weights'"),
         ("/wake_up", b'{"tags": ["all"]}', "tags: expected 'weights', 'kv_cache' or 'scheduling', got 'all'"),
     ],
 )

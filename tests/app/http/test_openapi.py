@@ -9,16 +9,14 @@ from schemathesis.core.result import Ok
 from starlette.types import Receive, Scope, Send
 from vllm.entrypoints.launchers.app import build_app
 
-from app.http.directory_publisher import DirectoryPublisher
-from app.http.engine_routes import EngineRoutes
-from app.http.fleet_routes import FleetRoutes
 from app.http.openapi import fetch, merged, own_document
+from app.http.route import GuardedRoute
 from deployments.errors import FleetUnavailable
 from deployments.passed_routes import PASSED
 from deployments.replica.server_arguments import EngineSpec, server_arguments
 from deployments.replica.server_info import add_server_info
-from tests.app.http.fake_controller import FakeController, Handle
-from tests.app.http.serving import FakeRouter, client
+from tests.app.http.fake_controller import FakeController
+from tests.app.http.serving import FakeRouter, application, client
 
 MESSAGE = {
     "title": "vLLM's own",
@@ -117,11 +115,9 @@ def test_the_document_of_vllms_own_server_is_merged_whole() -> None:
     server = build_app(server_arguments(SPEC), ("generate",))
     add_server_info(server, None)  # type: ignore[arg-type]
     theirs = server.openapi()
-    handle = Handle(FakeController())
-    fleet = FleetRoutes(handle, None, DirectoryPublisher(handle, ()))
-    endpoints = [*fleet.endpoints(), *EngineRoutes(handle, 1).endpoints()]
-    made = merged(theirs, own_document(endpoints, lambda access: True), lambda access: True)
-    ours = {endpoint.path for endpoint in endpoints}
+    app = application(FakeController())
+    made = merged(theirs, own_document(app, lambda access: True), lambda access: True)
+    ours = {route.path for route in app.routes if isinstance(route, GuardedRoute)}
     for path in ("/v1/chat/completions", "/inference/v1/generate", "/server_info", "/tokenize"):
         assert path in made["paths"] and path not in ours
     assert made["paths"].keys() - ours <= PASSED.keys()

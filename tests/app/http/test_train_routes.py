@@ -74,7 +74,7 @@ async def test_a_publish_of_an_adapter_answers_with_its_name_and_version() -> No
     ("path", "body", "status", "message"),
     [
         ("/train/step", {}, 400, "expected the field 'trajectories', got []"),
-        ("/train/step", {"trajectories": {}}, 400, "trajectories: expected a valid array, got dict"),
+        ("/train/step", {"trajectories": {}}, 400, "trajectories: expected a valid list, got dict"),
         ("/train/step", {"trajectories": []}, 400, "trajectories must be a non-empty list"),
         (
             "/train/step",
