@@ -117,6 +117,7 @@ def build_app(
         title="Slipstream",
         version="1",
         openapi_url=None,  # ours describes vLLM's routes too
+        docs_url=None,
         # Serve and Starlette each try route after route: the most frequent come first.
         routes=[*[Route(path, passed_on) for path in FREQUENT], *own, Route("/{path:path}", passed_on)],
         exception_handlers={
