@@ -23,8 +23,7 @@ from deployments.protocol.operations import Disconnect
 from deployments.protocol.reports import Check, Outcome, Staged, StoreResult, Swapped
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
-from deployments.weights.staging.progress_page import ProgressPage
-from deployments.weights.staging.reports import ConnectState, StagingState, from_wire, to_wire
+from deployments.weights.staging.reports import ConnectState, ProgressPage, StagingState, from_wire, to_wire
 from deployments.weights.wire.shared_memory import remove_segment
 
 # The progress of a replica's workers, read without a call to them.

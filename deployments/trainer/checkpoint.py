@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from deployments.errors import InvalidRequest
-from deployments.weights.store.safetensors_file import read_tensors, write_safetensors
+from deployments.weights.store.version_writer import read_tensors, write_safetensors
 from deployments.weights.wire.checkpoint_schema import join_reasons, read_schema
 from trainers.policy import copy_model_files
 

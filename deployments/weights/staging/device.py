@@ -27,11 +27,10 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from deployments.weights.staging.base import Tensors
-from deployments.weights.staging.checkpoint_tensors import checkpoint_tensors
+from deployments.weights.staging.base import Tensors, checkpoint_tensors
 from deployments.weights.staging.load_plan import LoadPlans
 from deployments.weights.staging.model_state.derived import Derived
-from deployments.weights.staging.model_state.pairs import pair
+from deployments.weights.staging.model_state.observation import pair
 from deployments.weights.staging.nan_poison import NanPoison
 from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.staging.shadow_model import build_shadow, check_memory, check_support

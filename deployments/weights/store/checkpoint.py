@@ -20,8 +20,7 @@ from typing import Self
 import numpy as np
 
 from deployments.protocol.files import FilePart
-from deployments.weights.store.checkpoint_files import files_of, parts_of
-from deployments.weights.store.file_bytes import open_file, read_into
+from deployments.weights.store.checkpoint_files import files_of, open_file, parts_of, read_into
 from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.store.versions import MANIFEST
 from deployments.weights.wire.digest_definition import digest_bytes

@@ -4,17 +4,52 @@ Format: https://github.com/huggingface/safetensors#format.
 """
 
 import json
+import os
 import re
+import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue, NonNegativeInt, TypeAdapter, ValidationError
 
 from deployments.protocol.files import FilePart
-from deployments.weights.store.file_bytes import open_file
+
+READ_BYTES = 16 << 20  # at a time
+
+
+def open_file(path: Path) -> FileIO:
+    """A regular file, for reading; anything else would wait for a writer.
+
+    Raises:
+        ValueError: it is something else.
+        OSError: it cannot be opened.
+    """
+    file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(f"{path} must be a file")
+    return file
+
+
+def read_into(file: FileIO, begin: int, target: memoryview, go_on: Callable[[], None] = lambda: None) -> None:
+    """Fill the target (bytes) with the file's from `begin` on; `go_on`, called between reads, may raise.
+
+    Raises:
+        ValueError: the file ends before.
+        OSError: it cannot be read.
+    """
+    done = 0
+    while done < len(target):
+        go_on()
+        count = os.preadv(file.fileno(), [target[done : done + READ_BYTES]], begin + done)
+        if count == 0:
+            raise ValueError(f"the file ends before byte {begin + len(target)}")
+        done += count
+
 
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 INDEX = "model.safetensors.index.json"

@@ -4,11 +4,13 @@ downloaded   a trainer's: all that a checkpoint needs
 cached       an engine's: vLLM has downloaded what it loads
 """
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from deployments.logs import serve_logger
 from deployments.weights.store.checkpoint_files import files_of
+from deployments.weights.store.versions import MANIFEST
 from deployments.weights.wire.checkpoint_schema import MISTRAL, Schema, read_schema
 
 CONFIG = "config.json"
@@ -119,3 +121,20 @@ def _is_whole(directory: Path) -> bool:
         return any(not file.name.startswith(MISTRAL) for file in files_of(directory))
     except ValueError:
         return False
+
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", MANIFEST)
+
+
+def copy_model_files(model: str, directory: Path) -> None:
+    """Copy every file of a checkpoint that holds no weights.
+
+    Args:
+        model: a directory, or a hub id whose files are in the hub's cache.
+
+    Raises:
+        OSError: a file cannot be copied, or the hub's cache does not have the model.
+    """
+    for file in cached(model).iterdir():
+        if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
+            shutil.copyfile(file, directory / file.name)

@@ -20,8 +20,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deployments.weights.staging.model_state.derived import Derived
-from deployments.weights.staging.model_state.observation import changed, observe
-from deployments.weights.staging.model_state.pairs import pair
+from deployments.weights.staging.model_state.observation import changed, observe, pair
 from deployments.weights.staging.model_state.reachable import name_of
 from deployments.weights.staging.shadow_model import build_shadow
 from tests.deployments.weights.staging.cpu_kernels import use_kernels

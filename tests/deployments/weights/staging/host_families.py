@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader import get_model
 
 from deployments.weights.staging.base import Staging
-from deployments.weights.staging.cpu.shadow import shadow_staging
+from deployments.weights.staging.cpu_shadow import shadow_staging
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.model_state.observation import observe
 from deployments.weights.staging.model_state.reachable import name_of

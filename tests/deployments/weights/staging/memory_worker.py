@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from deployments.weights.staging.cpu.shadow import CpuShadowStaging
+from deployments.weights.staging.cpu_shadow import CpuShadowStaging
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.reports import StagingState, from_wire
 from deployments.weights.staging.worker_extension import StagingWorkerExtension

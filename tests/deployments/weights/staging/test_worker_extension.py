@@ -13,8 +13,13 @@ from safetensors.torch import load_file
 
 from deployments.errors import TransferFailed
 from deployments.protocol.reports import Outcome, StoreResult
-from deployments.weights.staging.progress_page import ProgressPage
-from deployments.weights.staging.reports import ConnectState, LoadPlanSummary, StagingState, from_wire
+from deployments.weights.staging.reports import (
+    ConnectState,
+    LoadPlanSummary,
+    ProgressPage,
+    StagingState,
+    from_wire,
+)
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.shared_memory import remove_segment
 from tests.deployments.weights.staging.memory_worker import (

@@ -12,7 +12,7 @@ from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
 from deployments.logs import serve_logger
-from deployments.weights.store.hub import cached, downloaded, schema_of
+from deployments.weights.store.hub import cached, copy_model_files, downloaded, schema_of
 from deployments.weights.wire.checkpoint_schema import INDEX, read_schema
 from tests.fake_hub import FakeHub
 from tests.tiny_models import save_tiny_llama
@@ -127,3 +127,23 @@ def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
 
 def _raise(error: Exception) -> str:
     raise error
+
+
+COPIED = {"config.json", "tokenizer.json", "chat_template.jinja"}
+WEIGHTS = {
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "x.gguf",
+    "manifest.json",
+}
+
+
+def test_every_file_but_the_weights_is_copied(tmp_path: Path) -> None:
+    model, target = tmp_path / "model", tmp_path / "target"
+    (model / "sub").mkdir(parents=True)
+    target.mkdir()
+    for name in COPIED | WEIGHTS:
+        (model / name).write_text(name)
+    copy_model_files(str(model), target)
+    assert {file.name: file.read_text() for file in target.iterdir()} == {name: name for name in COPIED}

@@ -11,13 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.protocol.reports import StoreResult
+from deployments.weights.store.hub import copy_model_files
 from deployments.weights.store.manifest import StoredTensor
-from deployments.weights.store.model_files import copy_model_files
-from deployments.weights.store.version_writer import CommittedVersion, VersionWriter, write_version
+from deployments.weights.store.version_writer import (
+    CommittedVersion,
+    VersionWriter,
+    write_safetensors,
+    write_version,
+)
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
 from tests.tiny_models import save_tiny_llama, tiny_llama
@@ -234,3 +240,42 @@ def test_the_tensors_of_a_written_version_are_freed(store: Store) -> None:
 def test_a_writer_without_versions_does_not_wait(store: Store) -> None:
     writer = VersionWriter(write_files=no_files)
     assert writer.wait(0.0) and writer.result is None
+
+
+NUMBERS = torch.arange(7)
+TENSORS = {
+    "odd.bytes": NUMBERS.to(torch.uint8),
+    "half": NUMBERS.to(torch.bfloat16).reshape(7, 1),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "fp8": NUMBERS.to(torch.float8_e4m3fn),
+}
+
+
+def test_every_dtype_is_read_as_it_was(tmp_path: Path) -> None:
+    write_safetensors(TENSORS, tmp_path / "x.safetensors")
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
+        assert loaded[name].to(torch.float32).equal(tensor.to(torch.float32))
+
+
+def test_a_tensor_that_is_strided_or_requires_a_gradient_is_written_too(tmp_path: Path) -> None:
+    strided = torch.arange(12.0).reshape(3, 4).t()
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    write_safetensors({"strided": strided, "parameter": parameter}, tmp_path / "x.safetensors")
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert torch.equal(loaded["strided"], strided) and torch.equal(loaded["parameter"], parameter)
+
+
+def test_transformers_recognises_the_file(tmp_path: Path) -> None:
+    write_safetensors(TENSORS, tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'q' has dtype torch\.complex128, which safetensors cannot hold"):
+        write_safetensors({"q": torch.empty(2, dtype=torch.complex128)}, tmp_path / "x")
+    assert not (tmp_path / "x").exists()

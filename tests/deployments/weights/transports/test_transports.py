@@ -10,8 +10,7 @@ import torch
 
 from deployments.errors import TransferFailed
 from deployments.protocol.reports import Outcome
-from deployments.weights.staging.progress_page import ProgressPage
-from deployments.weights.staging.reports import StagingState
+from deployments.weights.staging.reports import ProgressPage, StagingState
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
 from deployments.weights.wire.shared_memory import DIRECTORY, owner, remove_segment

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from deployments.weights.staging.model_state.derived import Derived, Moving, classify, keep_constants
-from deployments.weights.staging.model_state.observation import changed_tensors, observe
-from deployments.weights.staging.model_state.pairs import pair
+from deployments.weights.staging.model_state.observation import changed_tensors, observe, pair
 from tests.deployments.weights.staging.model_state.hiding_models import (
     HIDING,
     Model,

@@ -5,7 +5,7 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedLinearMethod
 
-from deployments.weights.staging.cpu.amx_mla import lacking, make_reloadable, not_reloadable
+from deployments.weights.staging.host import lacking, make_reloadable, not_reloadable
 
 
 def model(*, amx: bool = True, method: object | None = None) -> torch.nn.Module:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.weights.staging.cpu.exchange import Exchange
+from deployments.weights.staging.cpu_exchange import Exchange
 
 
 class Layer(torch.nn.Module):

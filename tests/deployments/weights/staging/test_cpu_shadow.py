@@ -7,7 +7,7 @@ import torch
 from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from deployments.weights.staging.cpu.shadow import CpuShadowStaging, check_memory, shadow_staging
+from deployments.weights.staging.cpu_shadow import CpuShadowStaging, check_memory, shadow_staging
 from deployments.weights.staging.host import HostStaging, make_staging
 from deployments.weights.wire.chunk_layout import plan_chunks
 from tests.deployments.weights.staging.family_results import KERNELS, ONCE, Results, family_results

@@ -2,7 +2,7 @@
 
 import torch
 
-from deployments.weights.staging.cpu.blank_parameters import BlankParameters, Loaded
+from deployments.weights.staging.cpu_shadow import BlankParameters, Loaded
 
 
 class Tied(torch.nn.Module):
