@@ -195,7 +195,7 @@ def _trainer_engine(
 
     register()
     facts = TrainerFacts(
-        rank=0, workers=workers, address="127.0.0.1", port=free_port(), chunk_bytes=chunk_bytes
+        rank=0, workers=workers, master_address="127.0.0.1", master_port=free_port(), chunk_bytes=chunk_bytes
     )
     parameters = ParameterSource(model, adapter=adapter, dtype=torch.bfloat16)
     source = PublishSource(parameters, keep_copy=False)

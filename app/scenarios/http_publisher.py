@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"fleet: {workers} workers, version {fleet.send(calls.fleet()).committed_version}", flush=True)
         model = load(options.model, options.transport.value, options.dtype)
         show(fleet, "before", options.tokens)
-        facts = TrainerFacts(rank=0, workers=workers, address=options.address, port=free_port())
+        facts = TrainerFacts(rank=0, workers=workers, master_address=options.address, master_port=free_port())
         engine = WeightTransferTrainerFactory.trainer_init(
             trainer_init_info(options.transport.value, facts),
             client=TokenClient(options.url, token, options.timeout),

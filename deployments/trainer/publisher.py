@@ -166,8 +166,8 @@ class Publisher:
         facts = TrainerFacts(
             rank=self._rank,
             workers=workers,
-            address=own_address(),
-            port=free_port(),
+            master_address=own_address(),
+            master_port=free_port(),
             chunk_bytes=self._spec.chunk_bytes,
             largest_tensor_bytes=max(
                 meta.dtype.itemsize * prod(meta.shape) for meta in self.source.metadata()

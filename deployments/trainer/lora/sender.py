@@ -162,8 +162,8 @@ class AdapterSender:
         facts = TrainerFacts(
             rank=self._rank,
             workers=membership.workers,
-            address=own_address(),
-            port=free_port(),
+            master_address=own_address(),
+            master_port=free_port(),
             chunk_bytes=ONE_CHUNK,
         )
         info = trainer_init_info(backend(self._spec.transport, staging="host"), facts)

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from deployments.errors import TransferFailed
 from deployments.weights.staging.engine import StagedWeightTransferEngine
-from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TrainerFacts
+from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
 from deployments.weights.transports.rendezvous import RendezvousInfo
 from deployments.weights.transports.sender import OnePayloadSender
 from deployments.weights.wire.chunk_layout import Chunk, describe
@@ -47,19 +47,6 @@ class BroadcastTrainerInitInfo(TrainerInitInfo):
     world_size: int
     chunk_bytes: int
     timeout_s: float = DEFAULT_TIMEOUT_S
-
-    @classmethod
-    def of(cls, facts: TrainerFacts) -> Self:
-        """The same from what the trainer knows; the transport's chunk size unless it chose one."""
-        chosen = {} if facts.chunk_bytes is None else {"chunk_bytes": facts.chunk_bytes}
-        return cls(
-            rank=facts.rank,
-            master_address=facts.address,
-            master_port=facts.port,
-            world_size=facts.world_size,
-            timeout_s=facts.timeout_s,
-            **chosen,
-        )
 
 
 class Abortable(Protocol):

@@ -19,11 +19,10 @@ from deployments.weights.transports.broadcast import (
     BroadcastSender,
     BroadcastTrainerInitInfo,
 )
-from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
+from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.rendezvous import RendezvousInfo, RollCall, rendezvous
 from deployments.weights.wire.chunk_layout import ReceivedChunk, packed_chunk
 
-DEFAULT_CHUNK_BYTES = TRANSPORTS["gloo"].chunk_bytes
 ABORTED = "the transfer group was aborted"
 _SLICE_S = 0.02  # waits are cut into slices, so that an abort from another thread can end them
 
@@ -34,12 +33,7 @@ class GlooTrainerInitInfo(BroadcastTrainerInitInfo):
 
     backend: ClassVar[str] = "gloo"
 
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
-
-
-def trainer_init_info(facts: TrainerFacts) -> GlooTrainerInitInfo:
-    """The connection of a trainer rank."""
-    return GlooTrainerInitInfo.of(facts)
+    chunk_bytes: int = TRANSPORTS["gloo"].chunk_bytes
 
 
 class GlooGroup:

@@ -46,7 +46,7 @@ from deployments.weights.transports.ipc_channel import (
     share_memory,
 )
 from deployments.weights.transports.ipc_tensors import LocalChunk, OpenedTensors, SharedTensors
-from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS, TrainerFacts
+from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS
 from deployments.weights.transports.sender import OnePayloadSender, gather_from_ranks
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, largest, packed_chunk
 from deployments.weights.wire.shared_memory import remove_orphans, remove_segment
@@ -120,9 +120,6 @@ def raise_together(failure: Exception | None) -> None:
             raise TransferFailed(f"rank {rank} of the trainer did not connect: {reason}")
 
 
-DEFAULT_CHUNK_BYTES = TRANSPORTS["ipc"].chunk_bytes
-
-
 @dataclass
 class IpcUpdateInfo(WeightTransferUpdateInfo):
     """The round that is about to start."""
@@ -142,18 +139,8 @@ class IpcTrainerInitInfo(TrainerInitInfo):
     backend: ClassVar[str] = "slipstream_ipc"
 
     world_size: int
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    chunk_bytes: int = TRANSPORTS["ipc"].chunk_bytes
     timeout_s: float = DEFAULT_TIMEOUT_S
-
-
-def trainer_init_info(facts: TrainerFacts) -> IpcTrainerInitInfo:
-    """The connection of a trainer rank."""
-    return IpcTrainerInitInfo(
-        rank=facts.rank,
-        world_size=facts.world_size,
-        chunk_bytes=DEFAULT_CHUNK_BYTES if facts.chunk_bytes is None else facts.chunk_bytes,
-        timeout_s=facts.timeout_s,
-    )
 
 
 class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateInfo]):

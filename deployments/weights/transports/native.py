@@ -32,8 +32,8 @@ def _nccl(facts: TrainerFacts) -> NCCLTrainerInitInfo:
     sizes = {} if facts.chunk_bytes is None else {"packed_buffer_size_bytes": facts.chunk_bytes}
     return NCCLTrainerInitInfo(
         rank=facts.rank,
-        master_address=facts.address,
-        master_port=facts.port,
+        master_address=facts.master_address,
+        master_port=facts.master_port,
         world_size=facts.world_size,
         # One buffer: the receiver of vLLM 0.32 does not order its streams when there are more.
         packed_num_buffers=1,

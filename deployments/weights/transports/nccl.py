@@ -21,11 +21,9 @@ from deployments.weights.transports.broadcast import (
     BroadcastTrainerInitInfo,
 )
 from deployments.weights.transports.nccl_communicator import BUFFERS, NcclGroup
-from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
+from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.rendezvous import RendezvousInfo
 from deployments.weights.wire.chunk_layout import ReceivedChunk, largest, packed_chunk
-
-DEFAULT_CHUNK_BYTES = TRANSPORTS["nccl"].chunk_bytes
 
 
 @dataclass
@@ -34,12 +32,7 @@ class NcclTrainerInitInfo(BroadcastTrainerInitInfo):
 
     backend: ClassVar[str] = "slipstream_nccl"
 
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
-
-
-def trainer_init_info(facts: TrainerFacts) -> NcclTrainerInitInfo:
-    """The connection of a trainer rank."""
-    return NcclTrainerInitInfo.of(facts)
+    chunk_bytes: int = TRANSPORTS["nccl"].chunk_bytes
 
 
 class NcclWeightTransferEngine(BroadcastReceiver[NcclGroup]):

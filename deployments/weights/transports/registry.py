@@ -4,24 +4,23 @@ Only the standard library is imported here: settings read these records before a
 
 A new transport is one module beside this file and one record in `TRANSPORTS`. The module defines, with the
 record's prefix, `<Prefix>WeightTransferEngine` (the replica's half), `<Prefix>TrainerWeightTransferEngine`
-(the trainer's half), `<Prefix>TrainerInitInfo`, and the function `trainer_init_info(facts)` that makes the
-latter.
+(the trainer's half), and `<Prefix>TrainerInitInfo`, a dataclass whose fields have names of `TrainerFacts`.
 
 To connect a trainer, over any transport and over vLLM's own engines:
 
     register()  # deployments.vllm_plugin
-    facts = TrainerFacts(rank=rank, workers=workers, address=own_address(), port=free_port(), ...)
+    facts = TrainerFacts(rank=rank, workers=workers, master_address=own_address(), ...)
     info = trainer_init_info(backend(transport, staging), facts)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
-`address` and `port` are used by transports with `rendezvous`; others ignore them. `largest_tensor_bytes` is
-used by vLLM's own `ipc` engine alone. vLLM's own engines are built in `native.py`.
+The address is used by transports with `rendezvous` alone, `largest_tensor_bytes` by vLLM's own `ipc` engine.
+vLLM's own engines are built in `native.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from importlib import import_module
 from types import MappingProxyType
@@ -74,6 +73,10 @@ class Transport:
     @property
     def receiver_class(self) -> str:
         return f"{self.prefix}WeightTransferEngine"
+
+    @property
+    def init_info_class(self) -> str:
+        return f"{self.prefix}TrainerInitInfo"
 
     @property
     def sender_class(self) -> str:
@@ -146,8 +149,8 @@ class TrainerFacts:
 
     rank: int  # among the trainer's ranks; 0 sends
     workers: int  # of all replicas together, those that receive
-    address: str  # of rank 0's host, as every replica reaches it
-    port: int  # free on that host
+    master_address: str  # of rank 0's host, as every replica reaches it
+    master_port: int  # free on that host
     chunk_bytes: int | None = None  # None: the transport's default, or vLLM's own for its own engines
     timeout_s: float = DEFAULT_TIMEOUT_S  # not used by vLLM's own engines, which have no deadlines
     largest_tensor_bytes: int = 0
@@ -187,7 +190,10 @@ def trainer_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
     """
     transport = _BY_BACKEND.get(backend)
     if transport is not None:
-        return import_module(transport.module).trainer_init_info(facts)
+        if facts.chunk_bytes is None:
+            facts = replace(facts, chunk_bytes=transport.chunk_bytes)
+        kind = getattr(import_module(transport.module), transport.init_info_class)
+        return kind(**{field.name: getattr(facts, field.name) for field in fields(kind)})
     if backend in _NATIVE:
         return import_module(f"{_PACKAGE}.native").trainer_init_info(backend, facts)
     raise ValueError(f"backend must be one of {sorted(BACKENDS)}, got {backend!r}")

@@ -20,12 +20,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.weights.staging.engine import StagedWeightTransferEngine
-from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts
+from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.sender import WeightSender
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, layout, packed_chunk
 from deployments.weights.wire.shared_memory import Segment, SegmentPool, open_locked, remove_orphans
 
-DEFAULT_CHUNK_BYTES = TRANSPORTS["shm"].chunk_bytes
 _UNBOUNDED = 1 << 62  # a payload is one chunk of any size
 
 
@@ -50,15 +49,7 @@ class ShmTrainerInitInfo(TrainerInitInfo):
 
     backend: ClassVar[str] = "shm"
 
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
-
-
-def trainer_init_info(facts: TrainerFacts) -> ShmTrainerInitInfo:
-    """The connection of a trainer rank."""
-    return ShmTrainerInitInfo(
-        rank=facts.rank,
-        chunk_bytes=DEFAULT_CHUNK_BYTES if facts.chunk_bytes is None else facts.chunk_bytes,
-    )
+    chunk_bytes: int = TRANSPORTS["shm"].chunk_bytes
 
 
 class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):

@@ -28,8 +28,8 @@ def facts(chunk_bytes: int | None = None, largest_tensor_bytes: int = 0) -> Trai
     return TrainerFacts(
         rank=0,
         workers=3,
-        address="10.0.0.1",
-        port=1234,
+        master_address="10.0.0.1",
+        master_port=1234,
         chunk_bytes=chunk_bytes,
         largest_tensor_bytes=largest_tensor_bytes,
     )

@@ -115,8 +115,8 @@ def init_info(
     facts = TrainerFacts(
         rank=0,
         workers=workers,
-        address="127.0.0.1",
-        port=free_port() if port is None else port,
+        master_address="127.0.0.1",
+        master_port=free_port() if port is None else port,
         chunk_bytes=CHUNK_BYTES,
         timeout_s=timeout_of(transport) if timeout_s is None else timeout_s,
     )
