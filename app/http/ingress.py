@@ -1,4 +1,7 @@
-"""The ingress: the routes of the fleet, the trainer and the weights; everything else goes to a replica."""
+"""The ingress: a FastAPI application of our own routes, which passes vLLM's routes on to a replica.
+
+Requests that pass through do not enter FastAPI's parsing.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -140,12 +143,12 @@ async def page() -> HTMLResponse:
 
 
 class _PassedOn:
-    """Answers what is not ours: by a replica if the route passes through, else by an error.
+    """Passes vLLM's routes on to a replica and answers 404 or 405 for all others.
 
-    Whoever needs a token and has none learns nothing of the routes.
+    The token is checked first: without it a caller cannot tell which routes exist.
 
     Args:
-        own: the routes that a request did not match; one of the same path takes other methods.
+        own: our routes. A request for one of their paths arrives here if its method is HEAD or not allowed.
     """
 
     def __init__(self, router: ASGIApp, guard: Guard, own: Sequence[GuardedRoute]) -> None:

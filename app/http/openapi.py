@@ -1,7 +1,6 @@
-"""`/openapi.json`: our own routes, and those of vLLM's that pass through, as a replica describes them.
+"""`/openapi.json`: FastAPI's document of our routes, merged with a replica's document of those that pass.
 
-FastAPI writes ours. Where both have a route, it is ours. While no replica answers, the last description that
-one gave counts.
+Ours wins where both have a route. While no replica answers, the last document that one gave is used.
 """
 
 import asyncio
