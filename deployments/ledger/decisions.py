@@ -4,11 +4,13 @@ The set is closed and small. `recover` folds decisions back into a ledger, and `
 that fold still needs. Their JSON form is a file format.
 """
 
+import itertools
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, JsonValue, TypeAdapter
 
 from deployments.condition import Condition
 from deployments.protocol.adapters import AdapterCatalog
@@ -16,6 +18,7 @@ from deployments.protocol.instructions import CommitMode, KvCache
 from deployments.protocol.operations import InFlight, LastingOperation, Pause, Resume, Sleep, WakeUp
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.reports import Check, Verification
+from deployments.protocol.status import Event
 
 KEPT_FENCES = 1000
 KEPT_ROUNDS = 200
@@ -313,3 +316,26 @@ def encode(decision: Decision) -> bytes:
 def decode(line: bytes | str) -> Decision:
     """Raises pydantic's ValidationError (a ValueError) for what is not a decision."""
     return _ADAPTER.validate_json(line)
+
+
+ID_SPAN = 10**9  # numbers that one controller process can give out before those of the next begin
+
+
+class EventLog:
+    """Events with increasing ids; a restarted controller's ids are above the earlier ones."""
+
+    def __init__(self, capacity: int = 1000) -> None:
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._next_id = 1
+
+    def start_generation(self, generation: int) -> None:
+        self._next_id = generation * ID_SPAN + 1
+
+    def record(self, event: str, now: float, **fields: JsonValue) -> None:
+        self._events.append(Event(event_id=self._next_id, name=event, at=now, fields=fields))
+        self._next_id += 1
+
+    def since(self, event_id: int) -> list[Event]:
+        """Events with a greater id, oldest first."""
+        newer = itertools.takewhile(lambda event: event.event_id > event_id, reversed(self._events))
+        return list(newer)[::-1]

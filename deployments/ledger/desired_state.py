@@ -18,9 +18,8 @@ from typing import get_args
 
 from deployments.condition import Condition, apply, asleep, discarded, equivalent, intact, path_to
 from deployments.errors import Conflict, InvalidRequest, ReplicaUnavailable
-from deployments.ledger.decisions import Conditioned, DecisionLog
+from deployments.ledger.decisions import Conditioned, DecisionLog, EventLog
 from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain, still_running
-from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.protocol.instructions import Call

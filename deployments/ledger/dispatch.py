@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from deployments.ledger.event_log import ID_SPAN, EventLog
+from deployments.ledger.decisions import ID_SPAN, EventLog
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import Member, OnComplete, PendingCall, QueuedInstruction, classify
 from deployments.protocol.instructions import Body, Drain, EndDrain, Instruction, drain_of_round

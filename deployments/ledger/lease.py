@@ -4,8 +4,7 @@ cannot write into its successor's round."""
 from deployments.errors import Conflict, RoundAborted, StalePublisher
 from deployments.ledger.adapters.transfer import AdapterTransfers
 from deployments.ledger.connection import Connections
-from deployments.ledger.decisions import DecisionLog, LeaseIssued
-from deployments.ledger.event_log import EventLog
+from deployments.ledger.decisions import DecisionLog, EventLog, LeaseIssued
 from deployments.ledger.rounds.staging_phase import StagingPhase
 from deployments.ledger.rounds.version_state import VersionState
 from deployments.protocol.publishing import JoinedLease, Lease

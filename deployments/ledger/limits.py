@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.errors import Conflict, InvalidRequest
-from deployments.ledger.decisions import DecisionLog, Scaled
-from deployments.ledger.event_log import EventLog
+from deployments.ledger.decisions import DecisionLog, EventLog, Scaled
 from deployments.ledger.members import Member, MemberState
 from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.instructions import (

@@ -4,9 +4,16 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from deployments.errors import FleetUnavailable
-from deployments.ledger.decisions import KEPT_FENCES, Admitted, DecisionLog, EpochChanged, Fenced, Participant
+from deployments.ledger.decisions import (
+    KEPT_FENCES,
+    Admitted,
+    DecisionLog,
+    EpochChanged,
+    EventLog,
+    Fenced,
+    Participant,
+)
 from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.event_log import EventLog
 from deployments.ledger.limits import FleetSize, LedgerConfig, SizeLimits
 from deployments.ledger.members import Member, MemberState, Verdict
 from deployments.protocol.reports import Report

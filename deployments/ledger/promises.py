@@ -10,8 +10,7 @@ controller keeps them. Beside `keep` versions at most one for each replica that 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deployments.ledger.decisions import DecisionLog, Promised, PromiseEnded
-from deployments.ledger.event_log import EventLog
+from deployments.ledger.decisions import DecisionLog, EventLog, Promised, PromiseEnded
 from deployments.ledger.members import MemberState
 from deployments.ledger.membership import Membership
 from deployments.ledger.rounds.version_state import VersionState

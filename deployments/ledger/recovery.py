@@ -18,6 +18,7 @@ from deployments.ledger.decisions import (
     DecisionLog,
     Ended,
     EpochChanged,
+    EventLog,
     Fenced,
     Finished,
     Founded,
@@ -32,14 +33,12 @@ from deployments.ledger.decisions import (
 )
 from deployments.ledger.desired_state import DesiredState
 from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.event_log import EventLog
 from deployments.ledger.lease import LeaseDesk
 from deployments.ledger.membership import Membership
 from deployments.ledger.promises import Promises
 from deployments.ledger.rounds.commit_phase import CommitPhase
-from deployments.ledger.rounds.ended_rounds import CONTROLLER_RESTARTED
 from deployments.ledger.rounds.round import RoundPhase
-from deployments.ledger.rounds.version_state import VersionState
+from deployments.ledger.rounds.version_state import CONTROLLER_RESTARTED, VersionState
 
 
 def recover(

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from deployments.errors import InvalidRequest
-from deployments.ledger.decisions import Stored
+from deployments.ledger.decisions import EventLog, Stored
 from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import Member, MemberState, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.ledger.rounds.version_state import VersionState

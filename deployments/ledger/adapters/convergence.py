@@ -8,11 +8,12 @@ One thing more is known: whether this process has told it what requests may name
 directive of an earlier controller, and what it reports can change.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from deployments.ledger.adapters.loads import Load
+from deployments.ledger.adapters.loads import Load, asked_to_load
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import Member, MemberState, PendingCall, classify
 from deployments.ledger.membership import Membership
@@ -132,3 +133,41 @@ def _wanted_ids(catalog: AdapterCatalog, loads: Collection[Load]) -> set[int]:
 def busy(member: Member) -> bool:
     """It has something of ours to do: its report will say more."""
     return any(isinstance(queued.instruction.body, KINDS) for queued in member.queue)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Unload:
+    ids: set[int]
+    call: PendingCall
+
+
+class Unloads:
+    """Unloads that are pending: replicas may still begin requests with what the catalog has no more."""
+
+    def __init__(self, membership: Membership, convergence: Convergence) -> None:
+        self._membership = membership
+        self._convergence = convergence
+        self._pending: list[_Unload] = []
+
+    def begin(self, ids: set[int]) -> PendingCall:
+        """These are out of the catalog. The call ends when requests may name them nowhere."""
+        call = PendingCall(name=SetAdapters.name)
+        self._pending.append(_Unload(ids=ids, call=call))
+        return call
+
+    def answer(self, catalog: AdapterCatalog) -> None:
+        """End the calls that are over."""
+        serving = self._membership.serving()
+        for unload in list(self._pending):
+            if not any(unload.ids & self._convergence.nameable(each, catalog) for each in serving):
+                self._pending.remove(unload)
+                unload.call.finish(result=None)
+
+
+def nowhere(retired: Iterable[Adapter], members: Iterable[Member]) -> set[int]:
+    """Ids of retired adapters that no replica holds, or may still be loading."""
+    there: set[int] = set()
+    for member in members:
+        there.update(member.adapters.held, member.adapters.live)
+        there.update(each.adapter_id for each in retired if asked_to_load(member, each.adapter_id))
+    return {each.adapter_id for each in retired} - there

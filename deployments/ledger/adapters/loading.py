@@ -17,10 +17,12 @@ from collections.abc import Callable
 from deployments.errors import Conflict, InvalidRequest, SlipstreamError
 from deployments.ledger.adapters.catalog import (
     AdapterLimits,
+    LoadTimes,
     check_free,
     check_name,
     check_newest,
     check_room,
+    listing,
     named,
     next_adapter,
     numbered,
@@ -29,13 +31,10 @@ from deployments.ledger.adapters.catalog import (
     without,
     without_retired,
 )
-from deployments.ledger.adapters.convergence import Convergence, busy
-from deployments.ledger.adapters.listing import LoadTimes, listing
+from deployments.ledger.adapters.convergence import Convergence, Unloads, busy, nowhere
 from deployments.ledger.adapters.loads import Load, check_idle, fault, withdrawn
-from deployments.ledger.adapters.unloads import Unloads, nowhere
-from deployments.ledger.decisions import Cataloged, DecisionLog
+from deployments.ledger.decisions import Cataloged, DecisionLog, EventLog
 from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.event_log import EventLog
 from deployments.ledger.members import Member, PendingCall, classify
 from deployments.ledger.membership import Membership
 from deployments.ledger.rounds.round import RoundPhase

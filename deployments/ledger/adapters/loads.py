@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
-from deployments.ledger.adapters.listing import LoadTimes
+from deployments.ledger.adapters.catalog import LoadTimes
 from deployments.ledger.members import Member, PendingCall, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.protocol.adapters import Adapter, LoadAdapter

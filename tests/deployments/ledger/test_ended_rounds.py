@@ -1,4 +1,4 @@
-from deployments.ledger.rounds.ended_rounds import KEPT_TIMINGS, EndedRounds
+from deployments.ledger.rounds.version_state import KEPT_TIMINGS, EndedRounds
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 
 TIMINGS = ReplicaTimings(bytes=1)
