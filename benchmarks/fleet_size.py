@@ -26,14 +26,13 @@ from pydantic import TypeAdapter
 from ray import serve
 
 from benchmarks.followers import InstantMember, LedgerFollower
+from deployments.calls import CallHandle
 from deployments.controller.controller import Controller
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import PendingCall
-from deployments.poll_line import Polls
 from deployments.protocol.publishing import RoundOptions
 from deployments.replica.follower import Follower
-from deployments.unary import UnaryHandle
 
 PAYLOADS = 4  # of one round
 ROUNDS = 5
@@ -98,14 +97,14 @@ class Followers:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def start(self) -> None:
-        handle = UnaryHandle(serve.get_deployment_handle("controller", app_name=APP))
+        handle = CallHandle(serve.get_deployment_handle("controller", app_name=APP))
         for number in range(self.first, self.first + self.count):
             member = InstantMember()
             follower = Follower(
                 replica_id=f"replica-{number}",
                 incarnation=f"replica-{number}",
                 member=member,
-                poll=Polls(handle.poll_address.remote).poll,
+                poll=handle.poll.remote,
             )
             self.members.append(member)
             self.tasks.append(asyncio.create_task(follower.run()))
@@ -125,7 +124,7 @@ class Asker:
     task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        handle = UnaryHandle(serve.get_deployment_handle("controller", app_name=APP))
+        handle = CallHandle(serve.get_deployment_handle("controller", app_name=APP))
         self.task = asyncio.create_task(self._ask(handle.fleet.remote))
 
     async def _ask(self, ask: Callable[[], Awaitable[object]]) -> None:
@@ -173,7 +172,7 @@ async def serve_rounds(count: int, processes: int, directory: str) -> Measured:
         end=lambda replica_id: None,
     )
     await asyncio.to_thread(serve.run, application, name=APP, route_prefix=None)
-    handle = UnaryHandle(serve.get_deployment_handle("controller", app_name=APP))
+    handle = CallHandle(serve.get_deployment_handle("controller", app_name=APP))
     remote = ray.remote(num_cpus=0)
     share = -(-count // processes)
     firsts = range(0, count, share)

@@ -21,25 +21,23 @@ import uvloop
 
 from benchmarks.fleet_size import PAYLOADS, ROUNDS
 from benchmarks.followers import InstantMember
+from deployments.calls import CallAddress, CallHandle, CallServer
 from deployments.controller.controller import Controller
-from deployments.controller.poll_server import PollServer
 from deployments.ledger.limits import LedgerConfig
-from deployments.poll_line import PollAddress, Polls
 from deployments.protocol.publishing import RoundOptions
 from deployments.replica.follower import Follower
 
 TICK_S = 0.01
 
 
-async def follow(first: int, count: int, address: PollAddress) -> None:
+async def follow(first: int, count: int, address: CallAddress) -> None:
     """Some of the replicas, in this process."""
-
-    async def known() -> PollAddress:
-        return address
 
     names = [f"replica-{number}" for number in range(first, first + count)]
     followers = [
-        Follower(replica_id=name, incarnation=name, member=InstantMember(), poll=Polls(known).poll)
+        Follower(
+            replica_id=name, incarnation=name, member=InstantMember(), poll=CallHandle(address).poll.remote
+        )
         for name in names
     ]
     await asyncio.gather(*[each.run() for each in followers])
@@ -53,8 +51,8 @@ async def watch_loop(late_s: list[float]) -> None:
         late_s.append(time.perf_counter() - began - TICK_S)
 
 
-def started(count: int, address: PollAddress) -> list[subprocess.Popen[bytes]]:
-    where = f"{address.host}:{address.port}:{address.key.hex()}"
+def started(count: int, address: CallAddress) -> list[subprocess.Popen[bytes]]:
+    where = f"{address.url} {address.key}"
     command = (sys.executable, "-m", "benchmarks.poll_cost", "--follow", where)
     half = count // 2
     return [subprocess.Popen((*command, str(first), str(half))) for first in (0, half)]
@@ -68,7 +66,7 @@ async def measure(count: int, directory: str) -> str:
         is_alive=lambda replica_id: True,
         end=lambda replica_id: None,
     )
-    server = PollServer(controller.poll, lambda: "127.0.0.1")
+    server = CallServer(controller, lambda: "127.0.0.1")
     began = time.process_time()
     processes = started(count, await server.address())
     try:
@@ -86,7 +84,7 @@ async def measure(count: int, directory: str) -> str:
         cpu_s, took_s = await rounds(controller, lease.token)
         watching.cancel()
     finally:
-        server.close()
+        await server.aclose()
         for each in processes:
             each.send_signal(signal.SIGKILL)
             each.wait()
@@ -112,8 +110,8 @@ async def rounds(controller: Controller, token: int) -> tuple[float, float]:
 
 
 def followed(where: str, numbers: Sequence[int]) -> None:
-    host, port, key = where.split(":")
-    uvloop.run(follow(*numbers, PollAddress(host=host, port=int(port), key=bytes.fromhex(key))))
+    url, key = where.split(" ", 1)
+    uvloop.run(follow(*numbers, CallAddress(url=url, key=key)))
 
 
 def main() -> None:

@@ -17,12 +17,12 @@ from typing import Any, Self, TypeVar
 
 from pydantic import JsonValue
 
+from deployments.calls import CallHandle
 from deployments.errors import SlipstreamError, StalePublisher, TransferAborted
 from deployments.logs import serve_logger
 from deployments.lost_calls import answered, is_lost, once
 from deployments.protocol.files import FilePart
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
-from deployments.unary import UnaryHandle
 
 CALL_TIMEOUT_S = 600.0  # the controller has shorter deadlines of its own; this is for one that hangs
 CLEAN_UP_TIMEOUT_S = 10.0  # what is not cleaned up ends with the lease
@@ -49,7 +49,7 @@ class PublishSession:
         remaining_s: of the lease when it was joined.
     """
 
-    def __init__(self, controller: UnaryHandle, publisher: str, joined: JoinedLease | None = None) -> None:
+    def __init__(self, controller: CallHandle, publisher: str, joined: JoinedLease | None = None) -> None:
         self._controller = controller
         self._publisher = publisher
         self._lease = None if joined is None else joined.lease
@@ -181,7 +181,7 @@ class PublishSession:
 
 @contextlib.asynccontextmanager
 async def joined(
-    controller: UnaryHandle, publisher: str, *, of_round: bool = False
+    controller: CallHandle, publisher: str, *, of_round: bool = False
 ) -> AsyncIterator[PublishSession]:
     """The session of a publisher whose calls carry no token, for one of its calls.
 

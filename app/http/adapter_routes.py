@@ -11,16 +11,16 @@ from starlette.responses import PlainTextResponse
 from app.http.answers import AdapterList, Status
 from app.http.requests import LoadAdapterBody, UnloadAdapterBody
 from app.http.route import GuardedRoute
+from deployments.calls import CallHandle
 from deployments.errors import FleetUnavailable
 from deployments.lost_calls import answered, is_lost
 from deployments.protocol.adapters import Adapter
-from deployments.unary import UnaryHandle
 
 
 class AdapterRoutes:
     """The routes that change which adapters requests may name."""
 
-    def __init__(self, controller: UnaryHandle) -> None:
+    def __init__(self, controller: CallHandle) -> None:
         self._controller = controller
 
     def routes(self) -> list[GuardedRoute]:

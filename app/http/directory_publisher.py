@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
+from deployments.calls import CallHandle
 from deployments.errors import (
     Conflict,
     InvalidRequest,
@@ -28,7 +29,6 @@ from deployments.errors import (
 )
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.publish_session import PublishSession
-from deployments.unary import UnaryHandle
 from deployments.weights.store.checkpoint import PART_BYTES, Checkpoint, stated
 
 DISK_S = 120.0  # for all headers, and for each part
@@ -46,7 +46,7 @@ class DirectoryPublisher:
 
     def __init__(
         self,
-        controller: UnaryHandle,
+        controller: CallHandle,
         roots: Sequence[Path],
         *,
         part_bytes: int = PART_BYTES,

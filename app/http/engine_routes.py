@@ -18,6 +18,7 @@ from app.http.requests import (
     WakeUpBody,
 )
 from app.http.route import GuardedRoute
+from deployments.calls import CallHandle
 from deployments.protocol.operations import (
     AbortRequests,
     InFlight,
@@ -31,7 +32,6 @@ from deployments.protocol.operations import (
     SleepTag,
     WakeUp,
 )
-from deployments.unary import UnaryHandle
 
 InFlightQuery = Annotated[InFlight, Query(description="what happens to running requests")]
 _COUNTS = TypeAdapter(dict[str, int])  # by replica
@@ -40,7 +40,7 @@ _COUNTS = TypeAdapter(dict[str, int])  # by replica
 class EngineRoutes:
     """The routes of the engines' state."""
 
-    def __init__(self, controller: UnaryHandle) -> None:
+    def __init__(self, controller: CallHandle) -> None:
         self._controller = controller
 
     def routes(self) -> list[GuardedRoute]:

@@ -17,11 +17,11 @@ from app.http.directory_publisher import DirectoryPublisher
 from app.http.metrics import exposition
 from app.http.requests import PublishDirectoryBody, RollbackBody, ScaleBody
 from app.http.route import GuardedRoute
+from deployments.calls import CallHandle
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
 from deployments.request_headers import MAX_SESSION_ID
 from deployments.router.scrape import Scraped
-from deployments.unary import UnaryHandle
 
 EVENTS_WAIT_S = 10.0
 Scrape = Callable[[], Awaitable[Scraped]]
@@ -47,8 +47,8 @@ class FleetRoutes:
 
     def __init__(
         self,
-        controller: UnaryHandle,
-        trainer: UnaryHandle | None,
+        controller: CallHandle,
+        trainer: CallHandle | None,
         directories: DirectoryPublisher,
         scrape: Scrape = no_others,
     ) -> None:

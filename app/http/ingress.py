@@ -28,13 +28,13 @@ from app.http.route import MAX_BODY_BYTES, GuardedRoute, explain
 from app.http.serve_address import require_guarded
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
+from deployments.calls import CallHandle
 from deployments.errors import AnswerLost, FleetUnavailable, InvalidRequest, MethodNotAllowed, SlipstreamError
 from deployments.logs import serve_logger
 from deployments.lost_calls import is_lost
 from deployments.passed_routes import require_passed, route_path
 from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
-from deployments.unary import UnaryHandle
 
 PAGE = Path(__file__).with_name("page.html")
 FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")  # of those that pass
@@ -62,7 +62,7 @@ class Ingress:
         checkpoint_roots: Sequence[Path] = (),
     ) -> None:
         self._router, self._limits = Router(rollout, limits), limits
-        fleet, training = UnaryHandle(controller), None if trainer is None else UnaryHandle(trainer)
+        fleet, training = CallHandle(controller), None if trainer is None else CallHandle(trainer)
         self._guard = Guard(tokens)
         await require_guarded(has_token=self._guard.asks(Access.OPERATOR))
         self._routes = own_routes(fleet, training, checkpoint_roots, allow_pickled_ipc, self._router.metrics)
@@ -79,8 +79,8 @@ class Ingress:
 
 
 def own_routes(
-    controller: UnaryHandle,
-    trainer: UnaryHandle | None,
+    controller: CallHandle,
+    trainer: CallHandle | None,
     checkpoint_roots: Sequence[Path],
     allow_pickled_ipc: bool,
     scrape: Scrape,

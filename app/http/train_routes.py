@@ -4,10 +4,10 @@ from typing import Any
 
 from app.http.requests import PublishBody, SaveBody, StepBody
 from app.http.route import GuardedRoute
+from deployments.calls import CallHandle
 from deployments.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
-from deployments.unary import UnaryHandle
 from trainers.trajectory_arrays import MEDIA_TYPE
 
 
@@ -18,7 +18,7 @@ class TrainRoutes:
         trainer: None where an outside program publishes.
     """
 
-    def __init__(self, trainer: UnaryHandle | None) -> None:
+    def __init__(self, trainer: CallHandle | None) -> None:
         self._trainer = trainer
 
     def routes(self) -> list[GuardedRoute]:

@@ -25,12 +25,12 @@ from app.http.requests import (
     WeightVersionBody,
 )
 from app.http.route import GuardedRoute
+from deployments.calls import CallHandle
 from deployments.errors import Conflict
 from deployments.protocol.operations import WeightChecksums
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.status import FleetStatus
 from deployments.publish_session import PublishSession, joined
-from deployments.unary import UnaryHandle
 
 PUBLISHER = "http"  # all clients of these routes, which carry no token
 # By replica: the checksums of each of its workers, by tensor name.
@@ -47,7 +47,7 @@ class WeightRoutes:
 
     def __init__(
         self,
-        controller: UnaryHandle,
+        controller: CallHandle,
         directories: DirectoryPublisher,
         *,
         allow_pickled_ipc: bool,

@@ -15,13 +15,12 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from deployments.calls import CallAddress, CallServer
 from deployments.controller.adapter_calls import AdapterCalls
 from deployments.controller.adapter_files import AdapterKeeper
 from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.liveness import End, IsAlive
-from deployments.controller.pace import Pace
-from deployments.controller.poll_server import PollServer
 from deployments.controller.publisher_calls import PublisherCalls
 from deployments.controller.room import Room, no_limit
 from deployments.controller.store_keeper import StoreKeeper
@@ -30,7 +29,6 @@ from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.store_assignment import StoreLocation
-from deployments.poll_line import PollAddress
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.operations import Operation
 from deployments.protocol.publishing import RoundReport
@@ -38,6 +36,7 @@ from deployments.protocol.reports import Report, Unloadable
 from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
 from deployments.weights.store.versions import Store
 
+BUSY_POLL_S = 0.2  # a replica that carries out an instruction polls again soon
 MAX_EVENTS_WAIT_S = 30.0
 
 
@@ -53,7 +52,8 @@ class Controller(PublisherCalls, AdapterCalls):
         size: how many replicas there may be; `room`: how many the cluster's GPUs hold.
         is_alive: whether the process of a replica (by id) exists; called in a thread, as `end` is.
         end: ends the process of a replica that is lost because it stood still.
-        poll_s, silent_s: see `Pace`.
+        poll_s: how long a poll without updates waits.
+        silent_s: the process of a replica that has not polled for this long is looked up; more than `poll_s`.
         clock: seconds, monotonic.
         open_journal: opens the one in the state directory.
 
@@ -89,14 +89,14 @@ class Controller(PublisherCalls, AdapterCalls):
         )
         files = Path(store_dir) / "adapters"
         adapter_files = AdapterKeeper(files, adapter_roots, ledger.adapters.needed, clock=clock)
-        self._pace = Pace(ledger, poll_s=poll_s, silent_s=silent_s)
+        self._poll_s = poll_s
         self._keeper = StoreKeeper(Store(Path(store_dir)), ledger.promises, max_versions)
         durable = DurableLedger(
             ledger,
             Path(state_dir),
             is_alive=is_alive,
             end=end,
-            silent_s=self._pace.silent_s,
+            silent_s=silent_s,
             tick_s=tick_s,
             clock=clock,
             on_tick=self._remove_old,
@@ -110,7 +110,7 @@ class Controller(PublisherCalls, AdapterCalls):
         except JournalError:
             self._durable.release()
             raise
-        self._poll_server = PollServer(self.poll)
+        self._calls = CallServer(self)
         self._polls: dict[str, object] = {}  # incarnation -> its newest poll; older ones are superseded
         self._told: dict[str, int] = {}  # incarnation -> what has to be durable before it is told again
 
@@ -123,13 +123,13 @@ class Controller(PublisherCalls, AdapterCalls):
         async with self._durable.answer():
             return self._ledger.join(replica_id, incarnation, self._durable.now(), unloadable)
 
-    async def poll_address(self) -> PollAddress:
-        """Where replicas poll."""
+    async def call_address(self) -> CallAddress:
+        """Where it is called; over Serve's handle."""
         self._durable.enter()
-        return await self._poll_server.address()
+        return await self._calls.address()
 
     async def poll(self, report: Report) -> Directive:
-        """Wait for updates for this replica, for as long as its `Pace` says.
+        """Wait up to `poll_s` for updates for this replica.
 
         Raises:
             FleetUnavailable: a newer poll of the same replica superseded this one, or came before it.
@@ -146,7 +146,7 @@ class Controller(PublisherCalls, AdapterCalls):
             return superseded or (self._durable.looks >= looked and self._ledger.has_updates(report))
 
         try:
-            await self._durable.wait(ready, self._pace.wait_s(report))
+            await self._durable.wait(ready, BUSY_POLL_S if self._ledger.is_busy(report) else self._poll_s)
             if self._polls.get(report.incarnation) is not mine:
                 raise FleetUnavailable(f"a newer poll of {report.replica_id} superseded this one")
             has_updates = self._ledger.has_updates(report)
@@ -249,7 +249,7 @@ class Controller(PublisherCalls, AdapterCalls):
 
     async def aclose(self) -> None:
         """Stop the ticker, end the connections, and close the journal."""
-        self._poll_server.close()
+        await self._calls.aclose()
         await self._durable.aclose()
         await self._keeper.aclose()
         await self._adapter_files.aclose()

@@ -62,7 +62,7 @@ class DurableLedger:
         *,
         is_alive: IsAlive,
         end: End,
-        silent_s: Callable[[], float],
+        silent_s: float,
         tick_s: float,
         clock: Callable[[], float],
         open_journal: Callable[[Path], Journal],
@@ -328,7 +328,7 @@ class DurableLedger:
                 logger.exception("looking silent replicas up failed")
 
     async def _check_silent(self) -> None:
-        silent = self._ledger.silent_since(self.now() - self._silent_s())
+        silent = self._ledger.silent_since(self.now() - self._silent_s)
         if gone := await self._processes.gone(silent):
             self._ledger.lost(gone, "its process is gone", self.now())
             self.change()

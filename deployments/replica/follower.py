@@ -106,6 +106,7 @@ class MemberProtocol(Protocol):
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5
+POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
 FENCED_REPORTS = (
     5  # attempts to say that the fence is known; the heartbeat ends the controller's wait otherwise
 )
@@ -191,12 +192,18 @@ class Follower:
 
     async def goodbye(self) -> None:
         """The last report, once nothing runs here; raises when the controller cannot be reached."""
-        await self._poll(self._state(ended=True))
+        await self._ask(self._state(ended=True))
+
+    async def _ask(self, report: Report) -> Directive:
+        async with asyncio.timeout(
+            POLL_TIMEOUT_S
+        ):  # a connection does not say that the controller's host is gone
+            return await self._poll(report)
 
     async def _report(self) -> Directive | None:
         """One poll; None when the controller cannot be reached (it may be restarting)."""
         sent = self._clock()
-        polling = asyncio.ensure_future(self._poll(self._state()))
+        polling = asyncio.ensure_future(self._ask(self._state()))
         try:
             if not await self._wait(polling):
                 return await self._report()  # the poll that waits over there says nothing of the death

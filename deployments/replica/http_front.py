@@ -9,13 +9,10 @@ import asyncio
 import hmac
 import json
 import secrets
-import socket
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import uvicorn
 from starlette.types import Message, Receive, Send
 
 from deployments.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
@@ -80,7 +77,6 @@ async def _listen(receive: Receive, messages: deque[Message], leaves: Callable[[
 
 ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # vLLM's, when its engine is dead
 METRICS = "/metrics"  # vLLM's; the fleet answers a route of that name itself, with those of all replicas
-KEEP_ALIVE_S = 75  # longer than the router reuses a connection, so that it never uses a closed one
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
@@ -287,38 +283,6 @@ class _Answer:
         headers.append((b"x-slipstream-replica", self._replica_id.encode()))
         headers.append((b"x-weight-version", str(self._recorder.version).encode()))
         await self._send({"type": "http.response.start", "status": self._start["status"], "headers": headers})
-
-
-class ReplicaServer:
-    """Serves an application on a port of its own; `address` is host:port."""
-
-    def __init__(self, app: App, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family)
-        port = self._socket.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="critical",  # faults are reported by the router
-            access_log=False,
-            ws="none",
-            lifespan="off",  # the engine's own is entered where it starts
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        self._server = _WithoutSignals(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-
-    async def close(self) -> None:
-        """Close every connection."""
-        self._server.should_exit = self._server.force_exit = True
-        await self._task
-
-
-class _WithoutSignals(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield  # the Serve replica handles signals
 
 
 def _content_type(headers: Headers) -> bytes:

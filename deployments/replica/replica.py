@@ -19,25 +19,25 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
+from deployments.calls import CallHandle
 from deployments.fork_server.use import warn_if_not_forked
 from deployments.freed_memory import keeping_freed_memory
+from deployments.http_server import HttpServer
 from deployments.logs import serve_logger
 from deployments.placement import take_slot, use_gpus
-from deployments.poll_line import Polls
 from deployments.protocol.instructions import JoinAnswer
 from deployments.protocol.reports import Unloadable
 from deployments.replica.engine import Engine
 from deployments.replica.farewell import Farewell
 from deployments.replica.follower import Follower
 from deployments.replica.gate import Gate
-from deployments.replica.http_front import ReplicaFront, ReplicaServer
+from deployments.replica.http_front import ReplicaFront
 from deployments.replica.native_member import member_of
 from deployments.replica.parent_death import disown_engine, own_engine
 from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.server_info import add_server_info, watch_load
 from deployments.replica_info import ReplicaEndpoint, RoutingStats
 from deployments.scaling import ScalingStats
-from deployments.unary import UnaryHandle
 from deployments.weights.store.integrity import check_files
 
 ASK_AGAIN_S = 1.0
@@ -104,12 +104,12 @@ class Replica:
         slots: DeploymentHandle | None = None,
         cores_shared_by: int | None = None,
     ) -> None:
-        self._controller = UnaryHandle(controller)
+        self._controller = CallHandle(controller)
         self._drain_s = drain_s
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._incarnation = uuid.uuid4().hex
         if slots is not None:
-            self._slot = await take_slot(await UnaryHandle(slots).plan.remote())
+            self._slot = await take_slot(await slots.plan.remote())
             use_gpus(self._slot)
         answer = await find_first_weights(self._join)
         spec = engine if answer.path is None else engine.at(answer.path)
@@ -122,12 +122,11 @@ class Replica:
         add_server_info(self._engine.app, self._engine.llm.vllm_config)
         self._load = watch_load(self._engine.llm)
         self._member = member_of(self._engine, spec)
-        self._polls = Polls(self._controller.poll_address.remote)
         self._follower = Follower(
             replica_id=self._replica_id,
             incarnation=self._incarnation,
             member=self._member,
-            poll=self._polls.poll,
+            poll=self._controller.poll.remote,
         )
         self._following = asyncio.create_task(self._follow())
         self._gate = Gate(
@@ -145,7 +144,7 @@ class Replica:
             version=lambda: self._engine.version,
         )
         await self._until_admitted()
-        self._server = ReplicaServer(self._front, ray.util.get_node_ip_address())
+        self._server = HttpServer(self._front, ray.util.get_node_ip_address())
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What Serve sends to every router when this replica becomes ready."""

@@ -3,11 +3,11 @@
 import asyncio
 from typing import Any
 
+from deployments.calls import CallHandle, run_sync
 from deployments.lost_calls import REPEAT_S, RESTART_WAIT_S, answered
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.status import FleetStatus
 from deployments.publish_session import PublishSession
-from deployments.unary import UnaryHandle, run_sync
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
 
 _RETURNING = "returning"  # a member that has not polled since the controller restarted
@@ -28,7 +28,7 @@ class FleetWeightSyncClient:
         report: of the last round; None while a round is open or if it failed.
     """
 
-    def __init__(self, controller: UnaryHandle, publisher: str, options: RoundOptions) -> None:
+    def __init__(self, controller: CallHandle, publisher: str, options: RoundOptions) -> None:
         self._controller = controller
         self._session = PublishSession(controller, publisher)
         self._options = options

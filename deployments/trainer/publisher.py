@@ -9,12 +9,12 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
 
+from deployments.calls import CallHandle
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.trainer.snapshots import Snapshot, Snapshots
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
-from deployments.unary import UnaryHandle
 from deployments.vllm_plugin import register
 from deployments.weights.transports.registry import (
     TRANSPORTS,
@@ -88,9 +88,7 @@ class Publisher:
     a rank that fails still joins the remaining gathers, because the others wait there
     """
 
-    def __init__(
-        self, spec: TrainerSpec, rank: int, source: ParameterSource, controller: UnaryHandle
-    ) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, source: ParameterSource, controller: CallHandle) -> None:
         self._spec = spec
         self._rank = rank
         self.source = PublishSource(source, keep_copy=rank == 0)

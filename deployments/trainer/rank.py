@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
+from deployments.calls import CallHandle, run_sync
 from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
 from deployments.lost_calls import answered
 from deployments.protocol.status import FleetStatus
 from deployments.trainer.checkpoint import BaseCheckpoint
 from deployments.trainer.spec import TrainerSpec
-from deployments.unary import UnaryHandle, run_sync
 from deployments.weights.store.hub import downloaded
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
@@ -61,7 +61,7 @@ class TrainerRank:
     _policy: Policy
     _learner: Learner
 
-    def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         self._spec = spec
         self._rank = rank
         self._controller = controller

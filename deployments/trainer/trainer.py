@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
+from deployments.calls import CallAddress, CallHandle, CallServer
 from deployments.errors import FleetUnavailable, InvalidRequest, OtherStep, SlipstreamError, StalePublisher
 from deployments.logs import serve_logger
 from deployments.lost_calls import answered
@@ -26,7 +27,6 @@ from deployments.publish_session import PublishSession
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.worker_group import PING_TIMEOUT_S, TrainerWorkerActor, WorkerGroup
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
-from deployments.unary import UnaryHandle
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 
 # The trainer's calls take turns, and a call that has begun goes on to its end.
@@ -156,7 +156,7 @@ async def watch(
 _OPEN = "open"
 
 
-async def end_former_session(controller: UnaryHandle, *, shares_memory: bool = False) -> None:
+async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
     """End the round and the lease of a worker that is gone. What fails is logged: the lease expires then.
 
     A round that was closed is left alone: it needs its publisher no more, and may commit.
@@ -209,13 +209,14 @@ class Trainer:
     ) -> None:
         self._spec = spec
         self._step_timeout_s = spec.config.step_timeout_s
-        self._controller = fleet = UnaryHandle(controller)
+        self._controller = fleet = CallHandle(controller)
         self._turns = Turns()
+        self._calls = CallServer(self)
         self._last_step: StepMetrics = {}
         self._last_round: RoundReport | None = None
         self._lora = spec.config.published_adapter
         self._last_adapter: AdapterReport | None = None
-        plan = None if slots is None else await answered(lambda: UnaryHandle(slots).plan.remote(), "slots")
+        plan = None if slots is None else await answered(lambda: slots.plan.remote(), "slots")
         if self._lora is None:  # an adapter needs no lease and no connection
             shares_memory = TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE
             await end_former_session(fleet, shares_memory=shares_memory)
@@ -321,6 +322,10 @@ class Trainer:
             adapter_version=self._adapter_version,
             last_adapter=self._last_adapter,
         )
+
+    async def call_address(self) -> CallAddress:
+        """Where it is called; over Serve's handle."""
+        return await self._calls.address()
 
     async def check_health(self) -> None:
         """Serve's health check: fails when a worker is gone, so that Serve starts a new trainer.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import JsonValue
 
+from deployments.calls import CallHandle, run_sync
 from deployments.errors import InvalidRequest
 from deployments.logs import serve_logger
 from deployments.lost_calls import answered
@@ -24,7 +25,6 @@ from deployments.trainer.resume import resume
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import SavedCheckpoint
-from deployments.unary import UnaryHandle, run_sync
 from deployments.weights.store.version_writer import SHARE_OF_A_CORE, CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
@@ -42,7 +42,7 @@ class TrainerWorker(TrainerRank):
     """One rank of a trainer of all weights. Every method is called on all ranks alike, except `store_status`
     (rank 0)."""
 
-    def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         super().__init__(spec, rank, controller)
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)

@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_placement_group
 
+from deployments.calls import CallHandle
 from deployments.errors import FleetUnavailable, SlipstreamError
 from deployments.fork_server.use import forked_worker
 from deployments.freed_memory import keeping_freed_memory
@@ -25,7 +26,6 @@ from deployments.protocol.publishing import RoundReport
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics
-from deployments.unary import UnaryHandle
 
 if TYPE_CHECKING:
     from deployments.trainer.lora.worker import LoraWorker
@@ -49,7 +49,7 @@ class TrainerWorkerActor:
 
     _worker: "TrainerWorker | LoraWorker"
 
-    def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         if spec.config.published_adapter is None:
             from deployments.trainer.worker import TrainerWorker
 
@@ -113,7 +113,7 @@ class WorkerGroup:
     async def start(
         cls,
         spec: TrainerSpec,
-        controller: UnaryHandle,
+        controller: CallHandle,
         slots: SlotPlan | None = None,
         *,
         ping_timeout_s: float = PING_TIMEOUT_S,

@@ -92,7 +92,7 @@ def _digest(tensors: dict[str, Any]) -> str:
 
 
 class ControllerInProcess:
-    """Stands where a `UnaryHandle` of the controller does: `await handle.method.remote(...)`.
+    """Stands where a `CallHandle` of the controller does: `await handle.method.remote(...)`.
 
     Its clock stands still.
 

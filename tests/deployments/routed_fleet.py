@@ -13,7 +13,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from deployments.errors import Conflict, ReplicaUnavailable, SlipstreamError
-from deployments.replica.http_front import ReplicaFront, ReplicaServer
+from deployments.http_server import HttpServer
+from deployments.replica.http_front import ReplicaFront
 from deployments.replica.spans import RECORDER
 from deployments.request_headers import Demand
 from deployments.router.choice.policy import Candidate, eligible_loads, order_candidates
@@ -146,7 +147,7 @@ class Fleet:
         self.loads: dict[str, int] = {}  # as the replicas have reported them
         self.demands: list[Demand] = []
 
-    async def add(self, name: str) -> ReplicaServer:
+    async def add(self, name: str) -> HttpServer:
         engine = self.engines[name] = Engine()
 
         async def gate(demand: Demand) -> None:
@@ -165,7 +166,7 @@ class Fleet:
         )
         self.fronts[name] = front
         engine.in_flight = lambda: front.in_flight
-        server = ReplicaServer(front, "127.0.0.1")
+        server = HttpServer(front, "127.0.0.1")
         self.metadata[name] = {"address": server.address, "key": front.key}
         return server
 
@@ -210,7 +211,7 @@ async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Rout
         routes=[Route("/{path:path}", router)], exception_handlers={SlipstreamError: answer_error}
     )
     servers = [await fleet.add(name) for name in names]
-    front = ReplicaServer(app, "127.0.0.1")
+    front = HttpServer(app, "127.0.0.1")
     try:
         async with httpx.AsyncClient(base_url=f"http://{front.address}", timeout=10) as client:
             yield fleet, router, client

@@ -13,7 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from app.http.auth import Guard, Tokens
 from app.http.ingress import build_app
-from deployments.replica.http_front import ReplicaFront, ReplicaServer
+from deployments.http_server import HttpServer
+from deployments.replica.http_front import ReplicaFront
 from deployments.request_headers import Demand
 from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
@@ -67,11 +68,11 @@ async def ports() -> AsyncIterator[Ports]:
     engine = Engine()
     front = ReplicaFront(engine, replica_id="r", gate=gate, refusal=lambda: None, version=lambda: 1)
     async with AsyncExitStack() as stack:
-        replica = ReplicaServer(front, "127.0.0.1")
+        replica = HttpServer(front, "127.0.0.1")
         stack.push_async_callback(replica.close)
         router = Router(OneReplica({"address": replica.address, "key": front.key}), LIMITS)
         stack.push_async_callback(router.close)
-        ingress = ReplicaServer(build_app([], Guard(Tokens()), router), "127.0.0.1")
+        ingress = HttpServer(build_app([], Guard(Tokens()), router), "127.0.0.1")
         stack.push_async_callback(ingress.close)
         yield Ports(engine=engine, router=ingress.address, replica=replica.address, key=front.key)
 

@@ -11,12 +11,12 @@ from ray import serve
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
 from app.client.completions import Answer
+from deployments.calls import CallHandle
 from deployments.errors import RoundAborted
 from deployments.protocol.instructions import KvCache
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import DrainFallback, RoundOptions, RoundReport
 from deployments.trainer.fleet_client import FleetWeightSyncClient
-from deployments.unary import UnaryHandle
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo
 from tests.fleet.deployed import Fleet
@@ -29,7 +29,7 @@ register()
 
 
 def publish(fleet: Fleet, seed: int, in_flight: InFlight, **options: Any) -> RoundReport:
-    controller = UnaryHandle(serve.get_deployment_handle("controller", app_name=fleet.application))
+    controller = CallHandle(serve.get_deployment_handle("controller", app_name=fleet.application))
     # It writes no versions itself; a replica that starts later would wait for them.
     rounds = RoundOptions(in_flight=in_flight, persist=True, **options)
     client = FleetWeightSyncClient(controller, "test", rounds)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from deployments.calls import CallHandle, run_sync
 from deployments.errors import Conflict, FleetUnavailable
 from deployments.logs import serve_logger
 from deployments.lost_calls import answered, is_lost, once
@@ -29,7 +30,6 @@ from deployments.protocol.adapters import AdapterStatus
 from deployments.trainer.lora.host_copies import in_host_memory
 from deployments.trainer.lora.sender import AdapterSender
 from deployments.trainer_reports import AdapterReport
-from deployments.unary import UnaryHandle, run_sync
 from deployments.weights.store.adapter_bytes import TENSORS, digest_of
 from trainers.lora import Adapter
 
@@ -61,7 +61,7 @@ class AdapterPublisher:
     def __init__(
         self,
         name: str,
-        controller: UnaryHandle,
+        controller: CallHandle,
         directory: Path,
         *,
         fleet_id: str,

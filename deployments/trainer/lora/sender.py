@@ -15,13 +15,13 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
 
+from deployments.calls import CallHandle, run_sync
 from deployments.errors import Conflict, SlipstreamError, TransferFailed
 from deployments.logs import serve_logger
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
-from deployments.unary import UnaryHandle, run_sync
 from deployments.vllm_plugin import register
 from deployments.weights.transports.registry import (
     TRANSPORTS,
@@ -88,7 +88,7 @@ class AdapterSender:
         every_rank: every rank has a sender, and all of them send; else rank 0 alone.
     """
 
-    def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle, *, every_rank: bool) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle, *, every_rank: bool) -> None:
         self._spec = spec
         self._rank = rank
         self._every_rank = every_rank
@@ -183,7 +183,7 @@ class AdapterSender:
         )
 
 
-def adapter_sender(spec: TrainerSpec, rank: int, controller: UnaryHandle) -> AdapterSender | None:
+def adapter_sender(spec: TrainerSpec, rank: int, controller: CallHandle) -> AdapterSender | None:
     """None: this rank does not send, or the replicas read every adapter from the store.
 
     vLLM's own engines send weights alone.

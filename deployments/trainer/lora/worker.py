@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from deployments.calls import CallHandle
 from deployments.errors import Conflict, InvalidRequest
 from deployments.logs import serve_logger
 from deployments.trainer.lora.host_copies import host_copies
@@ -23,7 +24,6 @@ from deployments.trainer.rank import TrainerRank, directory_to_save
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, adapter_directory
 from deployments.trainer.stored_weights import StoredWeights
 from deployments.trainer_reports import AdapterReport, SavedCheckpoint
-from deployments.unary import UnaryHandle
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
 from trainers.lora import Adapter
@@ -37,7 +37,7 @@ logger = serve_logger()
 class LoraWorker(TrainerRank):
     """It has the calls of `TrainerWorker`, but for those about versions of all weights."""
 
-    def __init__(self, spec: TrainerSpec, rank: int, controller: UnaryHandle) -> None:
+    def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         super().__init__(spec, rank, controller)
         self._store = Store(Path(spec.store_dir))
         directory = self._store.directory.parent / "trainer" / f"lora-{_short(self._lora.name)}"

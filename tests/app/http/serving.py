@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.http.auth import Guard, Tokens, TokenSource
 from app.http.fleet_routes import no_others
 from app.http.ingress import build_app, own_routes
-from deployments.replica.http_front import ReplicaServer
+from deployments.http_server import HttpServer
 from tests.app.http.fake_controller import FakeController, Handle
 
 MAX_BODY_BYTES = 1000
@@ -71,7 +71,7 @@ def on_a_socket(app: ASGIApp) -> Iterator[str]:
 
     async def serve() -> None:
         nonlocal address
-        server = ReplicaServer(app, "127.0.0.1")  # type: ignore[arg-type]
+        server = HttpServer(app, "127.0.0.1")  # type: ignore[arg-type]
         address = server.address
         ready.set()
         try:

@@ -55,7 +55,7 @@ def controller(controllers: Any, tmp_path: Path) -> RemoteController:
 @contextlib.asynccontextmanager
 async def running(spec: TrainerSpec, controller: RemoteController) -> AsyncIterator[Trainer]:
     trainer = Trainer.__new__(Trainer)
-    with patch("deployments.trainer.trainer.UnaryHandle", lambda handle: handle):
+    with patch("deployments.trainer.trainer.CallHandle", lambda handle: handle):
         await trainer.__init__(spec, controller, ping_timeout_s=PING_TIMEOUT_S)  # type: ignore[misc]  # as Serve does
     try:
         yield trainer

@@ -65,7 +65,7 @@ class Controllers:
 
 
 class RemoteController:
-    """Stands where a `UnaryHandle` of the controller does, in any process of the cluster."""
+    """Stands where a `CallHandle` of the controller does, in any process of the cluster."""
 
     def __init__(self, controllers: Any, directory: Path) -> None:
         self._controllers = controllers

@@ -12,7 +12,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from deployments.errors import Conflict
-from deployments.replica.http_front import ReplicaFront, ReplicaServer
+from deployments.http_server import HttpServer
+from deployments.replica.http_front import ReplicaFront
 from deployments.request_headers import KEY_HEADER, ROUTER_HEADER, Demand, router_header
 
 NEWER = {"x-min-weight-version": "4"}
@@ -33,7 +34,7 @@ class Replica:
             version=lambda: 3,
             require_passed=lambda method, path: None,
         )
-        self.server = ReplicaServer(self.front, "127.0.0.1")
+        self.server = HttpServer(self.front, "127.0.0.1")
         self.client = aiohttp.ClientSession()
 
     async def post(self, body: Any) -> tuple[int, bytes]:

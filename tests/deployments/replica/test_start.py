@@ -80,8 +80,8 @@ async def test_one_that_is_damaged_is_refused_and_the_checkpoint_of_the_start_is
 
 
 AROUND = (
-    "serve ray UnaryHandle own_engine warn_if_not_forked add_server_info watch_load Polls Follower Gate "
-    "ReplicaFront ReplicaServer"
+    "serve ray CallHandle own_engine warn_if_not_forked add_server_info watch_load Follower Gate "
+    "ReplicaFront HttpServer"
 )
 
 

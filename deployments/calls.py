@@ -1,0 +1,248 @@
+"""Calls of the controller's and the trainer's methods, over HTTP.
+
+    CallHandle.method.remote(...) ──► first: the address, over Serve's handle
+                                  ──► POST /method, pickled arguments ──► CallServer ──► the method
+
+Serve's own calls do not suffice, for two reasons. `DeploymentHandle.remote` sends a streaming generator
+(`handle_request_with_rejection`), at whose end Ray 2.60 waits on the event loop of the process that answers
+until the caller has confirmed what it got (`TaskGeneratorBackpressureWaiter::WaitAllObjectsReported`): one
+caller that is stopped during a call stops the controller for everybody. And an actor call costs the
+controller about a millisecond, while each of a thousand replicas polls eight times a round.
+
+The key is random, and Serve tells it with the address. Nothing is unpickled before it has been checked.
+"""
+
+import asyncio
+import hmac
+import pickle
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Coroutine, MutableMapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import aiohttp
+import ray.util
+from ray.serve.handle import DeploymentHandle
+
+from deployments.errors import FleetUnavailable, PayloadTooLarge, SlipstreamError
+from deployments.http_server import HttpServer
+from deployments.logs import serve_logger
+
+MAX_BODY_BYTES = 1 << 30  # a directive carries what a publisher sends, as a request's body does
+CONNECT_TIMEOUT_S = 10.0
+IDLE_S = 3600.0  # the client closes an idle connection first: one that the server closes may lose a call
+BACKLOG = 4096  # a fleet that registers with a new controller at once
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # notices a host that is gone
+
+Result = TypeVar("Result")
+logger = serve_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallAddress:
+    """Where a `CallServer` listens, and the key that it asks for."""
+
+    url: str
+    key: str
+
+
+class CallServer:
+    """Serves the public coroutine methods of an object, on a port of its own.
+
+    It starts with the first `address()`, in the event loop of that call.
+
+    Args:
+        host: the address of this node in the cluster.
+    """
+
+    def __init__(self, target: object, host: Callable[[], str] = ray.util.get_node_ip_address) -> None:
+        self._target = target
+        self._host = host
+        self._key = f"Bearer {secrets.token_hex(32)}"
+        self._server: HttpServer | None = None
+
+    async def address(self) -> CallAddress:
+        """Where it listens."""
+        if self._server is None:
+            self._server = HttpServer(
+                self._answer, self._host(), keep_alive_s=int(2 * IDLE_S), backlog=BACKLOG
+            )
+        return CallAddress(url=f"http://{self._server.address}", key=self._key)
+
+    async def aclose(self) -> None:
+        """Close the port and every connection."""
+        if self._server is not None:
+            await self._server.close()
+
+    async def _answer(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        headers = dict(scope["headers"])
+        name = scope["path"][1:]
+        method = None if name.startswith("_") else getattr(self._target, name, None)
+        status, body = 200, b""
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._key.encode()):
+            status = 401
+        elif method is None:
+            status = 404
+        else:
+            body = pickle.dumps(await _outcome(method, receive), pickle.HIGHEST_PROTOCOL)
+        length = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": length})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def _outcome(method: Callable[..., Coroutine[Any, Any, Any]], receive: Any) -> object:
+    """What the method returns or raises; both are told apart by their type."""
+    try:
+        args, kwargs = pickle.loads(await _body(receive))
+        return await method(*args, **kwargs)
+    except SlipstreamError as error:
+        return error
+    except Exception as error:
+        logger.exception("%s failed", getattr(method, "__name__", method))
+        return SlipstreamError(f"{type(error).__name__}: {error}")
+
+
+async def _body(receive: Any) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError("the caller is gone")
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise PayloadTooLarge(f"a call of more than {MAX_BODY_BYTES} bytes")
+        if not message.get("more_body"):
+            return bytes(body)
+
+
+class CallMethod:
+    """One method of a `CallHandle`."""
+
+    def __init__(self, handle: "CallHandle", name: str) -> None:
+        self._handle, self._name = handle, name
+
+    def remote(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        """Send the call, from a coroutine."""
+        return asyncio.create_task(self._handle._call(self._name, args, kwargs))
+
+
+class CallHandle:
+    """A deployment of one replica that has `call_address`, called as a `DeploymentHandle` is:
+    `handle.method.remote(...)`.
+
+    Args:
+        where: the deployment, or an address of a process that has no successor.
+    """
+
+    def __init__(self, where: DeploymentHandle | CallAddress) -> None:
+        self._where = where
+        self._address: CallAddress | None = None  # of the process that answered last
+
+    def __getattr__(self, name: str) -> CallMethod:
+        if name.startswith("_"):  # what pickle asks for
+            raise AttributeError(name)
+        method = CallMethod(self, name)
+        setattr(self, name, method)
+        return method
+
+    def __reduce__(self) -> tuple[type["CallHandle"], tuple[DeploymentHandle | CallAddress]]:
+        return CallHandle, (self._where,)
+
+    async def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method by its name.
+
+        Raises:
+            FleetUnavailable: the process that was to answer is gone; the next call asks for its successor.
+            SlipstreamError: what the method raises.
+            Exception: Serve's, of a deployment without a replica.
+        """
+        body = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
+        if (address := self._address) is None:
+            address = self._address = await self._find()
+        try:
+            return await self._post(address, name, body)
+        except aiohttp.ClientConnectorError as error:  # nothing was sent: its successor may be there already
+            address = self._address = await self._find()
+            try:
+                return await self._post(address, name, body)
+            except aiohttp.ClientConnectorError:
+                raise _gone(name, str(error)) from error
+
+    async def _post(self, address: CallAddress, name: str, body: bytes) -> Any:
+        answer, reason = None, ""
+        try:
+            async with _session().post(
+                f"{address.url}/{name}", data=body, headers={"authorization": address.key}
+            ) as response:
+                reason = f"HTTP status {response.status}"
+                if response.status == 200:
+                    answer = await response.read()
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ClientError, OSError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            # Also after a caller's own deadline: a connection does not say that its other end hangs.
+            if answer is None and self._address is address:
+                self._address = None
+        if answer is None:
+            raise _gone(name, reason)
+        outcome = pickle.loads(answer)
+        if isinstance(outcome, SlipstreamError):
+            raise outcome
+        return outcome
+
+    async def _find(self) -> CallAddress:
+        """A call to a replica on which a place was reserved is an ordinary one, which nobody waits for."""
+        if isinstance(self._where, CallAddress):
+            return self._where
+        method = self._where.options(method_name="call_address")
+        async with method.choose_replica() as chosen:
+            found: CallAddress = await method.dispatch(chosen)
+            return found
+
+
+def _gone(name: str, reason: str) -> FleetUnavailable:
+    text = (
+        f"{name}: the process that was to answer is gone; another one is being started, try again ({reason})"
+    )
+    return FleetUnavailable(text, {"restarting": True})
+
+
+_sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+
+
+def _session() -> aiohttp.ClientSession:
+    """The event loop's. A process has one or two loops that call."""
+    loop = asyncio.get_running_loop()
+    if loop not in _sessions:
+        for closed in [each for each in _sessions if each.is_closed()]:
+            del _sessions[closed]
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=_socket)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout)
+    return _sessions[loop]
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in KEEP_ALIVE.items():
+        made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+    return made
+
+
+def run_sync(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine for a thread that has no event loop, and wait for its result."""
+    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """An event loop for the calls of threads that have none."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="calls", daemon=True).start()
+    return loop

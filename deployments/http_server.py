@@ -1,0 +1,58 @@
+"""An ASGI application on a port of its own, inside a Serve replica."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+KEEP_ALIVE_S = 75  # longer than the router reuses a connection, so that it never uses a closed one
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class HttpServer:
+    """Serves an application in the running event loop; `address` is host:port.
+
+    Args:
+        keep_alive_s: after which an idle connection is closed.
+        backlog: connections that may wait to be accepted.
+    """
+
+    def __init__(self, app: App, host: str, *, keep_alive_s: int = KEEP_ALIVE_S, backlog: int = 2048) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, 0), family=family, backlog=backlog)
+        port = listening.getsockname()[1]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        config = uvicorn.Config(
+            app,
+            interface="asgi3",  # of a bound method uvicorn does not see it
+            log_config=None,
+            log_level="critical",  # the caller reports faults
+            access_log=False,
+            ws="none",
+            lifespan="off",  # an engine's own is entered where it starts
+            timeout_keep_alive=keep_alive_s,
+            backlog=backlog,
+        )
+        self._server = _WithoutSignals(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+
+    async def close(self) -> None:
+        """Close every connection."""
+        self._server.should_exit = self._server.force_exit = True
+        await self._task
+        for connection in list(
+            self._server.server_state.connections
+        ):  # uvicorn leaves those that wait for an answer
+            connection.transport.abort()
+        for task in self._server.server_state.tasks:
+            task.cancel()
+
+
+class _WithoutSignals(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield  # the Serve replica handles signals
