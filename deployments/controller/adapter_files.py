@@ -8,13 +8,12 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from deployments.controller.removal import Removal
 from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
-from deployments.logs import serve_logger
 from deployments.protocol.adapters import AdapterFiles
 from deployments.weights.store.adapter_bytes import CannotWrite
 from deployments.weights.store.adapter_store import AdapterStore, Incomplete
@@ -25,7 +24,6 @@ LAG_S = 10.0  # a shared file system may show a directory this much later than i
 RETRY_S = 0.1
 
 T = TypeVar("T")
-logger = serve_logger()
 
 
 class AdapterKeeper:
@@ -50,13 +48,16 @@ class AdapterKeeper:
     ) -> None:
         self._store = AdapterStore(directory)
         self._roots = tuple(roots)
-        self._needed = needed
         self._lag_s = lag_s
         self._disk_s = disk_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
         self._clock = clock
-        self._pass: asyncio.Task[None] | None = None
-        self._problem: str | None = None
+        self.removal = Removal(  # asks anew before each: one may be needed by then
+            "adapters",
+            self._store.ids,
+            lambda ids: (each for each in ids if each not in needed()),
+            self._store.remove,
+        )
 
     async def copy(self, path: str, adapter_id: int, digest: str = "") -> AdapterFiles:
         """Copy an adapter, for replicas to read; waits a while for files that are not complete.
@@ -105,28 +106,10 @@ class AdapterKeeper:
         except TimeoutError as error:
             raise Conflict(f"{what}: the disk has not answered within {self._disk_s:g} s") from error
 
-    def start(self) -> None:
-        """Begin to remove what nobody needs, unless that goes on."""
-        if self._pass is None or self._pass.done():
-            self._pass = asyncio.get_running_loop().create_task(self._run())
-
     async def aclose(self) -> None:
-        """Wait for the removal that goes on."""
-        if self._pass is not None:
-            await asyncio.gather(self._pass, return_exceptions=True)
+        """Wait for the removal that is running."""
+        await self.removal.aclose()
         self._threads.shutdown(wait=False)
-
-    async def _run(self) -> None:
-        before, self._problem = self._problem, None
-        for adapter_id in await asyncio.to_thread(self._store.ids):
-            if adapter_id not in self._needed():
-                try:
-                    with suppress(FileNotFoundError):
-                        await asyncio.to_thread(self._store.remove, adapter_id)
-                except OSError as error:
-                    self._problem = str(error)
-        if self._problem is not None and before is None:
-            logger.warning("old adapters stay in the store: %s", self._problem)
 
 
 def _no_space(error: CannotWrite) -> FleetUnavailable:

@@ -240,8 +240,8 @@ class Controller(PublisherCalls, AdapterCalls):
             return [replace(it, at=round(it.at + wall, 3)) for it in self._ledger.events_since(since)]
 
     def _remove_old(self) -> None:
-        self._keeper.start()
-        self._adapter_files.start()
+        self._keeper.removal.start()
+        self._adapter_files.removal.start()
 
     async def check_health(self) -> None:
         """Serve's health check."""
@@ -251,7 +251,7 @@ class Controller(PublisherCalls, AdapterCalls):
         """Stop the ticker, end the connections, and close the journal."""
         await self._calls.aclose()
         await self._durable.aclose()
-        await self._keeper.aclose()
+        await self._keeper.removal.aclose()
         await self._adapter_files.aclose()
 
 

@@ -1,20 +1,16 @@
 """The store as the controller keeps it: only this fleet's versions, and no more of them than are needed.
 
-Whose a version is, and which may go, is the ledger's decision (`deployments.ledger.promises`). It is taken on
-the event loop, between two calls; the disk is read and changed in a thread, off the critical path.
+Whose a version is, and which may go, is the ledger's decision (`deployments.ledger.promises`).
 """
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from deployments.controller.removal import Removal
 from deployments.errors import InvalidRequest, JournalError
 from deployments.ledger.promises import Promises
-from deployments.logs import serve_logger
 from deployments.weights.store.versions import Store
-
-logger = serve_logger()
 
 Owners = Mapping[int, str | None]
 
@@ -29,10 +25,11 @@ class StoreKeeper:
     def __init__(self, store: Store, promises: Promises, keep: int) -> None:
         self._store = store
         self._promises = promises
-        self._keep = keep
         self._known: dict[int, str | None] = {}  # a version never changes: its manifest is read once
-        self._pass: asyncio.Task[None] | None = None
-        self._problem: str | None = None
+        # A version that is being read stays until a later pass.
+        self.removal = Removal(
+            "versions", self._owners, lambda owned: promises.removable(owned, keep), store.remove
+        )
 
     def check_owner(self, state_dir: Path) -> None:
         """To be called when the controller starts.
@@ -81,33 +78,6 @@ class StoreKeeper:
             raise InvalidRequest(
                 f"version {version} cannot be rolled back to: {problem}; roll back to another one"
             )
-
-    def start(self) -> None:
-        """Begin to remove what nobody needs, unless that goes on."""
-        if self._pass is None or self._pass.done():
-            self._pass = asyncio.get_running_loop().create_task(self._run())
-
-    async def aclose(self) -> None:
-        """Wait for the removal that goes on."""
-        if self._pass is not None:
-            await asyncio.gather(self._pass, return_exceptions=True)
-
-    async def _run(self) -> None:
-        before, self._problem = self._problem, None
-        try:
-            for version in self._promises.removable(await asyncio.to_thread(self._owners), self._keep):
-                await asyncio.to_thread(self._remove, version)
-        except OSError as error:
-            self._problem = str(error)
-        if self._problem is not None and before is None:
-            logger.warning("old versions stay in the store: %s", self._problem)
-
-    def _remove(self, version: int) -> None:
-        try:
-            with suppress(FileNotFoundError):  # somebody else removed it
-                self._store.remove(version)  # one that is being read stays until a later pass
-        except OSError as error:
-            self._problem = str(error)
 
     def _owners(self) -> Owners:
         """The fleet id of each stored version, None where the manifest names none.

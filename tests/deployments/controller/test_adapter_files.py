@@ -45,11 +45,11 @@ async def test_what_nobody_needs_is_removed(tmp_path: Path) -> None:
     paths = [Path((await keeper.copy(str(tmp_path / "a"), each)).path) for each in (1, 2)]
     for each in (1, 2):
         await keeper.complete(each)
-    keeper.start()
+    keeper.removal.start()
     await keeper.aclose()
     assert all(path.is_dir() for path in paths)
     needed.remove(1)
-    keeper.start()
+    keeper.removal.start()
     await keeper.aclose()
     assert [path.is_dir() for path in paths] == [False, True]
 
@@ -93,6 +93,6 @@ async def test_what_a_process_that_died_has_not_completed_is_removed(tmp_path: P
     keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set)
     left = tmp_path / "store" / ".a00000007.partial"
     left.mkdir(parents=True)
-    keeper.start()
+    keeper.removal.start()
     await keeper.aclose()
     assert not left.exists()

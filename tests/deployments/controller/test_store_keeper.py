@@ -67,7 +67,7 @@ async def test_a_version_that_is_being_read_goes_later(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     for version in (1, 2):
         write(store, version)
-    removing = keeper(store, stored=2)
+    removing = keeper(store, stored=2).removal
     with store.reading(1):
         removing.start()
         await removing.aclose()
@@ -83,7 +83,7 @@ async def test_versions_of_another_fleet_are_not_counted_and_not_removed(tmp_pat
         write(store, version, "another")
     for version in (1, 2, 3):
         write(store, version)
-    removing = keeper(store, keep=2, stored=3)
+    removing = keeper(store, keep=2, stored=3).removal
     removing.start()
     await removing.aclose()
     assert list(store.list()) == [2, 3, 10, 11, 12]
@@ -96,7 +96,7 @@ async def test_a_disk_that_fails_is_one_line_in_the_log(
     for version in (1, 2):
         write(store, version)
     (store.directory / ".v00000001.partial").write_text("in the way")
-    removing = keeper(store, stored=2)
+    removing = keeper(store, stored=2).removal
     for _ in range(3):
         removing.start()
         await removing.aclose()
