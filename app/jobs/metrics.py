@@ -14,6 +14,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from app.jobs.evaluation import Evaluation
 from app.jobs.own_code import blamed
+from deployments.durable_files import replacing
 
 RUNS = Path("~/.cache/slipstream/runs")
 LEAST_SAMPLE = 0.5  # of the tokens; a batch that is worth less is spoken of
@@ -147,12 +148,8 @@ def _end_last_line(stream: BinaryIO) -> None:
 def write_pending(path: Path, pending: Pending) -> None:
     """Write down what the trainer is asked for, beside the record; replaces what was written before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = _pending_file(path).with_suffix(".new")
-    with new.open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps(asdict(pending)))
-        stream.flush()
-        os.fsync(stream.fileno())
-    new.replace(_pending_file(path))
+    with replacing(_pending_file(path)) as new:
+        new.write_text(json.dumps(asdict(pending)), encoding="utf-8")
 
 
 def pending(path: Path) -> Pending | None:

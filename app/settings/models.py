@@ -9,14 +9,14 @@ import fcntl
 import importlib.util
 import os
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from deployments.durable_files import replacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +71,9 @@ def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) ->
             return target
         _print(f"Converting {model.title} to {target} (once, about half a minute)")
         start_s = time.monotonic()
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
+        with replacing(target) as aside:
+            aside.mkdir(exist_ok=True)
             (convert if convert is not None else _convert)(model, source, aside)
-            aside.chmod(0o755)  # mkdtemp makes it private
-            aside.rename(target)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
         _print(f"Converted {model.title} in {time.monotonic() - start_s:.0f} s")
     return target
 

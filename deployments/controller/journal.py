@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import quote
 
+from deployments.durable_files import sync
 from deployments.errors import JournalError
 from deployments.ledger.decisions import Decision, Lasting, decode, encode
 from deployments.logs import serve_logger
@@ -162,11 +163,7 @@ class Journal:
             os.link(aside, self._path)
         finally:
             aside.unlink(missing_ok=True)
-        directory = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync(self._path.parent)
 
     def _open(self, lock_wait_s: float) -> None:
         if not self._path.stat().st_size:  # sqlite would take it for a new one

@@ -6,7 +6,6 @@
 The trainer sends and stores both, so every version has every tensor.
 """
 
-import contextlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from deployments.durable_files import replacing
 from deployments.errors import InvalidRequest
 from deployments.weights.store.version_writer import read_tensors, write_safetensors
 from deployments.weights.wire.checkpoint_schema import join_reasons, read_schema
@@ -98,14 +98,11 @@ class BaseCheckpoint:
         Raises:
             InvalidRequest: the directory cannot be written; it has no weights then, or those of before.
         """
-        partial = directory / "model.safetensors.partial"
         try:
             self.write_files(directory, model, dtype)
-            write_safetensors(weights, partial)
-            partial.replace(directory / "model.safetensors")
+            with replacing(directory / "model.safetensors") as partial:
+                write_safetensors(weights, partial)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()  # it may be what fills the disk
             raise InvalidRequest(f"the checkpoint cannot be written to {directory}: {error}") from error
 
     @cached_property

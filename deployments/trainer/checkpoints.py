@@ -16,7 +16,6 @@ written. All ranks must share the directory.
 
 import contextlib
 import json
-import os
 import shutil
 import threading
 import uuid
@@ -35,6 +34,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+from deployments.durable_files import rename, replacing
 from deployments.logs import serve_logger
 from trainers.learner import Learner
 from trainers.learner_state import named_moments, named_weights
@@ -204,7 +204,8 @@ class Checkpoints:
                 no_dist=not self._distributed,
             )
             if self._rank == 0:
-                _write_durably(partial / ABOUT, json.dumps(asdict(about)))
+                with replacing(partial / ABOUT) as file:
+                    file.write_text(json.dumps(asdict(about)), encoding="utf-8")
                 self._finish(partial, about, void)
         except ERRORS as error:  # of any class; a full disk must not end training
             self.step = None  # the next save is due at once
@@ -224,8 +225,7 @@ class Checkpoints:
                 return
             if final.exists():  # of a run that had come as far before
                 self._remove(final)
-            partial.rename(final)
-            _sync(self.directory)
+            rename(partial, final)
             try:
                 self._remove_old(about)
             except OSError as error:
@@ -264,19 +264,3 @@ def one_line(error: BaseException) -> str:
 
 def _is_on_gpu(tensors: Tensors) -> bool:
     return any(tensor.is_cuda for named in tensors.values() for tensor in named.values())
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,6 @@ Rank 0 looks, because it alone writes; the others receive what it found.
 """
 
 import contextlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deployments.durable_files import replacing, sync
 from deployments.trainer.checkpoints import Checkpoints
 from deployments.trainer.lora.publisher import LiveVersion
 from deployments.trainer.stored_weights import StoredWeights, of_rank_0
@@ -25,8 +25,7 @@ from trainers.settings import LoraConfig
 
 # The state of an adapter's training on disk: its weights and AdamW's moments, for a restart.
 #
-# trainer/lora-*/trainer_state.rank0.pt       the newest that is complete
-# trainer/lora-*/trainer_state.rank0.partial  being written; renamed when it is on the disk
+# trainer/lora-*/trainer_state.rank0.pt  the newest that is complete
 
 State = Mapping[str, Any]  # what `Learner.state_dict` returns
 
@@ -48,19 +47,12 @@ class StateFile:
         Raises:
             OSError: the file cannot be written; the former one stays.
         """
-        partial = self.path.with_suffix(".partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
+            with replacing(self.path) as partial, partial.open("wb") as file:
                 torch.save(dict(state), file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self.path)
-            _sync(self.path.parent)
             self.step = step
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
-            with contextlib.suppress(OSError):
-                partial.unlink()  # it may be what fills the disk
             raise OSError(_one_line(error)) from error
 
     def read(self) -> State:
@@ -82,19 +74,11 @@ class StateFile:
         self.step = None
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
-            _sync(self.path.parent)
+            sync(self.path.parent)
 
 
 def _one_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

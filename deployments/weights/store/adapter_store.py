@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from deployments.durable_files import sync
 from deployments.protocol.adapters import AdapterFiles
 from deployments.weights.store.adapter_bytes import CONFIG, TENSORS, copied, writing
 
@@ -80,7 +81,7 @@ class AdapterStore:
         final = self.directory / f"a{adapter_id:08d}"
         with writing():
             for path in (final / CONFIG, final / TENSORS, final, self.directory):
-                _sync(path)
+                sync(path)
 
     def ids(self) -> list[int]:
         """The ids of the copies, and of those that a process which ended did not complete."""
@@ -110,14 +111,6 @@ def _linked(files: Sequence[Path], links: Sequence[Path]) -> bool:
             link.unlink(missing_ok=True)
         return False
     return True
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _confined(file: Path, roots: Sequence[Path]) -> Path:

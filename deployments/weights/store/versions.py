@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from deployments.durable_files import replacing
 from deployments.weights.store.manifest import VersionManifest
 
 MANIFEST = "manifest.json"
@@ -87,14 +88,11 @@ class Store:
         partial = self.directory / f".{final.name}.{uuid.uuid4().hex[:8]}.partial"
         partial.mkdir(parents=True)
         try:
-            yield partial
-            (partial / MANIFEST).write_text(manifest.encode())
-            _sync_tree(partial)
-            partial.rename(final)
-            _sync(self.directory)
-        except BaseException as error:  # also the caller's: a version that is not complete must not stay
-            shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError) and final.exists():  # whose writer removed what is partial
+            with replacing(final, partial):
+                yield partial
+                (partial / MANIFEST).write_text(manifest.encode())
+        except OSError as error:
+            if final.exists():  # whose writer removed what is partial
                 raise FileExistsError(f"version {manifest.version} is in {self.directory} already") from error
             raise
         self._remove_partial(manifest.version)
@@ -144,21 +142,6 @@ class Store:
 
     def _path(self, version: int) -> Path:
         return self.directory / f"v{version:08d}"
-
-
-def _sync_tree(directory: Path) -> None:
-    for parent, _, files in os.walk(directory, topdown=False):
-        for name in files:
-            _sync(Path(parent) / name)
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _lock_for_reading(descriptor: int, path: Path) -> None:

@@ -188,7 +188,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_of_a_checkpoint(tmp_path: Path) 
     model = save_tiny_llama(tmp_path / "model", 0)
     policy, target = Policy.load(model), tmp_path / "target"
     target.mkdir()
-    (target / "model.safetensors.partial").symlink_to("/dev/full")
+    (target / ".model.safetensors.partial").symlink_to("/dev/full")
     with pytest.raises(InvalidRequest, match=r"cannot be written to \S+/target: .*No space left on device"):
         BaseCheckpoint(model).write(target, policy.model, "float32", tensors_of(model))
     assert not list(target.glob("model.safetensors*"))

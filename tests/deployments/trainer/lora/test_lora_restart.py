@@ -64,7 +64,7 @@ def test_a_state_that_was_not_written_costs_the_moments_and_not_the_weights(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     worker = trained(spec, controller, 1)
-    state_file(spec).with_suffix(".partial").symlink_to("/dev/full")
+    state_file(spec).with_name(".trainer_state.rank0.pt.partial").symlink_to("/dev/full")
     worker.step(BATCH)
     with caplog.at_level("INFO", "ray.serve"):
         assert published(worker).version == 2
@@ -132,7 +132,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
     file = StateFile(tmp_path / "trainer", 1)
     file.write({"steps_done": 4}, 4)
     assert file.path == tmp_path / "trainer" / "trainer_state.rank1.pt"
-    assert synced == [str(file.path.with_suffix(".partial")), str(file.path.parent)]
+    assert synced == [str(file.path.with_name(".trainer_state.rank1.pt.partial")), str(file.path.parent)]
     assert file.read() == {"steps_done": 4}
     file.remove()
     file.remove()
@@ -143,7 +143,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(
 def test_a_full_disk_leaves_the_former_state(tmp_path: Path) -> None:
     file = StateFile(tmp_path, 0)
     file.write({"steps_done": 4}, 4)
-    file.path.with_suffix(".partial").symlink_to("/dev/full")
+    file.path.with_name(".trainer_state.rank0.pt.partial").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"^[^\n]+$"):
         file.write({"steps_done": 5, "weights": torch.zeros(1 << 20)}, 5)
     assert file.read() == {"steps_done": 4}
