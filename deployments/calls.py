@@ -13,6 +13,7 @@ The key is random, and Serve tells it with the address. Nothing is unpickled bef
 """
 
 import asyncio
+import errno
 import hmac
 import pickle
 import secrets
@@ -35,6 +36,7 @@ MAX_BODY_BYTES = 1 << 30  # a directive carries what a publisher sends, as a req
 CONNECT_TIMEOUT_S = 10.0
 IDLE_S = 3600.0  # the client closes an idle connection first: one that the server closes may lose a call
 BACKLOG = 4096  # a fleet that registers with a new controller at once
+UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}  # the process may be alive
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # notices a host that is gone
 
 Result = TypeVar("Result")
@@ -155,7 +157,8 @@ class CallHandle:
         """Call a method by its name.
 
         Raises:
-            FleetUnavailable: the process that was to answer is gone; the next call asks for its successor.
+            FleetUnavailable: the process that was to answer is gone, or cannot be reached and may have
+            done it ({"unreachable": true}); the next call asks for its successor.
             SlipstreamError: what the method raises.
             Exception: Serve's, of a deployment without a replica.
         """
@@ -172,7 +175,7 @@ class CallHandle:
                 raise _gone(name, str(error)) from error
 
     async def _post(self, address: CallAddress, name: str, body: bytes) -> Any:
-        answer, reason = None, ""
+        answer, reason, unreachable = None, "", False
         try:
             async with _session().post(
                 f"{address.url}/{name}", data=body, headers={"authorization": address.key}
@@ -184,12 +187,13 @@ class CallHandle:
             raise
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
+            unreachable = getattr(error, "errno", None) in UNREACHABLE
         finally:
             # Also after a caller's own deadline: a connection does not say that its other end hangs.
             if answer is None and self._address is address:
                 self._address = None
         if answer is None:
-            raise _gone(name, reason)
+            raise _unreachable(name, reason) if unreachable else _gone(name, reason)
         outcome = pickle.loads(answer)
         if isinstance(outcome, SlipstreamError):
             raise outcome
@@ -210,6 +214,11 @@ def _gone(name: str, reason: str) -> FleetUnavailable:
         f"{name}: the process that was to answer is gone; another one is being started, try again ({reason})"
     )
     return FleetUnavailable(text, {"restarting": True})
+
+
+def _unreachable(name: str, reason: str) -> FleetUnavailable:
+    text = f"{name}: the process that was to answer cannot be reached ({reason})"
+    return FleetUnavailable(text, {"restarting": True, "unreachable": True})
 
 
 _sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}

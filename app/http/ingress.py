@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
@@ -174,16 +174,22 @@ class _PassedOn:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """An error that Slipstream raised for the caller."""
+    """An error that Slipstream raised for the caller.
+
+    Clients repeat a POST on a 5xx by themselves: one that may have changed the fleet is answered with a 409.
+    """
     assert isinstance(error, SlipstreamError)
+    if error.detail.get("unreachable") and _changes_fleet(request):
+        error = AnswerLost(f"{error.message}; it may have been done", error.detail)
+    status = 409 if error.status == 500 and _changes_fleet(request) else error.status
     headers = {}
-    if error.status == 503:
+    if status == 503:
         headers["retry-after"] = str(round(error.detail.get("retry_after_s", 1)))
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = 'Basic realm="Slipstream", charset="UTF-8"'  # so that a browser asks
     if error.status == 405:
         headers["allow"] = ", ".join(error.detail["allow"])
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    return JSONResponse(error.body(), status_code=status, headers=headers)
 
 
 async def answer_wrong_request(request: Request, error: Exception) -> Response:
@@ -211,32 +217,17 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_foreign_error(request: Request, error: Exception) -> Response:
-    """Any other error, as one line.
-
-    Serve passes errors of other deployments on as RayTaskError, whose text is a traceback; its cause is what
-    was raised. A call that was to change the fleet gets no 500, on which clients would send it again.
-    """
-    cause: Any = getattr(error, "cause", None)
+    """Any other error, as one line."""
+    cause: Any = getattr(error, "cause", None)  # of a RayTaskError, whose text is a traceback
     raised = cause if isinstance(cause, BaseException) else error
     if isinstance(raised, SlipstreamError):
         return await answer_error(request, raised)
-    if is_lost(raised):
-        return await answer_error(request, _lost(request, raised))
+    if is_lost(raised):  # while the address of the controller or the trainer was asked for: nothing was sent
+        text = f"{request.url.path}: the process that was to answer is gone; its successor starts, try again"
+        return await answer_error(request, FleetUnavailable(text, {"reason": type(raised).__name__}))
     text = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"
     logger.error("%s %s: %s", request.method, request.url.path, text)
-    body = {"error": {"type": "internal_error", "message": text, "detail": {}}}
-    return JSONResponse(body, status_code=409 if _changes_fleet(request) else 500)
-
-
-def _lost(request: Request, error: BaseException) -> SlipstreamError:
-    """The controller or the trainer is gone, and Serve starts another one; or it cannot be reached."""
-    path = request.url.path
-    if isinstance(error, ActorUnavailableError) and _changes_fleet(request):
-        text = f"{path}: the process that was to answer cannot be reached, and may have done what was asked"
-        return AnswerLost(text, {"reason": type(error).__name__})
-    gone = "cannot be reached" if isinstance(error, ActorUnavailableError) else "is gone"
-    text = f"{path}: the process that was to answer {gone}; another one is being started, try again"
-    return FleetUnavailable(text, {"reason": type(error).__name__})
+    return await answer_error(request, SlipstreamError(text))
 
 
 def _changes_fleet(request: Request) -> bool:

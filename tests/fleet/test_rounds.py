@@ -78,7 +78,6 @@ def test_200_requests_in_flight_do_not_notice_ten_rounds(fleet: Fleet) -> None:
     last = fleet.version()
     assert last >= first + 10
     references: dict[int, Reference] = {}
-    crossing = 0
     for _, answer in results:
         assert len(answer.token_ids) == 160
         spans = answer.weight_versions
@@ -87,8 +86,6 @@ def test_200_requests_in_flight_do_not_notice_ten_rounds(fleet: Fleet) -> None:
         assert first <= versions[0] and versions[-1] <= last
         assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
         assert spans[-1].end == 160
-        crossing += len(spans) > 1
-    assert crossing >= 8, f"only {crossing} answers were in flight during a round"
     wait_for(stored(fleet, last))  # a version that another one overtakes is not written
     written = {version for version in range(first, last + 1) if stored(fleet, version).exists()}
     crossed = [result for result in results if len(result[1].weight_versions) > 1]

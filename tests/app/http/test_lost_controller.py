@@ -4,11 +4,14 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from deployments.errors import FleetUnavailable, SlipstreamError
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
+
+UNREACHABLE = FleetUnavailable("cannot be reached", {"restarting": True, "unreachable": True})
 
 
 @pytest.fixture
@@ -85,7 +88,8 @@ async def test_a_finish_that_comes_twice_is_told_what_the_first_one_did(
     [
         (ActorDiedError(), 503, "fleet_unavailable"),
         (DeploymentUnavailableError("controller"), 503, "fleet_unavailable"),
-        (ActorUnavailableError("no route", b"0" * 16), 409, "answer_lost"),
+        (UNREACHABLE, 409, "answer_lost"),
+        (SlipstreamError("KeyError: 'x'"), 409, "internal_error"),
     ],
 )
 async def test_any_other_call_that_is_lost_says_so(
@@ -94,4 +98,4 @@ async def test_any_other_call_that_is_lost_says_so(
     controller.fail_next["call"] = error
     answer = await fleet.post("/pause")
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
-    assert "/pause: the process that was to answer" in answer.json()["error"]["message"]
+    assert answer.headers.get("retry-after") == ("1" if status == 503 else None)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 import requests
-from ray.exceptions import ActorUnavailableError
 from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
@@ -41,12 +40,13 @@ def session_of_trl() -> requests.Session:
     return session
 
 
+UNREACHABLE = FleetUnavailable("cannot be reached", {"restarting": True, "unreachable": True})
 FAILED_FOR_GOOD = [
     RoundAborted("the fleet still serves the old version"),
     TransferAborted("a peer is gone", {"send_again": True}),
     StalePublisher("token 1 is stale"),
     Conflict("a round is open"),
-    ActorUnavailableError("no route", b"0" * 16),
+    UNREACHABLE,
     ValueError("a fault of our own"),
 ]
 
@@ -78,7 +78,7 @@ def test_what_may_be_sent_again_is_503_and_says_when(fleet: str, controller: Fak
 
 @pytest.mark.slow
 def test_a_question_may_be_asked_again_whatever_became_of_it(fleet: str, controller: FakeController) -> None:
-    controller.fail_next["fleet"] = ActorUnavailableError("no route", b"0" * 16)
+    controller.fail_next["fleet"] = UNREACHABLE
     assert session_of_trl().get(f"{fleet}/fleet").status_code == 200
     assert controller.calls.count("fleet") == 2
 
