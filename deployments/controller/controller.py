@@ -8,6 +8,7 @@ What waits, ticks and writes to the disk is in `durable_ledger`. The calls of pu
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,31 +17,34 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from deployments.calls import CallAddress, CallServer
-from deployments.controller.adapter_calls import AdapterCalls
 from deployments.controller.adapter_files import AdapterKeeper
 from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.liveness import End, IsAlive
-from deployments.controller.publisher_calls import PublisherCalls
 from deployments.controller.room import Room, no_limit
 from deployments.controller.store_keeper import StoreKeeper
-from deployments.errors import FleetUnavailable, JournalError
+from deployments.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
+from deployments.ledger.members import PendingCall
 from deployments.ledger.store_assignment import StoreLocation
+from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus
+from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Directive, JoinAnswer
+from deployments.protocol.json_values import json_only
 from deployments.protocol.operations import Operation
-from deployments.protocol.publishing import RoundReport
+from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.reports import Report, Unloadable
 from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
 from deployments.weights.store.versions import Store
 
 BUSY_POLL_S = 0.2  # a replica that carries out an instruction polls again soon
 MAX_EVENTS_WAIT_S = 30.0
+_LOAD_ID = re.compile(r"[0-9a-f]{32}")
 
 
-class Controller(PublisherCalls, AdapterCalls):
+class Controller:
     """Serve's deployment class of the controller; one per fleet.
 
     Args:
@@ -102,7 +106,7 @@ class Controller(PublisherCalls, AdapterCalls):
             on_tick=self._remove_old,
             open_journal=open_journal,
         )
-        super().__init__(ledger, durable, adapter_files)
+        self._ledger, self._durable, self._adapter_files = ledger, durable, adapter_files
         try:
             self._keeper.check_owner(Path(state_dir))
             _check_model(ledger, model, Path(state_dir))
@@ -113,6 +117,197 @@ class Controller(PublisherCalls, AdapterCalls):
         self._calls = CallServer(self)
         self._polls: dict[str, object] = {}  # incarnation -> its newest poll; older ones are superseded
         self._told: dict[str, int] = {}  # incarnation -> what has to be durable before it is told again
+
+    # -- publishers; the ledger decides -------------------------------------------------------
+
+    async def acquire(self, publisher: str) -> Lease:
+        """The lease, to publish.
+
+        Raises:
+            Conflict: another publisher holds it.
+            FleetUnavailable: an update could not be recorded.
+        """
+        async with self._durable.answer(records=True):
+            return self._ledger.acquire(publisher, self._durable.now())
+
+    async def join_lease(self, publisher: str, renew: bool) -> JoinedLease:
+        """The lease and the open round of a publisher whose calls carry no token; acquires if needed.
+
+        Args:
+            renew: whether the call belongs to the open round; others do not keep a lost publisher's round.
+
+        Raises:
+            Conflict: another publisher holds the lease.
+        """
+        async with self._durable.answer():
+            return self._ledger.join_lease(publisher, self._durable.now(), renew=renew)
+
+    async def renew(self, token: int) -> Lease:
+        """To be called well within the lease's duration, also while waiting for another call.
+
+        Raises:
+            StalePublisher: the token is not the current one, as in all calls of a publisher below.
+        """
+        async with self._durable.answer():
+            return self._ledger.renew(token, self._durable.now())
+
+    async def release(self, token: int) -> None:
+        """Give the lease back; an undecided round is aborted."""
+        async with self._durable.answer():
+            self._ledger.release(token, self._durable.now())
+
+    async def connect(self, token: int, init_info: Mapping[str, JsonValue]) -> int:
+        """Returns a connection id once every replica is connected.
+
+        Raises:
+            InvalidRequest: `init_info` is not JSON, does not fit the members, or no replica could connect.
+            Conflict: a replica is gone; connect again.
+        """
+        async with self._durable.answer():
+            checked = json_only(init_info, "init_info")
+            if not isinstance(checked, dict):
+                raise InvalidRequest(f"init_info: expected an object, got {type(init_info).__name__}")
+            await self._durable.wait(self._ledger.is_complete, None)  # ranks are counted over all who serve
+            return int(await self._durable.result(self._ledger.connect(token, checked, self._durable.now())))
+
+    async def disconnect(self, token: int) -> dict[str, JsonValue]:
+        """Every serving replica closes its end of the connection."""
+        async with self._durable.answer():
+            return dict(await self._durable.result(self._ledger.disconnect(token, self._durable.now())))
+
+    async def open_round(self, token: int, options: RoundOptions | None = None) -> int:
+        """Returns the round's id.
+
+        Raises:
+            Conflict: another round is open, the weights sleep, or the publisher must connect again.
+            FleetUnavailable: too few replicas, or the round could not be recorded.
+        """
+        async with self._durable.answer(records=True):
+            await self._durable.wait(self._ledger.is_complete, None)
+            return self._ledger.open_round(token, options or RoundOptions(), self._durable.now())
+
+    async def send(self, token: int, round_id: int, payload: JsonValue | FilePart) -> None:
+        """Returns once every participant has received. A collective's data must flow meanwhile.
+
+        Raises:
+            InvalidRequest: the payload is not JSON, or every replica rejected it.
+            RoundAborted: the round ended.
+        """
+        async with self._durable.answer():
+            checked = payload if isinstance(payload, FilePart) else json_only(payload, "payload")
+            await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
+
+    async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:
+        """Verify and commit; returns when every participant has swapped. See `Ledger.close_round`.
+
+        Raises:
+            InvalidRequest: every replica rejected what was sent.
+            RoundAborted: the round was aborted for another reason.
+        """
+        async with self._durable.answer():
+            call = self._ledger.close_round(token, round_id, label, self._durable.now())
+            report: RoundReport = await self._durable.result(call)
+            return report
+
+    async def abort_round(self, token: int, round_id: int, reason: str) -> None:
+        """The fleet goes on serving the old version."""
+        async with self._durable.answer():
+            self._ledger.abort_round(token, round_id, reason, self._durable.now())
+
+    # -- adapters; files are copied here -------------------------------------------------------
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        in_place: bool = False,
+        is_3d: bool = False,
+        after: int | None = None,
+        load_id: str = "",
+        digest: str = "",
+    ) -> Adapter:
+        """Make an adapter live on all replicas; see `Adapters.begin` and `stage`.
+
+        Args:
+            digest: of files that nobody changes any more, see `AdapterStore.copy`; replicas compare it with
+                what they read.
+
+        Raises:
+            InvalidRequest: the name or the files are wrong, or all replicas rejected them.
+            Conflict: the name is being loaded or not at version `after`, or some replicas rejected the files.
+            FleetUnavailable: too few replicas serve.
+        """
+        async with self._durable.answer(records=True):
+            await self._durable.wait(self._ledger.is_complete, None)
+            adapters, now = self._ledger.adapters, self._durable.now
+            adapter = adapters.begin(
+                name, in_place=in_place, is_3d=is_3d, now=now(), after=after, load_id=load_id
+            )
+            try:
+                await self._durable.durable(self._durable.change())  # no successor gives this id to others
+                files = await self._adapter_files.copy(path, adapter.adapter_id, digest)
+            except BaseException as error:  # a caller that left, too: the name is free again
+                adapters.give_up(adapter, str(error), now())
+                raise
+            call = await self._staged(adapter, files)
+            live: Adapter = await self._durable.result(call)
+            return live
+
+    async def _staged(self, adapter: Adapter, files: AdapterFiles) -> PendingCall:
+        """Replicas load the fleet's copy, or what they have received, while the copy is being synced. It is
+        live when both are done."""
+        adapters, now = self._ledger.adapters, self._durable.now
+        call = adapters.stage(adapter, files, now())
+        self._ledger.advance(now())
+        self._durable.change()
+        completing = asyncio.create_task(self._adapter_files.complete(adapter.adapter_id))
+        try:
+            await asyncio.shield(completing)
+            adapters.complete(adapter, now())
+        except BaseException as error:  # a caller that left, too
+            completing.cancel()
+            failure = error if isinstance(error, SlipstreamError) else FleetUnavailable(str(error))
+            adapters.fail(adapter, failure)
+            if failure is not error:
+                raise
+        finally:
+            self._ledger.advance(now())
+            self._durable.change()
+        return call
+
+    async def send_adapter(self, token: int, load_id: str, payload: JsonValue) -> None:
+        """Returns once every replica has received an adapter's files, for the load with this `load_id`.
+
+        Raises:
+            InvalidRequest: the payload is not JSON, or no such id.
+            Conflict: replicas are without it and load the fleet's copy, or the publisher is not connected.
+        """
+        async with self._durable.answer():
+            if _LOAD_ID.fullmatch(load_id) is None:  # a part of a directory's name
+                raise InvalidRequest(f"load_id: expected 32 hexadecimal digits, got {load_id[:80]!r}")
+            checked = json_only(payload, "payload")
+            now = self._durable.now()
+            await self._durable.result(self._ledger.send_adapter(token, load_id, checked, now))
+
+    async def load_result(self, load_id: str) -> Adapter | None:
+        """What a load has made live whose answer was lost; waits for its end. None: it is not loaded."""
+        async with self._durable.answer():
+            await self._durable.wait(self._ledger.is_complete, None)
+            await self._durable.wait(lambda: self._ledger.adapters.settled(load_id), None)
+            return self._ledger.adapters.loaded(load_id)
+
+    async def unload_adapter(self, name: str) -> None:
+        """No request begins with it any more, on any replica; see `Adapters.unload`."""
+        async with self._durable.answer(records=True):
+            await self._durable.wait(self._ledger.is_complete, None)
+            call = self._ledger.adapters.unload(name, self._durable.now())
+            self._ledger.advance(self._durable.now())
+            await self._durable.result(call)
+
+    async def adapters(self) -> list[AdapterStatus]:
+        """Those that are retired, live and being loaded."""
+        async with self._durable.answer():
+            return self._ledger.adapters.status()
 
     # -- replicas -----------------------------------------------------------------------------
 
