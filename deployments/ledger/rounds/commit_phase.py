@@ -109,9 +109,13 @@ class CommitPhase:
             call.answers[member.replica_id] = Acknowledgement(seq=0, outcome=Outcome.DONE)
             call.stop_waiting_for(member)
         elif report.staged_round != current.round_id:
-            member.state = MemberState.JOINING
-            current.left_behind[member.replica_id] = "lost its staging while the controller restarted"
-            call.stop_waiting_for(member)
+            reason = "lost its staging while the controller restarted"
+            if current.hold:  # it still serves the old version: nobody is released before it has stopped
+                self._fence_until_certain(current, member, reason, now)
+            else:
+                member.state = MemberState.JOINING
+                current.left_behind[member.replica_id] = reason
+                call.stop_waiting_for(member)
 
     def _begin(self, current: Round, now: float) -> None:
         self._versions.commit(current, now)

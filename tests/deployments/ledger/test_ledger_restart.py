@@ -88,6 +88,22 @@ def test_a_replica_that_swapped_is_released_although_the_only_other_one_is_fence
     assert swapped.version == 1 and not swapped.held
 
 
+def test_after_a_restart_nobody_is_released_while_one_without_its_staging_serves_the_old_version() -> None:
+    scene = Scene(replicas=2, commit=CommitMode.TOGETHER)
+    swapped, stale = scene.replicas
+    for replica in scene.replicas:
+        replica.hangs_in.add(Commit)
+    scene.publish()
+    scene.restart()
+    swapped.hangs_in.clear()
+    stale.staged_round = None
+    scene.ledger.on_report(stale.report(), scene.now)  # what it is told is lost on the way
+    scene.poll(4, only=[swapped])
+    assert swapped.held and stale.version == 0 and stale.fenced is None
+    scene.poll(4)
+    assert stale.fenced is not None and swapped.version == 1 and not swapped.held
+
+
 def test_a_commit_that_comes_again_after_a_restart_fences_nobody() -> None:
     """A replica may be swapping while the controller restarts: it registers with the old version."""
     scene = Scene(replicas=2)
