@@ -13,39 +13,24 @@ after. The transport is the one that the fleet was configured with:
 pickles its handles, a fleet with `weights.allow_pickled_ipc_over_http`).
 """
 
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import requests
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm.distributed.weight_transfer import (
-    HTTPVLLMWeightSyncClient,
-    ModuleSource,
-    WeightTransferTrainerFactory,
-)
-from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from app.client import calls
 from app.client.completions import complete
-from app.client.connection import (
-    LOCAL_URL,
-    FleetClient,
-    FleetError,
-    bearer,
-    token_from,
-    without_credentials,
-)
+from app.client.connection import LOCAL_URL, FleetClient, FleetError, token_from
 from app.client.options import Url, parse
-from deployments.vllm_plugin import register
-from deployments.weights.transports.registry import BACKENDS, TRANSPORTS, TrainerFacts, trainer_init_info
+from app.publisher import Publisher
+from deployments.weights.transports.registry import BACKENDS, TRANSPORTS
 
 ON_CPU = tuple(transport.backend for transport in TRANSPORTS.values() if transport.device == "cpu")
 PROMPTS = ("The capital of France is", "Two and two make")
@@ -70,23 +55,7 @@ class Options:
     ] = None
 
 
-class TokenClient(HTTPVLLMWeightSyncClient):
-    """vLLM's client, with the fleet's token: vLLM's own knows none."""
-
-    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
-        address, password = without_credentials(url)
-        super().__init__(address, timeout=timeout_s)
-        self._headers = bearer(token if password is None else password)
-
-    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-        answer = requests.post(
-            f"{self.base_url}/{path}", json=json, timeout=self.timeout, headers=self._headers
-        )
-        if not answer.ok:
-            raise RuntimeError(f"/{path}: {answer.status_code}: {answer.text}")
-
-
-def load(model: str, transport: str, dtype: str) -> torch.nn.Module:
+def load(model: str, transport: str, dtype: str) -> PreTrainedModel:
     """The model, where the transport takes its tensors from.
 
     Raises:
@@ -118,12 +87,11 @@ def add_noise(model: torch.nn.Module, amount: float, generator: torch.Generator)
             parameter.add_((noise.to(parameter.device) * scale).to(parameter.dtype))
 
 
-def publish(engine: TrainerWeightTransferEngine[Any], fleet: FleetClient) -> None:
+def publish(publisher: Publisher) -> None:
     """One round, and what the fleet reports of it."""
     begin = time.perf_counter()
-    engine.send_weights()
+    last = publisher.publish()
     seconds = time.perf_counter() - begin
-    last = fleet.send(calls.rounds())[-1]
     gaps = ", ".join(f"{name} {1000 * timings.gap_s:.0f} ms" for name, timings in last.replicas.items())
     print(f"round {last.round_id}: version {last.version} in {seconds:.2f} s, gaps: {gaps}", flush=True)
 
@@ -137,36 +105,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ValueError: the transport needs a GPU, and there is none.
     """
     options, token = parse(Options, arguments), token_from()
-    register()
     with FleetClient.connect(options.url, token) as fleet:
         workers = fleet.send(calls.world_size())
         print(f"fleet: {workers} workers, version {fleet.send(calls.fleet()).committed_version}", flush=True)
         model = load(options.model, options.transport.value, options.dtype)
         show(fleet, "before", options.tokens)
-        facts = TrainerFacts(rank=0, workers=workers, master_address=options.address, master_port=free_port())
-        engine = WeightTransferTrainerFactory.trainer_init(
-            trainer_init_info(options.transport.value, facts),
-            client=TokenClient(options.url, token, options.timeout),
-            source=ModuleSource(model),
+        publisher = Publisher(
+            options.url,
+            model,
+            transport=options.transport.value,
+            token=token,
+            address=options.address,
+            timeout_s=options.timeout,
         )
         generator = torch.Generator().manual_seed(0)
-        for _ in range(options.rounds):
-            add_noise(model, options.noise, generator)
-            publish(engine, fleet)
-            show(fleet, "after", options.tokens)
+        with publisher:
+            for _ in range(options.rounds):
+                add_noise(model, options.noise, generator)
+                publish(publisher)
+                show(fleet, "after", options.tokens)
         if options.save is not None:
             model.save_pretrained(options.save)
             AutoTokenizer.from_pretrained(options.model).save_pretrained(options.save)
-        # Ends the fleet's half too; a group whose peer is gone cannot be used again.
-        fleet.send(calls.disconnect())
-        engine.shutdown()
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,16 @@
+"""For a trainer of your own.
+
+    from slipstream.publisher import Publisher
+
+    with Publisher("http://127.0.0.1:8000", model, checkpoint="Qwen3-8B") as publisher:
+        publisher.publish()
+
+A trainer that uses vLLM's `WeightTransferTrainerFactory` itself calls `register` first: it makes Slipstream's
+transports known to vLLM in this process.
+"""
+
+from app.publisher import Publisher
+from deployments.protocol.publishing import RoundReport
+from deployments.vllm_plugin import register
+
+__all__ = ["Publisher", "RoundReport", "register"]
