@@ -12,8 +12,9 @@ What an engine core has cached that depends on its weights:
 
     KV cache blocks    found by a hash that begins with the version at which their request began. The core
                        sets it, and sets it anew for each request that holds no block when the version
-                       changes. So no request that begins at a version finds blocks of another one; what
-                       runs across a change (`kv_cache: keep`) alone goes on with blocks of both.
+                       changes. So no request that begins at a version finds blocks of another one. A
+                       request that has output tokens at a change with `kv_cache: keep` alone continues with
+                       blocks of both; one in the middle of its prompt is computed again.
     encoder outputs    dropped with every change. Running requests that still need some are computed again.
     processed inputs   (pixels) do not depend on weights. They are kept: vLLM has one half of that cache here
                        and one in the client; dropping one half fails the next request with the same image.
@@ -168,7 +169,16 @@ def reset_caches(core: Any, recompute: bool) -> None:
         if not scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RuntimeError("the KV connector did not reset its cache")
     else:
-        _compute_again(scheduler, [each for each in scheduler.running if _needs_encoder(scheduler, each)])
+        # Without an output token, a request would have an answer of the new version alone, computed with keys
+        # and values of both.
+        _compute_again(
+            scheduler,
+            [
+                each
+                for each in scheduler.running
+                if not each.num_output_tokens or _needs_encoder(scheduler, each)
+            ],
+        )
         scheduler.reset_prefix_cache()  # does nothing while a request holds blocks
     scheduler.reset_encoder_cache()
     core.model_executor.reset_encoder_cache()

@@ -179,6 +179,15 @@ def test_what_is_filled_after_a_swap_is_found_by_those_that_began_after_it_alone
     assert hit(core, core.receive("like the new one")) == 3 * BLOCK
 
 
+def test_a_request_in_the_middle_of_its_prompt_begins_again_with_the_new_version(core: Core) -> None:
+    """Its tokens will all be the new version's: none may be computed with keys and values of before."""
+    prompt = core.add("prompt", [9] * 100)
+    core.step()
+    assert prompt.num_computed_tokens == 64 and not prompt.num_output_tokens, "two steps for the prompt"
+    core.commit("8", recompute=False)
+    assert prompt.num_computed_tokens == 0 and prompt.cache_salt == "8/" and hit(core, prompt) == 0
+
+
 def test_a_preempted_request_begins_again_with_the_new_version(core: Core) -> None:
     request = core.add("preempted")
     core.step()
