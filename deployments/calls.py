@@ -13,6 +13,7 @@ The key is random, and Serve tells it with the address. Nothing is unpickled bef
 """
 
 import asyncio
+import atexit
 import errno
 import hmac
 import pickle
@@ -20,6 +21,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Coroutine, MutableMapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -101,6 +103,8 @@ async def _outcome(method: Callable[..., Coroutine[Any, Any, Any]], receive: Any
         args, kwargs = pickle.loads(await _body(receive))
         return await method(*args, **kwargs)
     except SlipstreamError as error:
+        if not isinstance(error, FleetUnavailable):  # a poll is superseded all the time
+            logger.warning("%s: %s", error.type, error.message)
         return error
     except Exception as error:
         logger.exception("%s failed", getattr(method, "__name__", method))
@@ -234,6 +238,14 @@ def _session() -> aiohttp.ClientSession:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout)
     return _sessions[loop]
+
+
+@atexit.register
+def _close_sessions() -> None:
+    """aiohttp prints a line for each one that is left."""
+    with suppress(Exception), closing(asyncio.new_event_loop()) as loop:
+        for session in _sessions.values():
+            loop.run_until_complete(session.close())
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
