@@ -185,7 +185,7 @@ async def test_a_demand_that_is_not_met_is_a_conflict() -> None:
 async def test_without_a_replica_the_answer_is_503() -> None:
     async with service(find_replica_timeout_s=0.3) as (_, _, client):
         answer = await client.get("/text")
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "2"
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert "no replica is ready" in answer.json()["error"]["message"]
 
 

@@ -28,17 +28,26 @@ pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeou
 register()
 
 
-def publish(fleet: Fleet, seed: int, in_flight: InFlight, **options: Any) -> RoundReport:
+def publisher(fleet: Fleet, seed: int, in_flight: InFlight, **options: Any) -> Callable[[], RoundReport]:
+    """A publisher that is connected: what it still does takes a fraction of a second under load."""
     controller = CallHandle(serve.get_deployment_handle("controller", app_name=fleet.application))
     # It writes no versions itself; a replica that starts later would wait for them.
     rounds = RoundOptions(in_flight=in_flight, persist=True, **options)
     client = FleetWeightSyncClient(controller, "test", rounds)
-    source = ModuleSource(tiny_llama(seed))
-    WeightTransferTrainerFactory.trainer_init(
-        ShmTrainerInitInfo(rank=0), client=client, source=source
-    ).send_weights()
-    assert client.report is not None
-    return client.report
+    engine = WeightTransferTrainerFactory.trainer_init(
+        ShmTrainerInitInfo(rank=0), client=client, source=ModuleSource(tiny_llama(seed))
+    )
+
+    def send() -> RoundReport:
+        engine.send_weights()
+        assert client.report is not None
+        return client.report
+
+    return send
+
+
+def publish(fleet: Fleet, seed: int, in_flight: InFlight, **options: Any) -> RoundReport:
+    return publisher(fleet, seed, in_flight, **options)()
 
 
 def members(fleet: Fleet) -> dict[str, Any]:
@@ -59,16 +68,17 @@ async def running_answers(client: httpx.AsyncClient, count: int, tokens: int) ->
 
 
 async def running_during_a_round(fleet: Fleet, seed: int, in_flight: InFlight) -> list[Answer]:
+    send = await asyncio.to_thread(publisher, fleet, seed, in_flight)
     async with httpx.AsyncClient(base_url=fleet.url, timeout=200) as client:
-        running = await running_answers(client, 8, 300)
-        await asyncio.to_thread(publish, fleet, seed, in_flight)
+        running = await running_answers(client, 16, 900)
+        await asyncio.to_thread(send)
         return await asyncio.gather(*running)
 
 
 def test_wait_lets_running_requests_end_with_the_version_they_began_with(fleet: Fleet) -> None:
     before = fleet.version()
     for answer in asyncio.run(running_during_a_round(fleet, 31, InFlight.WAIT)):
-        assert answer.weight_versions == [VersionSpan(version=before, start=0, end=300)]
+        assert answer.weight_versions == [VersionSpan(version=before, start=0, end=900)]
     with fleet.client() as client:
         assert complete(client).version == before + 1
 
@@ -77,13 +87,12 @@ async def publish_over_long_answers(
     fleet: Fleet, seed: int, fallback: DrainFallback
 ) -> tuple[RoundReport | RoundAborted, list[Answer]]:
     """What a round with a short drain came to, the answers that ran, and one that came meanwhile."""
+    send = await asyncio.to_thread(
+        publisher, fleet, seed, InFlight.WAIT, drain_timeout_s=0.5, drain_fallback=fallback
+    )
     async with httpx.AsyncClient(base_url=fleet.url, timeout=200) as client:
         calls = await running_answers(client, 16, 900)
-        publishing = asyncio.create_task(
-            asyncio.to_thread(
-                publish, fleet, seed, InFlight.WAIT, drain_timeout_s=0.5, drain_fallback=fallback
-            )
-        )
+        publishing = asyncio.create_task(asyncio.to_thread(send))
         await until(lambda: any(each["draining"] for each in members(fleet).values()))
         late = asyncio.create_task(ask(client, [99], 4, stream=False))
         outcome: RoundReport | RoundAborted
@@ -129,7 +138,7 @@ async def drained_pause(fleet: Fleet) -> None:
         assert not waits.done() and (await client.get("/is_paused")).json()["is_paused"]
         assert (await client.post("/resume")).status_code == 200
         assert len((await waits).token_ids) == 4
-        calls = await running_answers(client, 2, 900)
+        calls = await running_answers(client, 16, 900)
         late = asyncio.create_task(client.post("/pause", params={"mode": "wait"}))
         await until(lambda: all(each["draining"] for each in members(fleet).values()))
         assert (await client.post("/resume")).status_code == 200
@@ -148,10 +157,10 @@ def test_abort_ends_running_requests_with_what_they_have(fleet: Fleet) -> None:
     before = fleet.version()
     answers = asyncio.run(running_during_a_round(fleet, 32, InFlight.ABORT))
     aborted = [answer for answer in answers if answer.aborted]
-    assert aborted, "eight requests of 300 tokens were running"
+    assert aborted, "sixteen requests of 900 tokens were running"
     for answer in aborted:
         assert answer.weight_versions and {span.version for span in answer.weight_versions} == {before}
-        assert len(answer.token_ids) < 300
+        assert len(answer.token_ids) < 900
     with fleet.client() as client:
         assert complete(client).version == before + 1
 
