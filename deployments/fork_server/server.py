@@ -45,7 +45,6 @@ SWITCH = "SLIPSTREAM_FORK_SERVER"  # see client.py
 MODULES = "SLIPSTREAM_PRELOAD"  # separated by commas, instead of those below
 MOST_DESCRIPTORS = 200
 PRELOAD = (
-    *("ray", "ray.serve", "ray.serve._private.replica", "ray._private.workers.setup_worker"),
     *("torch", "transformers", "safetensors.torch", "accelerate", "peft"),
     *("vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"),
     *("vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.launchers.app"),
@@ -82,8 +81,17 @@ def _modules() -> Iterator[str]:
 
 
 def preload(names: Iterable[str]) -> None:
-    for name in names:
-        importlib.import_module(name)
+    """Import everything but Ray, whose extension module seeds the state that its random ids come from.
+
+    Forks would inherit that state and give different tasks one id: Serve's controller then crashes in a check
+    of Ray 2.60 (core_worker.cc, `erased == 1`). vLLM does without Ray if it cannot be imported.
+    """
+    sys.modules["ray"] = None  # type: ignore[assignment]  # Python's way to make an import fail
+    try:
+        for name in names:
+            importlib.import_module(name)
+    finally:
+        del sys.modules["ray"]
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of every object
 

@@ -340,8 +340,10 @@ def test_the_imports_of_an_engine_leave_a_process_that_can_fork(environment: dic
         "thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))\n"
         "thread.start(); thread.join()\n"
         "import numpy\n"
+        "from ray._raylet import JobID, TaskID\n"
+        "task = TaskID.for_fake_task(JobID.from_int(1)).hex()\n"  # Ray's random state is its extension's own
         "print(json.dumps([torch.get_num_threads(), *seen, 'vllm.v1.engine.core' in sys.modules,"
-        "torch.cuda.is_initialized(), float(numpy.random.random())]))\n"
+        "torch.cuda.is_initialized(), float(numpy.random.random()), task]))\n"
     )
     results = []
     for threads in ("1", "2"):
@@ -353,7 +355,7 @@ def test_the_imports_of_an_engine_leave_a_process_that_can_fork(environment: dic
             timeout=100,
             check=True,
         )
-        *result, random_number = json.loads(output.stdout.splitlines()[-1])
+        *result, random_number, task = json.loads(output.stdout.splitlines()[-1])
         assert result == [int(threads), int(threads), True, False]
-        results.append(random_number)
-    assert results[0] != results[1]
+        results.append((random_number, task))
+    assert all(first != second for first, second in zip(*results, strict=True))
