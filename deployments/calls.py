@@ -91,24 +91,24 @@ class CallServer:
         elif method is None:
             status = 404
         else:
-            body = pickle.dumps(await _outcome(method, receive), pickle.HIGHEST_PROTOCOL)
+            body = await _outcome(method, receive)
         length = [(b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": length})
         await send({"type": "http.response.body", "body": body})
 
 
-async def _outcome(method: Callable[..., Coroutine[Any, Any, Any]], receive: Any) -> object:
-    """What the method returns or raises; both are told apart by their type."""
+async def _outcome(method: Callable[..., Coroutine[Any, Any, Any]], receive: Any) -> bytes:
+    """What the method returns or raises, pickled; both are told apart by their type."""
     try:
         args, kwargs = pickle.loads(await _body(receive))
-        return await method(*args, **kwargs)
+        return pickle.dumps(await method(*args, **kwargs), pickle.HIGHEST_PROTOCOL)
     except SlipstreamError as error:
         if not isinstance(error, FleetUnavailable):  # a poll is superseded all the time
             logger.warning("%s: %s", error.type, error.message)
-        return error
-    except Exception as error:
+        return pickle.dumps(error)
+    except Exception as error:  # a fault of the method: its caller is told, and other calls are served
         logger.exception("%s failed", getattr(method, "__name__", method))
-        return SlipstreamError(f"{type(error).__name__}: {error}")
+        return pickle.dumps(SlipstreamError(f"{type(error).__name__}: {error}"))
 
 
 async def _body(receive: Any) -> bytes:
@@ -176,7 +176,7 @@ class CallHandle:
             try:
                 return await self._post(address, name, body)
             except aiohttp.ClientConnectorError:
-                raise _gone(name, str(error)) from error
+                raise _lost(name, str(error)) from error
 
     async def _post(self, address: CallAddress, name: str, body: bytes) -> Any:
         answer, reason, unreachable = None, "", False
@@ -197,7 +197,7 @@ class CallHandle:
             if answer is None and self._address is address:
                 self._address = None
         if answer is None:
-            raise _unreachable(name, reason) if unreachable else _gone(name, reason)
+            raise _lost(name, reason, unreachable=unreachable)
         outcome = pickle.loads(answer)
         if isinstance(outcome, SlipstreamError):
             raise outcome
@@ -213,16 +213,10 @@ class CallHandle:
             return found
 
 
-def _gone(name: str, reason: str) -> FleetUnavailable:
-    text = (
-        f"{name}: the process that was to answer is gone; another one is being started, try again ({reason})"
-    )
-    return FleetUnavailable(text, {"restarting": True})
-
-
-def _unreachable(name: str, reason: str) -> FleetUnavailable:
-    text = f"{name}: the process that was to answer cannot be reached ({reason})"
-    return FleetUnavailable(text, {"restarting": True, "unreachable": True})
+def _lost(name: str, reason: str, *, unreachable: bool = False) -> FleetUnavailable:
+    state = "cannot be reached" if unreachable else "is gone; another one is being started, try again"
+    text = f"{name}: the process that was to answer {state} ({reason})"
+    return FleetUnavailable(text, {"restarting": True, **({"unreachable": True} if unreachable else {})})
 
 
 _sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}

@@ -29,7 +29,7 @@ def replacing(final: Path, partial: Path | None = None) -> Iterator[Path]:
         if aside.is_file():
             sync(aside)
         rename(aside, final)
-    except BaseException:
+    except BaseException:  # whatever ends the block, what it wrote is incomplete
         with suppress(OSError):
             aside.unlink()  # it may be what fills the disk
         shutil.rmtree(aside, ignore_errors=True)

@@ -44,9 +44,8 @@ class HttpServer:
         """Close every connection."""
         self._server.should_exit = self._server.force_exit = True
         await self._task
-        for connection in list(
-            self._server.server_state.connections
-        ):  # uvicorn leaves those that wait for an answer
+        # uvicorn leaves those that wait for an answer.
+        for connection in list(self._server.server_state.connections):
             connection.transport.abort()
         for task in self._server.server_state.tasks:
             task.cancel()

@@ -18,6 +18,7 @@ from app.http.metrics import exposition
 from app.http.requests import PublishDirectoryBody, RollbackBody, ScaleBody
 from app.http.route import GuardedRoute
 from deployments.calls import CallHandle
+from deployments.errors import SlipstreamError
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
 from deployments.request_headers import MAX_SESSION_ID
@@ -165,7 +166,7 @@ class FleetRoutes:
         while True:
             try:
                 events: list[Event] = await self._controller.events.remote(since, EVENTS_WAIT_S)
-            except (RayError, RayServeException):  # the controller is gone, or the client, which comes again
+            except (SlipstreamError, RayError, RayServeException):  # the controller or the client is gone
                 return  # the answer has begun, so its end is all that can be said
             for event in events:
                 since = event.event_id

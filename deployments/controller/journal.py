@@ -157,9 +157,8 @@ class Journal:
                 if source is not None:
                     source.backup(new)
                 new.executescript(TABLES)
-            Path(f"{self._path}-wal").unlink(
-                missing_ok=True
-            )  # sqlite would apply one that was left to this file
+            # sqlite would apply a log that was left to this file.
+            Path(f"{self._path}-wal").unlink(missing_ok=True)
             os.link(aside, self._path)
         finally:
             aside.unlink(missing_ok=True)
@@ -186,7 +185,7 @@ class Journal:
             db.execute("PRAGMA synchronous=FULL")
             db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
             self._read(db)
-        except BaseException:
+        except BaseException:  # whatever it was, nobody else has the connection
             db.close()
             raise
         self._db = db

@@ -6,7 +6,7 @@ that fold still needs. Their JSON form is a file format.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -296,16 +296,6 @@ def _subject(decision: Decision) -> str:
             return str(decision.report.round_id)
         case _:
             return ""
-
-
-def compact(decisions: Iterable[Decision]) -> list[Decision]:
-    """The shortest list, in order, that recovers the same ledger."""
-    lasting, kept = Lasting(), {}
-    for number, decision in enumerate(decisions):
-        kept[number] = decision
-        for superseded in lasting.add(number, decision):
-            del kept[superseded]
-    return list(kept.values())
 
 
 def encode(decision: Decision) -> bytes:

@@ -6,7 +6,8 @@ from random import Random
 
 from deployments.controller.journal import Journal
 from deployments.errors import JournalError
-from deployments.ledger.decisions import Decision, compact, decode, encode
+from deployments.ledger.decisions import Decision, decode, encode
+from tests.deployments.ledger.compacted import compact
 from tests.simulation.loop import PROCESS, Process
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.fleet_routes import FleetRoutes
+from deployments.errors import FleetUnavailable
 from deployments.protocol.files import FilePart
 from deployments.protocol.status import Event
 from tests.app.http.fake_controller import FakeController, Handle
@@ -113,7 +114,11 @@ async def test_events_continue_where_the_client_stopped(asked: dict[str, int], f
     assert rest[-1] == ": no new events\n\n"
 
 
-@pytest.mark.parametrize("error", [RayActorError(), TaskCancelledError(), RequestCancelledError("1")])
+@pytest.mark.parametrize(
+    "error",
+    [FleetUnavailable("is gone"), RayActorError(), TaskCancelledError(), RequestCancelledError("1")],
+    ids=lambda error: type(error).__name__,
+)
 async def test_events_end_in_order_with_the_controller_or_the_client(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

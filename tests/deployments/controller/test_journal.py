@@ -29,12 +29,12 @@ from deployments.ledger.decisions import (
     PromiseEnded,
     Started,
     Stored,
-    compact,
 )
 from deployments.protocol.instructions import CommitMode, KvCache
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import RoundReport
 from tests.deployments.controller.full_disk import full_disk
+from tests.deployments.ledger.compacted import compact
 
 MEMBER = Participant(replica_id="r", incarnation="i", world_size=2)
 COMMITTED = Committed(

@@ -1,9 +1,10 @@
 """A ledger whose fleet serves adapters, for the tables."""
 
 from deployments.ledger.adapters.catalog import AdapterLimits
-from deployments.ledger.decisions import compact, decode, encode
+from deployments.ledger.decisions import decode, encode
 from deployments.ledger.members import PendingCall
 from deployments.protocol.adapters import AdapterFiles
+from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene
 

@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
 from deployments.errors import Conflict, SlipstreamError
-from deployments.ledger.decisions import compact
 from deployments.protocol.operations import (
     InFlight,
     IsPaused,
@@ -21,6 +20,7 @@ from deployments.protocol.operations import (
     WakeUp,
 )
 from deployments.protocol.publishing import RoundOptions
+from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.ledger_scene import STORE
 from tests.deployments.ledger.replica_moves import ReplicaMoves
 

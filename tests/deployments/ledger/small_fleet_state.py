@@ -6,8 +6,9 @@ in their order alone. Sequence numbers count by their place in a queue, and a pr
 
 from typing import Any
 
-from deployments.ledger.decisions import Aborted, Admitted, Committed, Finished, Opened, compact
+from deployments.ledger.decisions import Aborted, Admitted, Committed, Finished, Opened
 from deployments.ledger.members import Member, PendingCall
+from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.small_fleet import Seat, SmallFleet
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from deployments.errors import Conflict
-from deployments.ledger.decisions import compact
 from deployments.protocol.adapters import LoadAdapter, SetAdapters
 from deployments.protocol.instructions import CommitMode, Verify
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.adapter_scene import AdapterScene, ended, held, live, names
+from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import report_of
 

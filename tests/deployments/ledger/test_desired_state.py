@@ -13,10 +13,10 @@ from deployments.condition import (
     path_to,
 )
 from deployments.errors import Conflict
-from deployments.ledger.decisions import compact
 from deployments.protocol.instructions import Call
 from deployments.protocol.operations import InFlight, Pause
 from deployments.protocol.reports import Outcome
+from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, condition, operations
 

@@ -3,10 +3,10 @@
 import pytest
 
 from deployments.errors import Conflict
-from deployments.ledger.decisions import compact
 from deployments.protocol.instructions import Call, Commit, CommitMode, Verify
 from deployments.protocol.operations import WakeUp
 from deployments.protocol.reports import Outcome
+from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.ledger_scene import Scene, operation, operations, report_of
 
 

@@ -5,10 +5,11 @@ import pytest
 from deployments.errors import (
     FleetUnavailable,
 )
-from deployments.ledger.decisions import Committed, Finished, compact, decode, encode
+from deployments.ledger.decisions import Committed, Finished, decode, encode
 from deployments.protocol.instructions import Commit, CommitMode, Verify
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.reports import Outcome
+from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 

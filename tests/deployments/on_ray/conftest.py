@@ -23,7 +23,7 @@ def cluster() -> Iterator[None]:
                 namespace="serve",  # Serve's own: names are looked up there
             )
             break
-        except Exception:
+        except Exception:  # Ray has many for a cluster that does not start in time
             ray.shutdown()
             if attempt == STARTS:
                 raise
