@@ -24,14 +24,14 @@ from app.settings.specs import THREADS_BIND, UNBOUND, executor, staging, trainer
 from deployments.controller.controller import Controller
 from deployments.controller.liveness import ServeReplicas
 from deployments.controller.room import GpuRoom
-from deployments.fork_server.use import forked_worker
-from deployments.placement import FREE_TIMEOUT_S, Slots
+from deployments.host.fork_server.use import forked_worker
 from deployments.replica.farewell import LEAVE_S
 from deployments.replica.replica import Replica
 from deployments.replica.server_arguments import EngineSpec
 from deployments.router.choice.request_router import FleetRequestRouter
 from deployments.router.limits import RouterLimits
-from deployments.scaling import FleetScaling
+from deployments.serve.placement import FREE_TIMEOUT_S, Slots
+from deployments.serve.scaling import FleetScaling
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import STOP_TIMEOUT_S as TRAINER_STOP_TIMEOUT_S
 from deployments.trainer.trainer import Trainer

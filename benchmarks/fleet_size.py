@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 from ray import serve
 
 from benchmarks.followers import InstantMember, LedgerFollower
-from deployments.calls import CallHandle
+from deployments.calls.rpc import CallHandle
 from deployments.controller.controller import Controller
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Iterator
 from itertools import count
 
-from deployments.condition import Condition
 from deployments.protocol.adapters import NO_ADAPTERS
+from deployments.protocol.engine_state import Condition
 from deployments.protocol.instructions import Body, Commit, Directive, Receive, Verify
 from deployments.protocol.reports import Acknowledgement, Outcome, Report, Staged, Swapped, Value
 

@@ -21,7 +21,7 @@ import uvloop
 
 from benchmarks.fleet_size import PAYLOADS, ROUNDS
 from benchmarks.followers import InstantMember
-from deployments.calls import CallAddress, CallHandle, CallServer
+from deployments.calls.rpc import CallAddress, CallHandle, CallServer
 from deployments.controller.controller import Controller
 from deployments.ledger.limits import LedgerConfig
 from deployments.protocol.publishing import RoundOptions

@@ -24,7 +24,7 @@ import yaml
 
 from benchmarks.rl_loss import SERVE_CONFIG
 from benchmarks.servers import running
-from deployments.fork_server.client import SWITCH
+from deployments.host.fork_server.client import SWITCH
 
 PORT = 8465
 LIMIT_S = 240.0

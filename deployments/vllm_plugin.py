@@ -5,8 +5,8 @@ vLLM's workers are spawned, so an engine registered only in the parent does not 
 entry point group `vllm.general_plugins` is loaded everywhere.
 """
 
+from deployments.host.parent_death import follow_owner
 from deployments.replica import cpu_seeds, engine_core
-from deployments.replica.parent_death import follow_owner
 from deployments.weights.transports.registry import TRANSPORTS
 
 

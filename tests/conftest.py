@@ -21,7 +21,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Fixtures of several folders. What is imported here is imported for every single test.
-from deployments.weights.wire.shared_memory import disown, remove_orphans
+from deployments.host.shared_memory import disown, remove_orphans
 from tests.cpu_times import CpuTimes
 from tests.fake_hub import hub as hub
 from tests.fleet.adapter_fleet import adapted as adapted

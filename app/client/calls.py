@@ -7,10 +7,10 @@ from typing import Any, Literal, TypeVar
 from pydantic import JsonValue, TypeAdapter
 
 from app.client.connection import Call, Reader
-from app.http.answers import Health, History, Status, WorldSize
 from deployments.protocol.publishing import RoundReport
+from deployments.protocol.responses import Health, History, Status, WorldSize
 from deployments.protocol.status import FleetStatus, SizeStatus
-from deployments.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
+from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
 from trainers.trajectory import Trajectory
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ class FleetError(RuntimeError):
     Attributes:
         message: the fleet's own explanation.
         status: of the answer; None if there was none.
-        type: for a program, see `deployments.errors`; empty if the answer named none.
+        type: for a program, see `deployments.protocol.errors`; empty if the answer named none.
     """
 
     def __init__(self, text: str, *, message: str = "", status: int | None = None, type: str = "") -> None:

@@ -31,8 +31,8 @@ from app.settings.errors import ConfigError
 from app.settings.gpus import check_gpus
 from app.settings.models import is_offline, resolve_model
 from app.settings.section import Device
-from deployments.errors import JournalError
-from deployments.weights.wire.shared_memory import remove_orphans
+from deployments.host.shared_memory import remove_orphans
+from deployments.protocol.errors import JournalError
 
 
 class Verdict(Enum):

@@ -8,13 +8,13 @@ import uuid
 
 from starlette.responses import PlainTextResponse
 
-from app.http.answers import AdapterList, Status
 from app.http.requests import LoadAdapterBody, UnloadAdapterBody
 from app.http.route import GuardedRoute
-from deployments.calls import CallHandle
-from deployments.errors import FleetUnavailable
-from deployments.lost_calls import answered, is_lost
+from deployments.calls.lost_calls import answered, is_lost
+from deployments.calls.rpc import CallHandle
 from deployments.protocol.adapters import Adapter
+from deployments.protocol.errors import FleetUnavailable
+from deployments.protocol.responses import AdapterList, Status
 
 
 class AdapterRoutes:

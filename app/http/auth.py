@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from deployments.errors import SlipstreamError
-from deployments.logs import serve_logger
-from deployments.tokens import read_token_file
+from app.settings.tokens import read_token_file
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import SlipstreamError
 
 FILE_PERIOD_S = 5.0  # how soon a changed token file counts
 OPERATORS_ROUTES = frozenset({"/server_info"})  # of those that pass through: it shows the engine's settings

@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from deployments.calls import CallHandle
-from deployments.errors import (
+from deployments.calls.publish_session import PublishSession
+from deployments.calls.rpc import CallHandle
+from deployments.protocol.errors import (
     Conflict,
     InvalidRequest,
     RoundAborted,
@@ -28,7 +29,6 @@ from deployments.errors import (
     TransferAborted,
 )
 from deployments.protocol.publishing import RoundOptions, RoundReport
-from deployments.publish_session import PublishSession
 from deployments.weights.store.checkpoint import PART_BYTES, Checkpoint, stated
 
 DISK_S = 120.0  # for all headers, and for each part

@@ -10,7 +10,6 @@ from typing import Annotated
 from fastapi import Query
 from pydantic import JsonValue, TypeAdapter
 
-from app.http.answers import AbortedRequests, FellAsleep, PauseState, SleepState, Status, Success, WokeUp
 from app.http.requests import (
     AbortRequestsBody,
     ResetPrefixCacheBody,
@@ -18,7 +17,7 @@ from app.http.requests import (
     WakeUpBody,
 )
 from app.http.route import GuardedRoute
-from deployments.calls import CallHandle
+from deployments.calls.rpc import CallHandle
 from deployments.protocol.operations import (
     AbortRequests,
     InFlight,
@@ -31,6 +30,15 @@ from deployments.protocol.operations import (
     Sleep,
     SleepTag,
     WakeUp,
+)
+from deployments.protocol.responses import (
+    AbortedRequests,
+    FellAsleep,
+    PauseState,
+    SleepState,
+    Status,
+    Success,
+    WokeUp,
 )
 
 InFlightQuery = Annotated[InFlight, Query(description="what happens to running requests")]

@@ -11,17 +11,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from app.http.answers import Health, History, Status
 from app.http.auth import Access
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.metrics import exposition
 from app.http.requests import PublishDirectoryBody, RollbackBody, ScaleBody
 from app.http.route import GuardedRoute
-from deployments.calls import CallHandle
-from deployments.errors import SlipstreamError
+from deployments.calls.rpc import CallHandle
+from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.publishing import RoundReport
+from deployments.protocol.request_headers import MAX_SESSION_ID
+from deployments.protocol.responses import Health, History, Status
 from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
-from deployments.request_headers import MAX_SESSION_ID
 from deployments.router.scrape import Scraped
 
 EVENTS_WAIT_S = 10.0

@@ -28,11 +28,17 @@ from app.http.route import MAX_BODY_BYTES, GuardedRoute, explain
 from app.http.serve_address import require_guarded
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
-from deployments.calls import CallHandle
-from deployments.errors import AnswerLost, FleetUnavailable, InvalidRequest, MethodNotAllowed, SlipstreamError
-from deployments.logs import serve_logger
-from deployments.lost_calls import is_lost
-from deployments.passed_routes import require_passed, route_path
+from deployments.calls.lost_calls import is_lost
+from deployments.calls.rpc import CallHandle
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import (
+    AnswerLost,
+    FleetUnavailable,
+    InvalidRequest,
+    MethodNotAllowed,
+    SlipstreamError,
+)
+from deployments.protocol.passed_routes import require_passed, route_path
 from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
 

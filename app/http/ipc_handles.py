@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
-from deployments.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest
 from deployments.weights.wire.cuda_ipc_handles import encode_handles
 
 FIELD = "ipc_handles_pickled"

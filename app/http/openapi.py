@@ -14,8 +14,8 @@ from starlette.types import ASGIApp
 
 from app.http.auth import Access, passed_access
 from app.http.route import GuardedRoute
-from deployments.errors import SlipstreamError
-from deployments.passed_routes import PASSED
+from deployments.protocol.errors import SlipstreamError
+from deployments.protocol.passed_routes import PASSED
 
 FETCH_TIMEOUT_S = 2.0
 _NO_REPLICA = "No replica has described vLLM's routes yet: these are the fleet's own."

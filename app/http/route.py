@@ -10,9 +10,9 @@ from fastapi.routing import APIRoute
 from pydantic.fields import FieldInfo
 from pydantic_core import from_json
 
-from app.http.answers import ErrorBody
 from app.http.auth import READING, Access
-from deployments.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest
+from deployments.protocol.responses import ErrorBody
 from deployments.router.body import read_body
 
 MAX_BODY_BYTES = 1 << 20

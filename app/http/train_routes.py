@@ -4,10 +4,10 @@ from typing import Any
 
 from app.http.requests import PublishBody, SaveBody, StepBody
 from app.http.route import GuardedRoute
-from deployments.calls import CallHandle
-from deployments.errors import InvalidRequest
+from deployments.calls.rpc import CallHandle
+from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
-from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
+from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
 from trainers.trajectory_arrays import MEDIA_TYPE
 
 

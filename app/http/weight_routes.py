@@ -14,7 +14,6 @@ from typing import Annotated
 from fastapi import Query
 from pydantic import TypeAdapter
 
-from app.http.answers import Checksums, Comparison, Message, NewWeightVersion, WeightInfo, WorldSize
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.ipc_handles import refuse_or_restrict
 from app.http.requests import (
@@ -25,12 +24,20 @@ from app.http.requests import (
     WeightVersionBody,
 )
 from app.http.route import GuardedRoute
-from deployments.calls import CallHandle
-from deployments.errors import Conflict
+from deployments.calls.publish_session import PublishSession, joined
+from deployments.calls.rpc import CallHandle
+from deployments.protocol.errors import Conflict
 from deployments.protocol.operations import WeightChecksums
 from deployments.protocol.publishing import RoundOptions
+from deployments.protocol.responses import (
+    Checksums,
+    Comparison,
+    Message,
+    NewWeightVersion,
+    WeightInfo,
+    WorldSize,
+)
 from deployments.protocol.status import FleetStatus
-from deployments.publish_session import PublishSession, joined
 
 PUBLISHER = "http"  # all clients of these routes, which carry no token
 # By replica: the checksums of each of its workers, by tensor name.

@@ -14,7 +14,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from app.jobs.evaluation import Evaluation
 from app.jobs.own_code import blamed
-from deployments.durable_files import replacing
+from deployments.host.durable_files import replacing
 
 RUNS = Path("~/.cache/slipstream/runs")
 LEAST_SAMPLE = 0.5  # of the tokens; a batch that is worth less is spoken of

@@ -15,7 +15,7 @@ from app.settings.section import Device, Placement
 from deployments.weights.transports.registry import SameGpu
 
 if TYPE_CHECKING:
-    from deployments.placement import SlotPlan
+    from deployments.serve.placement import SlotPlan
 
 
 def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray cluster") -> None:
@@ -95,7 +95,7 @@ def slot_plan(config: AppConfig) -> SlotPlan | None:
     """
     if config.placement is not Placement.COLOCATED or config.trainer is None:
         return None
-    from deployments.placement import SlotPlan  # loads Ray, which the launcher does without
+    from deployments.serve.placement import SlotPlan  # loads Ray, which the launcher does without
 
     digest = hashlib.sha256(str(config.state_dir).encode()).hexdigest()[:12]
     return SlotPlan(

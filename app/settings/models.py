@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployments.durable_files import replacing
+from deployments.host.durable_files import replacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 
 from app.settings.errors import ConfigError
 from app.settings.section import Section
-from deployments.tokens import is_loopback, read_token_file, read_tokens
+from app.settings.tokens import is_loopback, read_token_file, read_tokens
 
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 OPERATOR_VARIABLE, USER_VARIABLE = "SLIPSTREAM_TOKEN", "SLIPSTREAM_USER_TOKEN"

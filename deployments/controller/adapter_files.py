@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from deployments.controller.removal import Removal
-from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
 from deployments.protocol.adapters import AdapterFiles
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
 from deployments.weights.store.adapter_bytes import CannotWrite
 from deployments.weights.store.adapter_store import AdapterStore, Incomplete
 

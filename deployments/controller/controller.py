@@ -16,20 +16,20 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from deployments.calls import CallAddress, CallServer
+from deployments.calls.rpc import CallAddress, CallServer
 from deployments.controller.adapter_files import AdapterKeeper
 from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.liveness import End, IsAlive
 from deployments.controller.room import Room, no_limit
 from deployments.controller.store_keeper import StoreKeeper
-from deployments.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.members import PendingCall
 from deployments.ledger.store_assignment import StoreLocation
 from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus
+from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.json_values import json_only

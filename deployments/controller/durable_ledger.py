@@ -28,11 +28,11 @@ from deployments.controller.journal import Journal
 from deployments.controller.liveness import End, IsAlive, Processes
 from deployments.controller.log_lines import LogLines
 from deployments.controller.waits import Waits
-from deployments.errors import FleetUnavailable
+from deployments.host.logs import serve_logger
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.members import PendingCall
-from deployments.logs import serve_logger
+from deployments.protocol.errors import FleetUnavailable
 
 DISK_S = 60.0  # for one write; after that the disk hangs, and the next process may have more luck
 LOCK_WAIT_S = 10.0  # for a predecessor to end

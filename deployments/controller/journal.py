@@ -22,10 +22,10 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import quote
 
-from deployments.durable_files import sync
-from deployments.errors import JournalError
+from deployments.host.durable_files import sync
+from deployments.host.logs import serve_logger
 from deployments.ledger.decisions import Decision, Lasting, decode, encode
-from deployments.logs import serve_logger
+from deployments.protocol.errors import JournalError
 
 SCHEMA = 2  # 1 was a file of JSON lines
 NAME = "decisions.sqlite"

@@ -11,7 +11,7 @@ import ray
 from ray import serve
 from ray.actor import ActorHandle
 
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 
 IsAlive = Callable[[str], bool]  # a replica id, as it reports it; may block
 End = Callable[[str], None]  # likewise

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from pydantic import JsonValue
 
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 from deployments.protocol.status import Event
 
 logger = serve_logger()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 
 T = TypeVar("T")
 logger = serve_logger()

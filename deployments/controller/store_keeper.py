@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from deployments.controller.removal import Removal
-from deployments.errors import InvalidRequest, JournalError
 from deployments.ledger.promises import Promises
+from deployments.protocol.errors import InvalidRequest, JournalError
 from deployments.weights.store.versions import Store
 
 Owners = Mapping[int, str | None]

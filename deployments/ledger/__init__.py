@@ -4,8 +4,8 @@ Runs inside the controller's process, and in tests without one. Time is an argum
 nothing waits: a caller gets a `PendingCall` that a later event completes. What must survive a restart is
 appended as a decision.
 
-Imports the standard library, pydantic, `deployments.protocol` and `deployments.errors`; never torch, vLLM,
-Ray or another package of ours. Clocks, disks and waiting belong to `deployments.controller`.
+Imports the standard library, pydantic and `deployments.protocol`; never torch, vLLM, Ray or another package
+of ours. Clocks, disks and waiting belong to `deployments.controller`.
 
 Read first: `deployments.ledger.ledger`, then `deployments.ledger.rounds`.
 """

@@ -11,8 +11,6 @@ round that it takes part in; never between a round's decision and its end.
 
 from functools import partial
 
-from deployments.condition import equivalent
-from deployments.errors import FleetUnavailable
 from deployments.ledger.adapters.loading import Adapters
 from deployments.ledger.connection import Connections
 from deployments.ledger.desired_state import DesiredState
@@ -24,6 +22,8 @@ from deployments.ledger.rounds.commit_phase import CommitPhase
 from deployments.ledger.rounds.staging_phase import StagingPhase
 from deployments.ledger.rounds.version_state import VersionState
 from deployments.ledger.store_assignment import StoreAssignment
+from deployments.protocol.engine_state import equivalent
+from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.instructions import CatchUp, Directive, JoinAnswer
 from deployments.protocol.reports import Report, Unloadable
 

@@ -13,10 +13,10 @@ from itertools import accumulate
 
 from pydantic import JsonValue
 
-from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Body, Connect, Drop
 from deployments.protocol.status import ConnectionStatus

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, TypeAdapter
 
-from deployments.condition import Condition
 from deployments.protocol.adapters import AdapterCatalog
+from deployments.protocol.engine_state import Condition
 from deployments.protocol.instructions import CommitMode, KvCache
 from deployments.protocol.operations import InFlight, LastingOperation, Pause, Resume, Sleep, WakeUp
 from deployments.protocol.publishing import RoundReport

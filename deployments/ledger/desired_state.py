@@ -1,8 +1,8 @@
 """vLLM's RL operations on every serving replica: `/pause`, `/sleep` and the others, with fleet meaning.
 
-The lasting ones (pause, sleep) set the fleet's *condition*, see `deployments.condition`. It is durable
-before a replica learns of the operation, and a replica that joins later reaches it before it takes requests.
-Whoever reports another one, because the controller restarted in the middle of an operation, is brought there.
+The lasting ones (pause, sleep) set the fleet's engine state (`deployments.protocol.engine_state`). It is durable
+before a replica learns of the operation. A replica that joins later, or that reports another state because the
+controller restarted in the middle of an operation, is brought to it before it takes requests.
 No joiner is admitted while an operation is pending that may change the condition.
 
 With `mode=wait` the replicas are drained first, and nothing changes while requests run. If they still do
@@ -16,12 +16,12 @@ committed round replaces them.
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from deployments.condition import Condition, apply, asleep, discarded, equivalent, intact, path_to
-from deployments.errors import Conflict, InvalidRequest, ReplicaUnavailable
 from deployments.ledger.decisions import Conditioned, DecisionLog, EventLog
 from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain, still_running
 from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
+from deployments.protocol.engine_state import Condition, apply, asleep, discarded, equivalent, intact, path_to
+from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavailable
 from deployments.protocol.instructions import Call
 from deployments.protocol.operations import (
     InFlight,

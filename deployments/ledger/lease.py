@@ -1,12 +1,12 @@
 """One publisher at a time: a lease with a fencing token, so that a publisher that was away too long
 cannot write into its successor's round."""
 
-from deployments.errors import Conflict, RoundAborted, StalePublisher
 from deployments.ledger.adapters.transfer import AdapterTransfers
 from deployments.ledger.connection import Connections
 from deployments.ledger.decisions import DecisionLog, EventLog, LeaseIssued
 from deployments.ledger.rounds.staging_phase import StagingPhase
 from deployments.ledger.rounds.version_state import VersionState
+from deployments.protocol.errors import Conflict, RoundAborted, StalePublisher
 from deployments.protocol.publishing import JoinedLease, Lease
 from deployments.protocol.status import LeaseStatus
 

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import JsonValue
 
-from deployments.errors import RoundAborted
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.adapters.loading import Adapters
 from deployments.ledger.adapters.transfer import AdapterTransfers
@@ -37,6 +36,7 @@ from deployments.ledger.rounds.staging_phase import StagingPhase
 from deployments.ledger.rounds.version_state import VersionState
 from deployments.ledger.store_assignment import StoreAssignment, StoreLocation, StoreWait
 from deployments.protocol.adapters import ReceiveAdapter
+from deployments.protocol.errors import RoundAborted
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.operations import Disconnect, Operation, Sleep

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.errors import Conflict, InvalidRequest
 from deployments.ledger.decisions import DecisionLog, EventLog, Scaled
 from deployments.ledger.members import Member, MemberState
 from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.errors import Conflict, InvalidRequest
 from deployments.protocol.instructions import (
     Body,
     Call,

@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from deployments.errors import FleetUnavailable
 from deployments.ledger.decisions import (
     KEPT_FENCES,
     Admitted,
@@ -16,6 +15,7 @@ from deployments.ledger.decisions import (
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.limits import FleetSize, LedgerConfig, SizeLimits
 from deployments.ledger.members import Member, MemberState, Verdict
+from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.reports import Report
 
 MAX_FAILED_TRANSFERS = 3

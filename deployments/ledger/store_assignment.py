@@ -12,12 +12,12 @@ version a replica retains is in every report, so a restarted controller continue
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from deployments.errors import InvalidRequest
 from deployments.ledger.decisions import EventLog, Stored
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import Member, MemberState, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.ledger.rounds.version_state import VersionState
+from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.instructions import Forget, WriteVersion
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.reports import Report, StoreResult

@@ -1,4 +1,4 @@
-"""Messages between the publisher, the controller and the replicas: frozen dataclasses.
+"""Messages between our processes and what their HTTP routes answer: frozen dataclasses, errors, headers.
 
     publisher ── open/send/close ──► controller ◄── Report ── replica
                                         └─────── Directive ──►

@@ -2,7 +2,7 @@
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
-from deployments.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest
 
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue, config=ConfigDict(ser_json_inf_nan="constants"))
 

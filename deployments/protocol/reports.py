@@ -109,7 +109,7 @@ class Report:
     updates_in_place: bool = False  # RECEIVE changes its live weights (`staging: none`)
     draining: Draining | None = None
     adapters: AdapterState = NO_ADAPTERS
-    condition: tuple[LastingOperation, ...] = ()  # paused or asleep, see `deployments.condition`
+    condition: tuple[LastingOperation, ...] = ()  # paused or asleep, see `deployments.protocol.engine_state`
     acknowledgements: Sequence[Acknowledgement] = ()
     number: int = (
         0  # counts the reports of its process: one that a later one has overtaken says nothing any more

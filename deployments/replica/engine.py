@@ -17,8 +17,8 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import kill_process_tree
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from deployments.condition import MEMORY_TAGS, Condition, apply, asleep, is_paused
-from deployments.logs import kept_log_file, serve_logger
+from deployments.host.logs import kept_log_file, serve_logger
+from deployments.protocol.engine_state import MEMORY_TAGS, Condition, apply, asleep, is_paused
 from deployments.protocol.instructions import Commit, KvCache, drain_of_round
 from deployments.protocol.operations import InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.reports import Draining, Swapped

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 
 LEAVE_S = 60.0  # longer than most rounds
 ABANDONED_S = 30.0  # without contact to the controller, which may be restarting

@@ -19,10 +19,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from deployments.condition import Condition
-from deployments.errors import PayloadRejected, TransferFailed
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import AdapterState, ReceiveAdapter
+from deployments.protocol.engine_state import Condition
+from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.instructions import (
     Body,
     CatchUp,

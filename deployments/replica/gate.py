@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from deployments.errors import Conflict, ReplicaUnavailable
+from deployments.protocol.errors import Conflict, ReplicaUnavailable
+from deployments.protocol.request_headers import Demand
 from deployments.replica.follower import Follower
-from deployments.request_headers import Demand
 
 if TYPE_CHECKING:  # it loads vLLM
     from deployments.replica.member import EngineMember

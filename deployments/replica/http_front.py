@@ -15,10 +15,9 @@ from typing import Any
 
 from starlette.types import Message, Receive, Send
 
-from deployments.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
-from deployments.passed_routes import require_passed
-from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
-from deployments.request_headers import (
+from deployments.protocol.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
+from deployments.protocol.passed_routes import require_passed
+from deployments.protocol.request_headers import (
     KEY_HEADER,
     LOST,
     NOT_BEGUN,
@@ -31,6 +30,7 @@ from deployments.request_headers import (
     part_of,
     router_of,
 )
+from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 
 # A request that waits before it is answered, for as long as its client does.
 #

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from deployments.condition import MEMORY_TAGS, Condition
-from deployments.errors import PayloadRejected
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
+from deployments.protocol.engine_state import MEMORY_TAGS, Condition
+from deployments.protocol.errors import PayloadRejected
 from deployments.protocol.instructions import (
     Body,
     Call,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
-from deployments.errors import PayloadRejected
+from deployments.protocol.errors import PayloadRejected
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import (
     Body,

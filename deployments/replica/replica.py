@@ -19,13 +19,14 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from deployments.calls import CallHandle
-from deployments.fork_server.use import warn_if_not_forked
-from deployments.freed_memory import keeping_freed_memory
-from deployments.http_server import HttpServer
-from deployments.logs import serve_logger
-from deployments.placement import take_slot, use_gpus
+from deployments.calls.http_server import HttpServer
+from deployments.calls.rpc import CallHandle
+from deployments.host.fork_server.use import warn_if_not_forked
+from deployments.host.freed_memory import keeping_freed_memory
+from deployments.host.logs import serve_logger
+from deployments.host.parent_death import disown_engine, own_engine
 from deployments.protocol.instructions import JoinAnswer
+from deployments.protocol.replica_info import ReplicaEndpoint, RoutingStats
 from deployments.protocol.reports import Unloadable
 from deployments.replica.engine import Engine
 from deployments.replica.farewell import Farewell
@@ -33,11 +34,10 @@ from deployments.replica.follower import Follower
 from deployments.replica.gate import Gate
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.native_member import member_of
-from deployments.replica.parent_death import disown_engine, own_engine
 from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.server_info import add_server_info, watch_load
-from deployments.replica_info import ReplicaEndpoint, RoutingStats
-from deployments.scaling import ScalingStats
+from deployments.serve.placement import take_slot, use_gpus
+from deployments.serve.scaling import ScalingStats
 from deployments.weights.store.integrity import check_files
 
 ASK_AGAIN_S = 1.0

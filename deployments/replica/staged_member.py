@@ -6,8 +6,9 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from deployments.errors import PayloadRejected, TransferFailed
+from deployments.host.shared_memory import remove_segment
 from deployments.protocol.adapters import ReceiveAdapter
+from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import (
     Call,
@@ -24,7 +25,6 @@ from deployments.protocol.reports import Check, Outcome, Staged, StoreResult, Sw
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
 from deployments.weights.staging.reports import ConnectState, ProgressPage, StagingState, from_wire, to_wire
-from deployments.weights.wire.shared_memory import remove_segment
 
 # The progress of a replica's workers, read without a call to them.
 #

@@ -26,8 +26,8 @@ from typing import Any, BinaryIO
 
 from starlette.requests import Request
 
-from deployments.errors import BodyTooSlow, InvalidRequest, PayloadTooLarge, SlipstreamError
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import BodyTooSlow, InvalidRequest, PayloadTooLarge, SlipstreamError
 from deployments.router.prompt_lists import PromptList, prompt_list
 
 GRACE_S = 20.0  # and this much more for each byte that has arrived:

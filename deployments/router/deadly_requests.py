@@ -14,7 +14,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import TypeVar
 
-from deployments.errors import DeadlyRequest
+from deployments.protocol.errors import DeadlyRequest
 
 MAX_LOSSES = 2  # of replicas under one request
 REFUSED_FOR_S = 600.0

@@ -17,10 +17,10 @@ from multidict import CIMultiDict
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import DeadlyRequest, FleetUnavailable
-from deployments.logs import serve_logger
-from deployments.replica_info import ReplicaEndpoint
-from deployments.request_headers import (
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import DeadlyRequest, FleetUnavailable
+from deployments.protocol.replica_info import ReplicaEndpoint
+from deployments.protocol.request_headers import (
     KEY_HEADER,
     LOST,
     REFUSED_HEADER,

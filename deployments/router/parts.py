@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from starlette.responses import Response, StreamingResponse
 
-from deployments.errors import ReplicaUnavailable, SlipstreamError
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import ReplicaUnavailable, SlipstreamError
 from deployments.router.exchange import ExchangeLost, Headers
 from deployments.router.forwarding import Begun, Forwarder, Outgoing, Trail
 from deployments.router.limits import RouterLimits

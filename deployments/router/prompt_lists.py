@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.errors import ReplicaUnavailable
+from deployments.protocol.errors import ReplicaUnavailable
 
 COMPLETIONS = "/v1/completions"
 BATCH_CHAT = "/v1/chat/completions/batch"

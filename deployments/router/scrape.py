@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import ray
 
-from deployments.replica_info import ReplicaEndpoint
-from deployments.request_headers import KEY_HEADER
+from deployments.protocol.replica_info import ReplicaEndpoint
+from deployments.protocol.request_headers import KEY_HEADER
 
 PATH = "/metrics"
 TIMEOUT_S = 3.0  # of all together; Prometheus itself gives up after ten seconds

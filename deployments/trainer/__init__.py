@@ -5,7 +5,7 @@
 
 Not here: models, losses and optimizers (`trainers`, without Ray), how bytes move
 (`deployments.weights.transports`), and any code of the replica, the router or the controller: the
-controller is called through a Serve handle (`deployments.publish_session`).
+controller is called through a Serve handle (`deployments.calls.publish_session`).
 
 Read first: `deployments.trainer.trainer`, then `worker_group` and `publisher`.
 """

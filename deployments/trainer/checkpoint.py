@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from deployments.durable_files import replacing
-from deployments.errors import InvalidRequest
+from deployments.host.durable_files import replacing
+from deployments.protocol.errors import InvalidRequest
 from deployments.weights.store.version_writer import read_tensors, write_safetensors
 from deployments.weights.wire.checkpoint_schema import join_reasons, read_schema
 from trainers.policy import copy_model_files

@@ -34,8 +34,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from deployments.durable_files import rename, replacing
-from deployments.logs import serve_logger
+from deployments.host.durable_files import rename, replacing
+from deployments.host.logs import serve_logger
 from trainers.learner import Learner
 from trainers.learner_state import named_moments, named_weights
 from trainers.policy import DTYPES

@@ -9,7 +9,7 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
 
-from deployments.calls import CallHandle
+from deployments.calls.rpc import CallHandle
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.fleet_client import FleetWeightSyncClient

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
-from deployments.calls import CallHandle, run_sync
-from deployments.errors import InvalidRequest
-from deployments.logs import serve_logger
-from deployments.lost_calls import answered
+from deployments.calls.lost_calls import answered
+from deployments.calls.rpc import CallHandle, run_sync
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.status import FleetStatus
 from deployments.trainer.checkpoint import BaseCheckpoint
 from deployments.trainer.spec import TrainerSpec

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 from deployments.weights.wire.chunk_layout import plan_chunks, view
 from trainers.sources import ParameterSource
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 from deployments.weights.store.integrity import check_files
 from deployments.weights.store.versions import Store
 

@@ -17,16 +17,22 @@ from typing import Any, TypeVar
 from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
-from deployments.calls import CallAddress, CallHandle, CallServer
-from deployments.errors import FleetUnavailable, InvalidRequest, OtherStep, SlipstreamError, StalePublisher
-from deployments.logs import serve_logger
-from deployments.lost_calls import answered
+from deployments.calls.lost_calls import answered
+from deployments.calls.publish_session import PublishSession
+from deployments.calls.rpc import CallAddress, CallHandle, CallServer
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import (
+    FleetUnavailable,
+    InvalidRequest,
+    OtherStep,
+    SlipstreamError,
+    StalePublisher,
+)
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.status import FleetStatus
-from deployments.publish_session import PublishSession
+from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.worker_group import PING_TIMEOUT_S, TrainerWorkerActor, WorkerGroup
-from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 
 # The trainer's calls take turns, and a call that has begun goes on to its end.

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from pydantic import JsonValue
 
-from deployments.calls import CallHandle, run_sync
-from deployments.errors import InvalidRequest
-from deployments.logs import serve_logger
-from deployments.lost_calls import answered
+from deployments.calls.lost_calls import answered
+from deployments.calls.rpc import CallHandle, run_sync
+from deployments.host.logs import serve_logger
+from deployments.host.thread_priority import YieldingThread
+from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.reports import StoreResult
-from deployments.thread_priority import YieldingThread
+from deployments.protocol.trainer_reports import SavedCheckpoint
 from deployments.trainer.checkpoint import summary
 from deployments.trainer.checkpoints import Checkpoints
 from deployments.trainer.lora.resume import MergedAdapter
@@ -24,7 +25,6 @@ from deployments.trainer.rank import TrainerRank, directory_to_save
 from deployments.trainer.resume import resume
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
 from deployments.trainer.stored_weights import StoredWeights
-from deployments.trainer_reports import SavedCheckpoint
 from deployments.weights.store.version_writer import SHARE_OF_A_CORE, CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner

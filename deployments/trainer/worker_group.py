@@ -16,16 +16,16 @@ from pydantic import JsonValue
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_placement_group
 
-from deployments.calls import CallHandle
-from deployments.errors import FleetUnavailable, SlipstreamError
-from deployments.fork_server.use import forked_worker
-from deployments.freed_memory import keeping_freed_memory
-from deployments.logs import serve_logger
-from deployments.placement import SlotPlan, in_bundle
+from deployments.calls.rpc import CallHandle
+from deployments.host.fork_server.use import forked_worker
+from deployments.host.freed_memory import keeping_freed_memory
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import FleetUnavailable, SlipstreamError
 from deployments.protocol.publishing import RoundReport
+from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics
+from deployments.serve.placement import SlotPlan, in_bundle
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
-from deployments.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics
 
 if TYPE_CHECKING:
     from deployments.trainer.lora.worker import LoraWorker

@@ -11,7 +11,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID, ReplicaMetricRepo
 from ray.serve._private.config import DeploymentConfig
 from ray.serve._private.deployment_info import DeploymentInfo
 
-from deployments.scaling import ScalingStats
+from deployments.serve.scaling import ScalingStats
 from tests.app.test_main import rollout
 
 DEPLOYMENT = DeploymentID(name="rollout", app_name="slipstream")

@@ -193,7 +193,7 @@ def _until_up(process: subprocess.Popen[bytes], output: Path) -> None:
 
 def used_by_others(names: set[str], mark: str) -> set[str]:
     """Those of these names in /dev/shm that a living process without the mark has open or mapped, or whose
-    owner's file (`deployments.weights.wire.shared_memory`) it has.
+    owner's file (`deployments.host.shared_memory`) it has.
     """
     ours = {process.pid for process in marked(MARK, mark)}
     files: dict[tuple[int, int], str] = {}

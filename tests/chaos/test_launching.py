@@ -14,7 +14,7 @@ from tests.environment import users_environment
 OWN_NAMES = """
 import sys, time
 from multiprocessing import shared_memory
-from deployments.weights.wire.shared_memory import DIRECTORY, owner
+from deployments.host.shared_memory import DIRECTORY, owner
 print(owner().id, flush=True)
 (DIRECTORY / owner().name("segment")).write_bytes(b"x")
 segment = shared_memory.SharedMemory(create=True, size=1, name=f"psm_{owner().id}")

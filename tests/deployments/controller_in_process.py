@@ -66,8 +66,8 @@ def _read(payload: dict[str, Any]) -> dict[str, Any]:
     """The tensors of a payload, by name. Its segment is gone if the publisher has given the round up."""
     import torch
 
+    from deployments.host.shared_memory import open_locked
     from deployments.weights.wire.chunk_layout import parse, plan_chunks
-    from deployments.weights.wire.shared_memory import open_locked
 
     metadata = parse(payload["names"], payload["dtype_names"], payload["shapes"])
     (chunk,) = plan_chunks(metadata, chunk_bytes=1 << 62)

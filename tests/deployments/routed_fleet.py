@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from deployments.errors import Conflict, ReplicaUnavailable, SlipstreamError
-from deployments.http_server import HttpServer
+from deployments.calls.http_server import HttpServer
+from deployments.protocol.errors import Conflict, ReplicaUnavailable, SlipstreamError
+from deployments.protocol.request_headers import Demand
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.spans import RECORDER
-from deployments.request_headers import Demand
 from deployments.router.choice.policy import Candidate, eligible_loads, order_candidates
 from deployments.router.limits import RouterLimits
 from deployments.router.router import Router

@@ -17,10 +17,10 @@ from app.http.auth import Guard
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.ingress import build_app
 from app.http.weight_routes import WeightRoutes
-from deployments.condition import Condition
 from deployments.controller.controller import Controller
 from deployments.ledger.limits import LedgerConfig
 from deployments.protocol.adapters import AdapterState
+from deployments.protocol.engine_state import Condition
 from deployments.protocol.instructions import Commit
 from deployments.protocol.reports import Swapped
 from deployments.replica.follower import Follower

@@ -21,12 +21,12 @@ from app.command.deploy import read_serve_file
 from app.http.route import GuardedRoute
 from app.settings.config import parse_config
 from app.settings.errors import ConfigError
+from app.settings.tokens import read_tokens
 from deployments.controller.journal import NAME, Journal, JournalError
-from deployments.errors import InvalidRequest
 from deployments.ledger.decisions import Labelled, LeaseIssued, Started, encode
+from deployments.protocol.errors import InvalidRequest
+from deployments.protocol.request_headers import demand_of
 from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json
-from deployments.request_headers import demand_of
-from deployments.tokens import read_tokens
 from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.wire.chunk_layout import layout
 from deployments.weights.wire.cuda_ipc_handles import decode_payload

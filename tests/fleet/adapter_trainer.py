@@ -14,9 +14,9 @@ import httpx
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from deployments.protocol.trainer_reports import AdapterReport, TrainerStatus
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import Trainer
-from deployments.trainer_reports import AdapterReport, TrainerStatus
 from tests.fleet.adapter_fleet import TRANSPORT, Adapted
 from tests.fleet.talk import PROMPT, sampled
 from trainers.settings import LoraConfig, OptimizerConfig, TrainerConfig

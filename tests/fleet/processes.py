@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from deployments.weights.wire.shared_memory import DIRECTORY, PREFIX
+from deployments.host.shared_memory import DIRECTORY, PREFIX
 
 _CLIENT = "fork_server/client.py"
 _ENGINE = "VLLM::EngineCore"

@@ -17,7 +17,7 @@ from ray import serve
 from safetensors.torch import load_file
 
 from app.client.completions import Answer
-from deployments.errors import Conflict
+from deployments.protocol.errors import Conflict
 from tests.fleet.adapter_fleet import SLOTS, Adapted
 from tests.fleet.adapter_talk import (
     COUNT,

@@ -21,9 +21,9 @@ from vllm.distributed.weight_transfer import (
 )
 
 from app.client.completions import Answer
-from deployments.errors import Conflict
+from deployments.protocol.errors import Conflict
+from deployments.protocol.trainer_reports import AdapterReport
 from deployments.trainer.addresses import free_port
-from deployments.trainer_reports import AdapterReport
 from deployments.vllm_plugin import register
 from deployments.weights.transports.gloo import GlooTrainerInitInfo
 from tests.fleet.adapter_fleet import RANKS, Adapted

@@ -15,10 +15,10 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
+from deployments.host.shared_memory import Segment
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo, block_of
 from deployments.weights.wire.chunk_layout import describe, pack, plan_chunks
-from deployments.weights.wire.shared_memory import Segment
 from tests.fleet.deployed import Fleet
 from tests.fleet.talk import complete, on_every_replica, succeeded, train_and_publish
 from tests.tiny_models import tiny_llama

@@ -11,8 +11,8 @@ from ray import serve
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
 from app.client.completions import Answer
-from deployments.calls import CallHandle
-from deployments.errors import RoundAborted
+from deployments.calls.rpc import CallHandle
+from deployments.protocol.errors import RoundAborted
 from deployments.protocol.instructions import KvCache
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import DrainFallback, RoundOptions, RoundReport

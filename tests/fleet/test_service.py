@@ -113,7 +113,7 @@ def test_a_refused_call_is_one_line_in_serves_logs(fleet: Fleet) -> None:
         logs = serve_logs().glob(f"replica_{fleet.application}_{deployment}_*.log")
         said = "".join(log.read_text() for log in logs)
         assert f"conflict: {refused.json()['error']['message']}" in said
-        assert "deployments.errors." not in said, "the last line of a stack trace"
+        assert "deployments.protocol.errors." not in said, "the last line of a stack trace"
 
 
 def test_events_tell_of_a_round_as_it_happens(fleet: Fleet) -> None:

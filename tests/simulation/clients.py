@@ -3,8 +3,8 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from deployments.errors import Conflict, NotFound, ReplicaUnavailable
-from deployments.request_headers import Demand
+from deployments.protocol.errors import Conflict, NotFound, ReplicaUnavailable
+from deployments.protocol.request_headers import Demand
 from deployments.router.choice.policy import Candidate, order_candidates
 from tests.simulation.network import Unreachable
 from tests.simulation.work import Answer, EngineFailed

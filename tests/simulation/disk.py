@@ -5,8 +5,8 @@ from pathlib import Path
 from random import Random
 
 from deployments.controller.journal import Journal
-from deployments.errors import JournalError
 from deployments.ledger.decisions import Decision, decode, encode
+from deployments.protocol.errors import JournalError
 from tests.deployments.ledger.compacted import compact
 from tests.simulation.loop import PROCESS, Process
 

@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from deployments.condition import Condition, apply, asleep, is_paused
-from deployments.errors import PayloadRejected, TransferFailed
 from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
+from deployments.protocol.engine_state import Condition, apply, asleep, is_paused
+from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.instructions import (
     Body,
     Call,

@@ -6,16 +6,16 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from deployments.errors import (
+from deployments.calls.lost_calls import answered
+from deployments.calls.publish_session import PublishSession, joined
+from deployments.protocol.errors import (
     Conflict,
     InvalidRequest,
     RoundAborted,
     SlipstreamError,
 )
-from deployments.lost_calls import answered
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions
 from deployments.protocol.status import FleetStatus
-from deployments.publish_session import PublishSession, joined
 from tests.simulation.network import Handle, Unreachable
 from tests.simulation.oracle import Oracle
 

@@ -3,12 +3,12 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from deployments.errors import ReplicaUnavailable
+from deployments.protocol.errors import ReplicaUnavailable
 from deployments.protocol.instructions import Directive, JoinAnswer
 from deployments.protocol.reports import Report, Unloadable
+from deployments.protocol.request_headers import Demand
 from deployments.replica.follower import Follower
 from deployments.replica.gate import Gate
-from deployments.request_headers import Demand
 from tests.simulation.engine import SimMember
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation

@@ -7,8 +7,8 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from deployments.controller.controller import Controller
-from deployments.errors import FleetUnavailable
-from deployments.weights.wire.shared_memory import DIRECTORY, owner
+from deployments.host.shared_memory import DIRECTORY, owner
+from deployments.protocol.errors import FleetUnavailable
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
 from tests.simulation.publishers import HttpPublisher, Trainer

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from deployments.errors import PayloadRejected
 from deployments.protocol.adapters import Adapter, DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.errors import PayloadRejected
 from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.weights.store.adapter_bytes import TENSORS, adapter_digest
 from tests.deployments.replica.adapters.fake_llm import FakeLlm

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.errors import Conflict, InvalidRequest, NotFound
 from deployments.ledger.members import Member, PendingCall
 from deployments.protocol.adapters import (
     Adapter,
@@ -19,6 +18,7 @@ from deployments.protocol.adapters import (
     AdapterTimings,
     LoadedAdapter,
 )
+from deployments.protocol.errors import Conflict, InvalidRequest, NotFound
 
 REMEMBERED = 256  # names whose last number is known; those before them share the greatest of theirs
 MAX_NAME = 200

@@ -14,7 +14,6 @@ every live adapter before it takes requests (`converged`).
 
 from collections.abc import Callable
 
-from deployments.errors import Conflict, InvalidRequest, SlipstreamError
 from deployments.ledger.adapters.catalog import (
     AdapterLimits,
     LoadTimes,
@@ -46,6 +45,7 @@ from deployments.protocol.adapters import (
     AdapterStatus,
     LoadAdapter,
 )
+from deployments.protocol.errors import Conflict, InvalidRequest, SlipstreamError
 
 
 class Adapters:

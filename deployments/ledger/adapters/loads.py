@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
 from deployments.ledger.adapters.catalog import LoadTimes
 from deployments.ledger.members import Member, PendingCall, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.protocol.adapters import Adapter, LoadAdapter
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -6,12 +6,12 @@ adapter whose files a user has loaded.
 
 from functools import partial
 
-from deployments.errors import Conflict
 from deployments.ledger.connection import Connection, Connections
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.protocol.adapters import ReceiveAdapter
+from deployments.protocol.errors import Conflict
 
 
 class AdapterTransfers:

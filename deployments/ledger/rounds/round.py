@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, TransferAborted
 from deployments.ledger.connection import Connection
 from deployments.ledger.dispatch import still_running
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import Member, PendingCall, Verdict, join_reasons
+from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, TransferAborted
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import CommitMode, KvCache, Receive, StagingOptions
 from deployments.protocol.operations import InFlight

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 
 from pydantic import JsonValue
 
-from deployments.errors import Conflict, FleetUnavailable, RoundAborted, SlipstreamError
 from deployments.ledger.connection import Connection, Connections, split_payload
 from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain
 from deployments.ledger.members import Member, PendingCall, classify, digest_minority, join_reasons
@@ -27,6 +26,7 @@ from deployments.ledger.rounds.round import (
     transfer_failed,
 )
 from deployments.ledger.rounds.version_state import VersionState
+from deployments.protocol.errors import Conflict, FleetUnavailable, RoundAborted, SlipstreamError
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import (
     Body,

@@ -5,7 +5,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from deployments.errors import Conflict, RoundAborted, SlipstreamError, TransferAborted
 from deployments.ledger.decisions import (
     KEPT_ROUNDS,
     Aborted,
@@ -22,6 +21,7 @@ from deployments.ledger.decisions import (
 from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import PendingCall
 from deployments.ledger.rounds.round import Round, RoundPhase, require_label
+from deployments.protocol.errors import Conflict, RoundAborted, SlipstreamError, TransferAborted
 from deployments.protocol.publishing import RoundReport
 
 # Rounds that ended, for `/fleet/rounds` and for a publisher that asks again; bounded.

@@ -18,9 +18,9 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from deployments.errors import PayloadRejected
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import Adapter, AdapterState, LoadedAdapter
+from deployments.protocol.errors import PayloadRejected
 from deployments.replica.adapters.reading import LAG_S, AdapterReader, last_line
 from deployments.replica.adapters.worker_calls import WorkerCalls, Workers
 from deployments.replica.spans import RECORDER

@@ -16,14 +16,14 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from deployments.errors import PayloadRejected
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
+from deployments.host.shared_memory import DIRECTORY, owner
 from deployments.protocol.adapters import Adapter
+from deployments.protocol.errors import PayloadRejected
 from deployments.replica.adapters.check import NotYet, check_adapter, inspect
 from deployments.replica.adapters.worker_calls import Workers
 from deployments.weights.store.hub import cached, complete_schema
 from deployments.weights.wire.checkpoint_schema import Schema
-from deployments.weights.wire.shared_memory import DIRECTORY, owner
 
 # An adapter that a transport has brought: its two files in this host's memory, until it is loaded.
 #

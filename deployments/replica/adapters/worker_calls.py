@@ -15,8 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from deployments.logs import serve_logger
-from deployments.weights.wire.shared_memory import DIRECTORY, owner
+from deployments.host.logs import serve_logger
+from deployments.host.shared_memory import DIRECTORY, owner
 
 CONNECT_S = 10.0  # connections that workers have opened are accepted in this time
 

@@ -21,15 +21,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from deployments.calls import CallHandle, run_sync
-from deployments.errors import Conflict, FleetUnavailable
-from deployments.logs import serve_logger
-from deployments.lost_calls import answered, is_lost, once
+from deployments.calls.lost_calls import answered, is_lost, once
+from deployments.calls.rpc import CallHandle, run_sync
+from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import Adapter as LoadedAdapter
 from deployments.protocol.adapters import AdapterStatus
+from deployments.protocol.errors import Conflict, FleetUnavailable
+from deployments.protocol.trainer_reports import AdapterReport
 from deployments.trainer.lora.host_copies import in_host_memory
 from deployments.trainer.lora.sender import AdapterSender
-from deployments.trainer_reports import AdapterReport
 from deployments.weights.store.adapter_bytes import TENSORS, digest_of
 from trainers.lora import Adapter
 

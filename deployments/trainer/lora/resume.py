@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deployments.durable_files import replacing, sync
+from deployments.host.durable_files import replacing, sync
 from deployments.trainer.checkpoints import Checkpoints
 from deployments.trainer.lora.publisher import LiveVersion
 from deployments.trainer.stored_weights import StoredWeights, of_rank_0

@@ -15,9 +15,9 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
 
-from deployments.calls import CallHandle, run_sync
-from deployments.errors import Conflict, SlipstreamError, TransferFailed
-from deployments.logs import serve_logger
+from deployments.calls.rpc import CallHandle, run_sync
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import Conflict, SlipstreamError, TransferFailed
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.fleet_client import FleetWeightSyncClient

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from deployments.calls import CallHandle
-from deployments.errors import Conflict, InvalidRequest
-from deployments.logs import serve_logger
+from deployments.calls.rpc import CallHandle
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import Conflict, InvalidRequest
+from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint
 from deployments.trainer.lora.host_copies import host_copies
 from deployments.trainer.lora.publisher import AdapterPublisher, adapter_files
 from deployments.trainer.lora.resume import State, StateFile, go_on, look, settings
@@ -23,7 +24,6 @@ from deployments.trainer.lora.sender import adapter_sender
 from deployments.trainer.rank import TrainerRank, directory_to_save
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, adapter_directory
 from deployments.trainer.stored_weights import StoredWeights
-from deployments.trainer_reports import AdapterReport, SavedCheckpoint
 from deployments.weights.store.versions import Store
 from trainers.learner import Learner
 from trainers.lora import Adapter

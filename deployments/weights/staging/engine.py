@@ -29,10 +29,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deployments.errors import TransferFailed
+from deployments.host.thread_priority import CoreShare
+from deployments.protocol.errors import TransferFailed
 from deployments.protocol.files import FilePart
 from deployments.protocol.reports import Check, Outcome
-from deployments.thread_priority import CoreShare
 from deployments.weights.staging.reports import ConnectState, ProgressPage, StagingState
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, Throttle, wait_for

@@ -10,8 +10,8 @@ from typing import Any, Self, TypeVar
 
 from pydantic import TypeAdapter
 
+from deployments.host.shared_memory import SharedWords, create_mapping
 from deployments.protocol.reports import Check, Outcome
-from deployments.weights.wire.shared_memory import SharedWords, create_mapping
 
 T = TypeVar("T")
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.protocol.reports import Check, Outcome
 from deployments.weights.staging.reports import StagingState
 from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, missing, repeated

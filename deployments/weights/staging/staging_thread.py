@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch._C import set_num_threads  # vLLM's CPU worker has replaced torch's own name for it
 
-from deployments.thread_priority import yield_to_others
+from deployments.host.thread_priority import yield_to_others
 
 # Limits how much of the device's time staging takes beside running requests: delays between chunks.
 #
-# On a CPU the system says how much a thread has used (`deployments.thread_priority`). On a GPU the cost of a
-# chunk is estimated from the fastest chunk so far, in seconds per byte. A chunk that was waited for (the
+# On a CPU the system says how much a thread has used (`deployments.host.thread_priority`). On a GPU the cost
+# of a chunk is estimated from the fastest chunk so far, in seconds per byte. A chunk that was waited for (the
 # trainer gathers its layers, a peer is late) took longer without using the device. So did the first chunk of
 # an engine, for which kernels are compiled and loaders are recorded: nothing is known after it, and it has no
 # delay.

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deployments.durable_files import sync
+from deployments.host.durable_files import sync
 from deployments.protocol.adapters import AdapterFiles
 from deployments.weights.store.adapter_bytes import CONFIG, TENSORS, copied, writing
 

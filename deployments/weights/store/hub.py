@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 from deployments.weights.store.checkpoint_files import files_of
 from deployments.weights.store.versions import MANIFEST
 from deployments.weights.wire.checkpoint_schema import MISTRAL, Schema, read_schema

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from deployments.durable_files import replacing
+from deployments.host.durable_files import replacing
 from deployments.weights.store.manifest import VersionManifest
 
 MANIFEST = "manifest.json"

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
 from deployments.weights.transports.rendezvous import RendezvousInfo

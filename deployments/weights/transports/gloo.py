@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.broadcast import (
     BroadcastInfo,
     BroadcastReceiver,

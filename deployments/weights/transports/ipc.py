@@ -24,7 +24,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deployments.errors import TransferFailed
+from deployments.host.shared_memory import remove_orphans, remove_segment
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.staging_thread import wait_for
 from deployments.weights.transports.ipc_channel import (
@@ -49,7 +50,6 @@ from deployments.weights.transports.ipc_tensors import LocalChunk, OpenedTensors
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS
 from deployments.weights.transports.sender import OnePayloadSender, gather_from_ranks
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, largest, packed_chunk
-from deployments.weights.wire.shared_memory import remove_orphans, remove_segment
 
 # What the trainer ranks of transport `ipc` tell each other during a round.
 #

@@ -15,10 +15,10 @@ import torch
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
-from deployments.errors import TransferFailed
+from deployments.host.shared_memory import create_mapping, open_mapping
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
 from deployments.weights.wire.chunk_layout import DescribedTensors
-from deployments.weights.wire.shared_memory import create_mapping, open_mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

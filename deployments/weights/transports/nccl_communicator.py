@@ -22,7 +22,7 @@ from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.rendezvous import RendezvousInfo, RollCall, rendezvous
 
 # How a member of the group of transport `nccl` gets its communicator, with an end to every wait.

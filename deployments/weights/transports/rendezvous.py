@@ -21,7 +21,7 @@ from typing import Protocol
 from torch.distributed import PrefixStore, TCPStore
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.wire.chunk_layout import DescribedTensors
 
 # Who is missing from a group of ranks in which something failed.

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
-from deployments.errors import FleetUnavailable
+from deployments.protocol.errors import FleetUnavailable
 from deployments.weights.transports.chunk_packer import ChunkPacker
 
 Init = TypeVar("Init", bound=TrainerInitInfo)

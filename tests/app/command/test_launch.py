@@ -30,7 +30,7 @@ from app.command.launch import Verdict, changes, environment, read_status, why_n
 from app.command.ports import free_ports
 from app.command.submit import command, submit, why_not
 from app.settings.config import parse_config
-from deployments.errors import JournalError
+from deployments.protocol.errors import JournalError
 from tests.environment import users_environment
 
 

@@ -1,6 +1,5 @@
 """The controller's calls for adapters, with the ledger's rules and no files: a path exists if it is known."""
 
-from deployments.errors import Conflict, InvalidRequest, NotFound
 from deployments.ledger.adapters.catalog import (
     AdapterLimits,
     check_free,
@@ -15,6 +14,7 @@ from deployments.ledger.adapters.catalog import (
     without_retired,
 )
 from deployments.protocol.adapters import Adapter, AdapterCatalog, AdapterFiles, AdapterStatus
+from deployments.protocol.errors import Conflict, InvalidRequest, NotFound
 
 
 class FakeAdapters:

@@ -8,7 +8,13 @@ from typing import Any
 from pydantic import JsonValue
 from ray.exceptions import ActorDiedError
 
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, StalePublisher, TransferAborted
+from deployments.protocol.errors import (
+    Conflict,
+    InvalidRequest,
+    RoundAborted,
+    StalePublisher,
+    TransferAborted,
+)
 from deployments.protocol.files import FilePart
 from deployments.protocol.json_values import json_only
 from deployments.protocol.operations import (

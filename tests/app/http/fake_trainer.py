@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from deployments.errors import InvalidRequest, OtherStep, RoundAborted
+from deployments.protocol.errors import InvalidRequest, OtherStep, RoundAborted
 from deployments.protocol.publishing import RoundReport
-from deployments.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
+from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
 from tests.app.http.fake_status import report
 
 STATUS = TrainerStatus(

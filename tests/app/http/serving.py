@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.http.auth import Guard, Tokens, TokenSource
 from app.http.fleet_routes import no_others
 from app.http.ingress import build_app, own_routes
-from deployments.http_server import HttpServer
+from deployments.calls.http_server import HttpServer
 from tests.app.http.fake_controller import FakeController, Handle
 
 MAX_BODY_BYTES = 1000

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from app.http import auth
 from app.http.auth import Access, Forbidden, Guard, Tokens, TokenSource, Unauthorized
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client, tokens
 

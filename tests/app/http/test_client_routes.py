@@ -4,7 +4,7 @@ import httpx
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments.passed_routes import FOREIGN, PASSED, REFUSED
+from deployments.protocol.passed_routes import FOREIGN, PASSED, REFUSED
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from deployments.controller.controller import Controller
-from deployments.errors import Conflict, StalePublisher
 from deployments.ledger.limits import LedgerConfig
+from deployments.protocol.errors import Conflict, StalePublisher
 from deployments.protocol.publishing import Lease
 from tests.app.http.fake_controller import FakeController
 

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 from safetensors.torch import save_file
 
 from app.http.directory_publisher import DirectoryPublisher, DiskThread
-from deployments.errors import (
+from deployments.protocol.errors import (
     Conflict,
     InvalidRequest,
     RoundAborted,

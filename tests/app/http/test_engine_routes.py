@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from deployments.errors import Conflict
+from deployments.protocol.errors import Conflict
 from deployments.protocol.operations import (
     AbortRequests,
     InFlight,

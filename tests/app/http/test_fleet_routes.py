@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.fleet_routes import FleetRoutes
-from deployments.errors import FleetUnavailable
+from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.files import FilePart
 from deployments.protocol.status import Event
 from tests.app.http.fake_controller import FakeController, Handle

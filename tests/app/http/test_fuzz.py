@@ -7,7 +7,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from deployments.errors import FleetUnavailable
+from deployments.protocol.errors import FleetUnavailable
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.fake_trainer import FakeTrainer
 from tests.app.http.fuzzing import fuzz

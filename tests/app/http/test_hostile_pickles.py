@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.http.ipc_handles import FIELD, read_handles, refuse_or_restrict
-from deployments.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest
 from tests.app.http.test_ipc_handles import ipc_handle
 
 P = pickle

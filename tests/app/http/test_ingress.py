@@ -11,7 +11,7 @@ from ray.exceptions import RayTaskError
 from starlette.requests import Request
 
 from app.http.ingress import answer_foreign_error
-from deployments.errors import Conflict, FleetUnavailable
+from deployments.protocol.errors import Conflict, FleetUnavailable
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
 

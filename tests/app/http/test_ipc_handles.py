@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.http.ipc_handles import refuse_or_restrict
-from deployments.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
 
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from app.http.weight_routes import PUBLISHER
-from deployments.errors import InvalidRequest, RoundAborted, TransferAborted
+from deployments.protocol.errors import InvalidRequest, RoundAborted, TransferAborted
 from deployments.protocol.publishing import RoundOptions
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client

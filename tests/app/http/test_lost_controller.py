@@ -7,7 +7,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.errors import FleetUnavailable, SlipstreamError
+from deployments.protocol.errors import FleetUnavailable, SlipstreamError
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
 

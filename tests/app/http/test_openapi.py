@@ -11,8 +11,8 @@ from vllm.entrypoints.launchers.app import build_app
 
 from app.http.openapi import fetch, merged, own_document
 from app.http.route import GuardedRoute
-from deployments.errors import FleetUnavailable
-from deployments.passed_routes import PASSED
+from deployments.protocol.errors import FleetUnavailable
+from deployments.protocol.passed_routes import PASSED
 from deployments.replica.server_arguments import EngineSpec, server_arguments
 from deployments.replica.server_info import add_server_info
 from tests.app.http.fake_controller import FakeController

@@ -7,8 +7,8 @@ import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
-from deployments import errors
-from deployments.errors import (
+from deployments.protocol import errors
+from deployments.protocol.errors import (
     Conflict,
     FleetUnavailable,
     RoundAborted,

@@ -19,7 +19,7 @@ from vllm.entrypoints.serve.dev.cache.api_router import router as cache_router
 from vllm.entrypoints.serve.dev.sleep.api_router import router as sleep_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-from deployments.passed_routes import REFUSED
+from deployments.protocol.passed_routes import REFUSED
 from tests.app.http.recorders import RecordingController, RecordingEngine
 from tests.app.http.serving import application
 

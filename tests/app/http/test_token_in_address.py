@@ -11,7 +11,7 @@ import requests
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
 from app.http.auth import Access, passed_access
-from deployments.passed_routes import PASSED
+from deployments.protocol.passed_routes import PASSED
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.fake_trainer import FakeTrainer
 from tests.app.http.serving import application, on_a_socket

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deployments.errors import Conflict, FleetUnavailable, InvalidRequest, StalePublisher
 from deployments.protocol.adapters import LoadAdapter, ReceiveAdapter
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, StalePublisher
 from deployments.protocol.reports import Outcome
 from deployments.weights.store.adapter_bytes import CONFIG, TENSORS
 from tests.deployments.controller.fleet import Fleet

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ray.exceptions import RayTaskError
 
-from deployments.errors import (
+from deployments.protocol.errors import (
     Conflict,
     FleetUnavailable,
     InvalidRequest,

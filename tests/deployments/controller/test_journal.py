@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from deployments.controller.journal import NAME, RESERVE_BYTES, Journal
-from deployments.errors import JournalError
 from deployments.ledger.decisions import (
     KEPT_FENCES,
     KEPT_ROUNDS,
@@ -30,6 +29,7 @@ from deployments.ledger.decisions import (
     Started,
     Stored,
 )
+from deployments.protocol.errors import JournalError
 from deployments.protocol.instructions import CommitMode, KvCache
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import RoundReport

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deployments.errors import JournalError
 from deployments.ledger.adapters.catalog import AdapterLimits
+from deployments.protocol.errors import JournalError
 from tests.deployments.controller.fleet import Fleet, publish
 from tests.tiny_adapters import save_tiny_adapter
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from deployments.controller.store_keeper import StoreKeeper
-from deployments.errors import InvalidRequest, JournalError
 from deployments.ledger.decisions import Decision, Stored
 from deployments.ledger.ledger import Ledger
+from deployments.protocol.errors import InvalidRequest, JournalError
 from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.store.versions import MANIFEST, Store
 from tests.deployments.controller.fleet import Fleet, publish

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deployments.condition import MEMORY_TAGS
+from deployments.protocol.engine_state import MEMORY_TAGS
 from deployments.protocol.operations import SleepTag
 
 

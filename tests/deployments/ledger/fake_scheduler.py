@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from deployments.condition import Condition, apply, asleep, is_paused
+from deployments.protocol.engine_state import Condition, apply, asleep, is_paused
 from deployments.protocol.operations import InFlight, Operation, Pause, Resume, Sleep, WakeUp
 from tests.deployments.ledger.fake_memory import Memory
 

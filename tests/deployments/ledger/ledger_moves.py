@@ -8,7 +8,7 @@ from contextlib import suppress
 import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
-from deployments.errors import Conflict, SlipstreamError
+from deployments.protocol.errors import Conflict, SlipstreamError
 from deployments.protocol.operations import (
     InFlight,
     IsPaused,

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from deployments.condition import Condition
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.members import PendingCall
 from deployments.ledger.store_assignment import StoreLocation
+from deployments.protocol.engine_state import Condition
 from deployments.protocol.instructions import Call
 from deployments.protocol.operations import (
     InFlight,

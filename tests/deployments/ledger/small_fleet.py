@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.errors import FleetUnavailable, SlipstreamError
 from deployments.ledger.decisions import Committed, Decision
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import PendingCall
+from deployments.protocol.errors import FleetUnavailable, SlipstreamError
 from deployments.protocol.instructions import Body, Commit, Directive, Receive, Release, Verify
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.reports import Outcome, Report

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.errors import Conflict
+from deployments.protocol.errors import Conflict
 from tests.deployments.ledger.ledger_scene import GROUP, SEPARATE, Scene, report_of
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from deployments.errors import Conflict
 from deployments.protocol.adapters import LoadAdapter, SetAdapters
+from deployments.protocol.errors import Conflict
 from deployments.protocol.instructions import CommitMode, Verify
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.adapter_scene import AdapterScene, ended, held, live, names

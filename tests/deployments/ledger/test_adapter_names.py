@@ -2,9 +2,9 @@
 
 import pytest
 
-from deployments.errors import InvalidRequest
 from deployments.ledger.adapters.catalog import REMEMBERED, AdapterLimits, next_adapter, numbered
 from deployments.protocol.adapters import AdapterCatalog, LoadAdapter
+from deployments.protocol.errors import InvalidRequest
 from tests.deployments.ledger.adapter_scene import AdapterScene, ended, live
 
 

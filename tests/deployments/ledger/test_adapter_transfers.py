@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from deployments.errors import Conflict, FleetUnavailable, StalePublisher
 from deployments.ledger.members import PendingCall
 from deployments.protocol.adapters import Adapter, ReceiveAdapter
+from deployments.protocol.errors import Conflict, FleetUnavailable, StalePublisher
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.adapter_scene import FILES, AdapterScene, ended, held, live, names
 from tests.deployments.ledger.ledger_scene import GROUP

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deployments.errors import FleetUnavailable, SlipstreamError
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.members import PendingCall
 from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.errors import FleetUnavailable, SlipstreamError
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.adapter_scene import FILES, AdapterScene
 from tests.deployments.ledger.fake_replica import FakeReplica

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.errors import Conflict
+from deployments.protocol.errors import Conflict
 from deployments.protocol.instructions import CatchUp
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.fake_replica import FakeReplica

@@ -2,9 +2,9 @@
 
 import pytest
 
-from deployments.errors import Conflict, RoundAborted, StalePublisher, TransferAborted
 from deployments.ledger.decisions import Ended, decode, encode
 from deployments.ledger.members import PendingCall
+from deployments.protocol.errors import Conflict, RoundAborted, StalePublisher, TransferAborted
 from deployments.protocol.instructions import Commit, Verify
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.ledger_scene import Scene, report_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.condition import (
+from deployments.protocol.engine_state import (
     Condition,
     apply,
     asleep,
@@ -12,7 +12,7 @@ from deployments.condition import (
     is_paused,
     path_to,
 )
-from deployments.errors import Conflict
+from deployments.protocol.errors import Conflict
 from deployments.protocol.instructions import Call
 from deployments.protocol.operations import InFlight, Pause
 from deployments.protocol.reports import Outcome

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.errors import Conflict
+from deployments.protocol.errors import Conflict
 from deployments.protocol.instructions import Call, Commit, CommitMode, Verify
 from deployments.protocol.operations import WakeUp
 from deployments.protocol.reports import Outcome

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from deployments.errors import Conflict, RoundAborted
 from deployments.ledger.decisions import Committed, Conditioned
+from deployments.protocol.errors import Conflict, RoundAborted
 from deployments.protocol.instructions import Commit, CommitMode, Drain, Receive
 from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import DrainFallback

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
+from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Body, Receive, Verify
 from deployments.protocol.reports import Outcome, Verification

@@ -2,10 +2,10 @@
 
 import pytest
 
-from deployments.errors import (
+from deployments.ledger.decisions import Committed, Finished, decode, encode
+from deployments.protocol.errors import (
     FleetUnavailable,
 )
-from deployments.ledger.decisions import Committed, Finished, decode, encode
 from deployments.protocol.instructions import Commit, CommitMode, Verify
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.reports import Outcome

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.errors import (
+from deployments.protocol.errors import (
     Conflict,
     InvalidRequest,
     RoundAborted,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
-from deployments.condition import equivalent
 from deployments.ledger.decisions import Committed, Finished
+from deployments.protocol.engine_state import equivalent
 from deployments.protocol.instructions import CommitMode
 from tests.deployments.ledger.checked_ledger import CheckedLedger
 from tests.deployments.ledger.late_ledger import LateLedger

@@ -2,8 +2,14 @@
 
 import pytest
 
-from deployments.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError, TransferAborted
 from deployments.ledger.members import PendingCall
+from deployments.protocol.errors import (
+    Conflict,
+    InvalidRequest,
+    RoundAborted,
+    SlipstreamError,
+    TransferAborted,
+)
 from deployments.protocol.instructions import Body, Connect, Receive, Verify
 from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.ledger_scene import GROUP, SEPARATE, Scene, report_of

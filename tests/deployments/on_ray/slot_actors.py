@@ -5,7 +5,7 @@ from typing import Any
 
 import ray
 
-from deployments.placement import VISIBLE_DEVICES, take_slot, use_gpus
+from deployments.serve.placement import VISIBLE_DEVICES, take_slot, use_gpus
 
 
 class Replica:

@@ -12,7 +12,7 @@ import ray
 from ray import serve
 from ray.util.placement_group import get_placement_group
 
-from deployments.placement import SlotPlan, Slots, in_bundle, require_host_with, take_slot
+from deployments.serve.placement import SlotPlan, Slots, in_bundle, require_host_with, take_slot
 from deployments.trainer.worker_group import resources
 from tests.deployments.on_ray.slot_actors import Rank, Replica
 from tests.deployments.trainer.trainer_specs import trainer_spec

@@ -15,10 +15,16 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from deployments.errors import FleetUnavailable, InvalidRequest, OtherStep, RoundAborted, TransferAborted
+from deployments.protocol.errors import (
+    FleetUnavailable,
+    InvalidRequest,
+    OtherStep,
+    RoundAborted,
+    TransferAborted,
+)
+from deployments.protocol.trainer_reports import AdapterReport
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import Trainer
-from deployments.trainer_reports import AdapterReport
 from tests.deployments.on_ray.trainer_actors import Controllers, Owner, RemoteController, SlowWorker, Turning
 from tests.deployments.trainer.trainer_specs import trainer_spec, with_config
 from tests.tiny_models import save_tiny_llama

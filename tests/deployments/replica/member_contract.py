@@ -12,7 +12,7 @@ import torch
 from fastapi import FastAPI
 from pydantic import JsonValue
 
-from deployments.condition import asleep, is_paused
+from deployments.protocol.engine_state import asleep, is_paused
 from deployments.protocol.instructions import Body, Directive, Instruction
 from deployments.protocol.reports import Outcome, Report
 from deployments.replica.follower import Follower

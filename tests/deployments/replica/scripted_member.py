@@ -2,8 +2,8 @@
 
 import asyncio
 
-from deployments.errors import PayloadRejected, TransferFailed
 from deployments.protocol.adapters import NO_ADAPTERS
+from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.instructions import (
     Body,
     Directive,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from fastapi import FastAPI
 
-from deployments.errors import PayloadRejected
+from deployments.protocol.errors import PayloadRejected
 from deployments.protocol.instructions import Call, Commit, KvCache, Receive, StagingOptions
 from deployments.protocol.operations import InFlight, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.reports import Draining

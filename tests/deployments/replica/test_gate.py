@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from deployments.errors import Conflict, ReplicaUnavailable
+from deployments.protocol.errors import Conflict, ReplicaUnavailable
+from deployments.protocol.request_headers import Demand
 from deployments.replica.gate import Gate
-from deployments.request_headers import Demand
 
 
 class Replica:

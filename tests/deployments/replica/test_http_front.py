@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from deployments.errors import Conflict
-from deployments.http_server import HttpServer
+from deployments.calls.http_server import HttpServer
+from deployments.protocol.errors import Conflict
+from deployments.protocol.request_headers import KEY_HEADER, ROUTER_HEADER, Demand, router_header
 from deployments.replica.http_front import ReplicaFront
-from deployments.request_headers import KEY_HEADER, ROUTER_HEADER, Demand, router_header
 
 NEWER = {"x-min-weight-version": "4"}
 

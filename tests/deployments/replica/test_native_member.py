@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.errors import PayloadRejected
+from deployments.protocol.errors import PayloadRejected
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Commit, Drop, KvCache, Receive, StagingOptions, Verify
 from deployments.protocol.operations import InFlight

@@ -8,8 +8,8 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 from vllm.entrypoints.launchers.app import build_app
 
-from deployments.errors import NoSuchRoute
-from deployments.passed_routes import PASSED, REFUSED, require_passed
+from deployments.protocol.errors import NoSuchRoute
+from deployments.protocol.passed_routes import PASSED, REFUSED, require_passed
 from deployments.replica.server_arguments import EngineSpec, server_arguments
 
 # What this server has only for whoever asks it directly: the fleet answers these itself.

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from deployments.errors import PayloadRejected, TransferFailed
+from deployments.host.shared_memory import DIRECTORY
 from deployments.protocol.adapters import ReceiveAdapter
+from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Connect, Drop, Receive, StagingOptions, Verify
 from deployments.protocol.reports import Check, Outcome, Staged, Swapped
 from deployments.replica.staged_member import StagedMember, StagingProgress
 from deployments.weights.staging.reports import ConnectState, ProgressPage, StagingState, from_wire
-from deployments.weights.wire.shared_memory import DIRECTORY
 from tests.deployments.replica.fake_workers import CHECKS, DONE, Workers
 from tests.deployments.replica.round_instructions import COMMIT, receive
 

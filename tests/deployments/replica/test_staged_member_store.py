@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deployments.errors import PayloadRejected
+from deployments.protocol.errors import PayloadRejected
 from deployments.protocol.instructions import CatchUp, Forget, Verify, WriteVersion
 from deployments.protocol.reports import StoreResult
 from deployments.replica.staged_member import StagedMember

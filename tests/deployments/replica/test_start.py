@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 import torch
 
-from deployments.errors import FleetUnavailable
+from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.instructions import JoinAnswer
 from deployments.protocol.reports import Unloadable
 from deployments.replica import replica

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.types import Message
 
-from deployments.errors import BodyTooSlow, InvalidRequest, PayloadTooLarge
+from deployments.protocol.errors import BodyTooSlow, InvalidRequest, PayloadTooLarge
 from deployments.router.body import (
     BYTES_PER_S,
     MAX_HEADER_BYTES,

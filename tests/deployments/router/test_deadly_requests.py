@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from deployments.errors import DeadlyRequest
+from deployments.protocol.errors import DeadlyRequest
 from deployments.router.deadly_requests import (
     MAX_REMEMBERED,
     REFUSED_FOR_S,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from ray.serve.exceptions import BackPressureError
 
-from deployments.errors import DeadlyRequest, FleetUnavailable
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import DeadlyRequest, FleetUnavailable
 from deployments.router.forwarding import MAX_REFUSALS
 from deployments.router.limits import RETRY_AFTER_S
 from tests.deployments.router.router_scene import ENGINE_LOST, LIMITS, NOTHING, OK, REFUSAL, TRUNCATED, scene

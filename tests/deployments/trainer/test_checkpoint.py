@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from deployments.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest
 from deployments.trainer.checkpoint import BaseCheckpoint, summary
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from deployments.errors import RoundAborted, TransferAborted
+from deployments.protocol.errors import RoundAborted, TransferAborted
 from deployments.protocol.instructions import CommitMode
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.fleet_client import FleetWeightSyncClient

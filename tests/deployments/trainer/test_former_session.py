@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from deployments.errors import Conflict, StalePublisher
+from deployments.protocol.errors import Conflict, StalePublisher
 from deployments.protocol.instructions import Verify
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.spec import PUBLISHER

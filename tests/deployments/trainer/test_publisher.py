@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from deployments.errors import FleetUnavailable, TransferAborted
+from deployments.protocol.errors import FleetUnavailable, TransferAborted
 from deployments.protocol.instructions import Verify
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.reports import Outcome

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest
 from deployments.trainer.rank import logger
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, small_spec, started

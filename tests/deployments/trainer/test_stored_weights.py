@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from deployments.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest
 from deployments.trainer.spec import TrainerSpec
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, small_spec, started

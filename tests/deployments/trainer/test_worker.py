@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.errors import InvalidRequest, TransferAborted
+from deployments.protocol.errors import InvalidRequest, TransferAborted
 from deployments.protocol.instructions import Verify
 from deployments.protocol.reports import Outcome
 from deployments.trainer.spec import StoreStatus, TrainerSpec

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments.errors import FleetUnavailable
-from deployments.freed_memory import SETTINGS
+from deployments.host.freed_memory import SETTINGS
+from deployments.protocol.errors import FleetUnavailable
 from deployments.trainer.worker import TrainerWorker
 from deployments.trainer.worker_group import WorkerGroup, resources
 from tests.deployments.trainer.trainer_specs import trainer_spec

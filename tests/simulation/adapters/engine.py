@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from deployments.errors import NotFound, PayloadRejected
 from deployments.protocol.adapters import Adapter, AdapterState, DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.errors import NotFound, PayloadRejected
 from deployments.weights.store.adapter_bytes import adapter_digest
 from tests.simulation.adapters.files import MAX_RANK, read_content, read_rank
 from tests.simulation.work import EngineFailed, Work

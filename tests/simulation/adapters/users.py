@@ -8,7 +8,7 @@ from random import Random
 
 from app.http.adapter_routes import AdapterRoutes
 from app.http.requests import LoadAdapterBody, UnloadAdapterBody
-from deployments.errors import Conflict, FleetUnavailable, InvalidRequest
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest
 from tests.simulation.adapters.files import MAX_RANK, write_adapter
 from tests.simulation.adapters.oracle import AdapterOracle
 from tests.simulation.network import Handle, Unreachable

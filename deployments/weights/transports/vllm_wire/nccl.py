@@ -29,7 +29,7 @@ from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.broadcast import GroupReceiver
 from deployments.weights.transports.nccl_communicator import (
     Create,

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from deployments.host.shared_memory import disown
 from deployments.replica.adapters.engine_adapters import EngineAdapters
-from deployments.weights.wire.shared_memory import disown
 from tests.deployments.replica.adapters.fake_llm import FakeLlm
 from tests.tiny_models import save_tiny_llama
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deployments.errors import PayloadRejected
+from deployments.host.shared_memory import disown
+from deployments.protocol.errors import PayloadRejected
 from deployments.replica.adapters.engine_adapters import EngineAdapters
-from deployments.weights.wire.shared_memory import disown
 from tests.deployments.replica.adapters.fake_llm import FIRST, FakeLlm, adapter, changed
 from tests.fake_hub import FakeHub
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from deployments.host.shared_memory import DIRECTORY, disown, owner
 from deployments.replica.adapters.worker_calls import WorkerCalls, answer_calls, open_connection
-from deployments.weights.wire.shared_memory import DIRECTORY, disown, owner
 
 
 class Workers:

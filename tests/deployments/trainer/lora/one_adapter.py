@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from deployments.protocol.trainer_reports import AdapterReport
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.spec import TrainerSpec
-from deployments.trainer_reports import AdapterReport
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH
 

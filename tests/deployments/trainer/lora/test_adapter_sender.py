@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.errors import Conflict
+from deployments.protocol.errors import Conflict
 from deployments.trainer.lora.sender import FileSource, adapter_sender
 from deployments.trainer.spec import TrainerSpec
 from tests.deployments.controller_in_process import ControllerInProcess

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.errors import InvalidRequest
 from deployments.protocol.adapters import LoadAdapter
+from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.reports import Outcome
 from deployments.trainer.lora.resume import StateFile
 from deployments.trainer.lora.worker import LoraWorker

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.errors import Conflict, InvalidRequest
 from deployments.protocol.adapters import LoadAdapter
+from deployments.protocol.errors import Conflict, InvalidRequest
 from deployments.protocol.reports import Outcome
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.spec import TrainerSpec, adapter_directory

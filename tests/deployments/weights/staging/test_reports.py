@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from deployments.host.shared_memory import DIRECTORY, open_mapping, remove_segment
 from deployments.protocol.reports import Check, Outcome, StoreResult
 from deployments.weights.staging.reports import (
     SLOT_BYTES,
@@ -19,7 +20,6 @@ from deployments.weights.staging.reports import (
     to_bytes,
     to_wire,
 )
-from deployments.weights.wire.shared_memory import DIRECTORY, open_mapping, remove_segment
 
 REPORTS = [
     ConnectState(done=True, outcome=Outcome.TRANSFER_FAILED, message="2 of 3 joined"),

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.errors import TransferFailed
+from deployments.host.shared_memory import remove_segment
+from deployments.protocol.errors import TransferFailed
 from deployments.protocol.reports import Outcome, StoreResult
 from deployments.weights.staging.reports import (
     ConnectState,
@@ -21,7 +22,6 @@ from deployments.weights.staging.reports import (
     from_wire,
 )
 from deployments.weights.wire.chunk_layout import ReceivedChunk
-from deployments.weights.wire.shared_memory import remove_segment
 from tests.deployments.weights.staging.memory_worker import (
     TIMEOUT_S,
     MemoryWorker,

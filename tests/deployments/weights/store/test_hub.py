@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
 from deployments.weights.store.hub import cached, copy_model_files, downloaded, schema_of
 from deployments.weights.wire.checkpoint_schema import INDEX, read_schema
 from tests.fake_hub import FakeHub

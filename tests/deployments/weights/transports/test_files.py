@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from tests.deployments.weights.transports.transport_contract import (
     connect_with,
     device_of,

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.gloo import ABORTED, GlooGroup
 from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
 

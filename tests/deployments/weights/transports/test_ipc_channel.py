@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.errors import TransferFailed
+from deployments.host.shared_memory import remove_segment
+from deployments.protocol.errors import TransferFailed
 from deployments.protocol.json_values import json_only
 from deployments.weights.transports.ipc import IpcWeightTransferEngine
 from deployments.weights.transports.ipc_channel import (
@@ -38,7 +39,6 @@ from deployments.weights.wire.chunk_layout import (
     packed_chunk,
     read_digests,
 )
-from deployments.weights.wire.shared_memory import remove_segment
 
 
 def handle(size_bytes: int = 4096) -> MemoryHandle:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports import ipc
 from deployments.weights.transports.ipc import IpcTrainerInitInfo, IpcTrainerWeightTransferEngine
 from deployments.weights.transports.ipc_channel import (

@@ -14,7 +14,7 @@ import vllm.utils.nccl
 from torch.distributed import HashStore, PrefixStore
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports import nccl_communicator
 from deployments.weights.transports.nccl_communicator import (
     Create,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports import rendezvous as rendezvous_module
 from deployments.weights.transports.gloo import GlooGroup
 from deployments.weights.transports.rendezvous import HOST_S, RollCall, rendezvous

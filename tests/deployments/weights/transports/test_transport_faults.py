@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.protocol.reports import Outcome
 from tests.deployments.weights.transports.transport_contract import (
     PATIENCE_S,

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.errors import TransferFailed
+from deployments.host.shared_memory import DIRECTORY, owner, remove_segment
+from deployments.protocol.errors import TransferFailed
 from deployments.protocol.reports import Outcome
 from deployments.weights.staging.reports import ProgressPage, StagingState
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
-from deployments.weights.wire.shared_memory import DIRECTORY, owner, remove_segment
 from tests.deployments.weights.transports.transport_contract import (
     connect,
     device_of,

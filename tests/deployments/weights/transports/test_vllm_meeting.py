@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore
 from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 from vllm.distributed.utils import StatelessProcessGroup
 
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.rendezvous import meet
 from deployments.weights.transports.vllm_wire.nccl import VllmMeeting, read_unique_id
 from tests.deployments.weights.transports.rendezvous_info import go_on, info_for

@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer import ipc_engine, nccl_common, nccl_engin
 from vllm.distributed.weight_transfer.clients import _json_safe_update_payload
 
 from app.http.ipc_handles import refuse_or_restrict
-from deployments.errors import TransferFailed
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.staging.base import Tensors
 from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.host import HostStaging

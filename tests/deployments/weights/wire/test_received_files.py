@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from deployments.host.shared_memory import DIRECTORY
 from deployments.weights.wire.received_files import PART_BYTES, ReceivedFiles
-from deployments.weights.wire.shared_memory import DIRECTORY
 
 
 @pytest.fixture

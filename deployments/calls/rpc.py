@@ -30,9 +30,9 @@ import aiohttp
 import ray.util
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import FleetUnavailable, PayloadTooLarge, SlipstreamError
-from deployments.http_server import HttpServer
-from deployments.logs import serve_logger
+from deployments.calls.http_server import HttpServer
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import FleetUnavailable, PayloadTooLarge, SlipstreamError
 
 MAX_BODY_BYTES = 1 << 30  # a directive carries what a publisher sends, as a request's body does
 CONNECT_TIMEOUT_S = 10.0

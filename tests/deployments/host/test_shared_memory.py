@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from deployments.weights.wire import shared_memory
-from deployments.weights.wire.shared_memory import (
+from deployments.host import shared_memory
+from deployments.host.shared_memory import (
     DIRECTORY,
     Segment,
     SegmentPool,
@@ -84,8 +84,8 @@ def test_words_of_a_segment_are_seen_by_everybody_who_maps_it() -> None:
 
 HOLDS = """
 import multiprocessing.synchronize, os, sys, time
-from deployments.weights.wire.shared_memory import DIRECTORY, disown, owner
-from deployments.weights.wire.shared_memory import create_mapping
+from deployments.host.shared_memory import DIRECTORY, disown, owner
+from deployments.host.shared_memory import create_mapping
 create_mapping(8)
 (DIRECTORY / owner().name("ipc")).mkdir()
 (DIRECTORY / owner().name("ipc") / "socket").touch()
@@ -198,7 +198,7 @@ def test_what_libraries_have_left_of_a_process_that_disowned_its_names_goes_once
 SHARES = """
 import os, sys, torch
 from torch.multiprocessing.reductions import reduce_tensor
-from deployments.weights.wire.shared_memory import disown, owner
+from deployments.host.shared_memory import disown, owner
 owner()
 shared = reduce_tensor(torch.ones(8, device="cuda"))
 print(os.getpid(), flush=True)
@@ -304,7 +304,7 @@ def test_a_process_can_remove_what_it_owns() -> None:
 SIZE = 4096
 RECEIVER = """
 import sys
-from deployments.weights.wire.shared_memory import open_locked
+from deployments.host.shared_memory import open_locked
 mapping = open_locked(sys.argv[1], int(sys.argv[2]))
 print("mapped", flush=True)
 sys.stdin.read()

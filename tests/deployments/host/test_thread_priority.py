@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from deployments.thread_priority import CoreShare, YieldingThread, yield_to_others
+from deployments.host.thread_priority import CoreShare, YieldingThread, yield_to_others
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux")

@@ -2,7 +2,7 @@
 
 vLLM's engine core does not notice that its front end was killed: it would hold its memory, and the GPU,
 forever. Its processes would leave what they have named outside of themselves: segments and semaphores in
-/dev/shm, sockets in /tmp. Names of the replica's own (`deployments.weights.wire.shared_memory`) let its
+/dev/shm, sockets in /tmp. Names of the replica's own (`deployments.host.shared_memory`) let its
 successor tell them from those of others.
 """
 
@@ -11,8 +11,8 @@ import os
 from multiprocessing import shared_memory
 from typing import Any
 
-from deployments.fork_server.server import die_with
-from deployments.weights.wire.shared_memory import DIRECTORY, PREFIX, disown, owner, remove_orphans
+from deployments.host.fork_server.server import die_with
+from deployments.host.shared_memory import DIRECTORY, PREFIX, disown, owner, remove_orphans
 
 OWNER = "SLIPSTREAM_ENGINE_OWNER"  # set by a replica before it starts its engine: its name in /dev/shm
 _SOCKETS = "VLLM_RPC_BASE_PATH"

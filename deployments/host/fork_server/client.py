@@ -135,7 +135,7 @@ def _accepts(directory: str) -> bool:
 
 def _start_server(directory: str, lock: int) -> None:
     # Why first: see `_take_environment` in server.py. One arena: a fork that must keep its freed memory
-    # (deployments/freed_memory.py) would take one that a thread of an import has left.
+    # (deployments/host/freed_memory.py) would take one that a thread of an import has left.
     environment = {SWITCH: directory, **os.environ, "MALLOC_ARENA_MAX": "1"}
     environment[SWITCH] = directory
     with open(f"{directory}/{LOG}", "wb") as log:

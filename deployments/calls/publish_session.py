@@ -17,10 +17,10 @@ from typing import Any, Self, TypeVar
 
 from pydantic import JsonValue
 
-from deployments.calls import CallHandle
-from deployments.errors import SlipstreamError, StalePublisher, TransferAborted
-from deployments.logs import serve_logger
-from deployments.lost_calls import answered, is_lost, once
+from deployments.calls.lost_calls import answered, is_lost, once
+from deployments.calls.rpc import CallHandle
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import SlipstreamError, StalePublisher, TransferAborted
 from deployments.protocol.files import FilePart
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from deployments.fork_server.use import CLIENT
-from deployments.freed_memory import SETTINGS, keeping_freed_memory
+from deployments.host.fork_server.use import CLIENT
+from deployments.host.freed_memory import SETTINGS, keeping_freed_memory
 
 # Blocks of the sizes that a version has, by the thread that stages and not the first one of the process.
 PROGRAM = """

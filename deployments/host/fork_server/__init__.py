@@ -5,5 +5,5 @@ An engine start is nine tenths imports. `client.py` takes the place of the inter
 (`server.py`) to fork, and the fork runs the command. The server holds no connection to Ray, no CUDA context
 and one thread. Without a server the client becomes an ordinary interpreter.
 
-Read first: `deployments/fork_server/client.py`.
+Read first: `deployments/host/fork_server/client.py`.
 """

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest
 
 KEY_HEADER = b"x-slipstream-key"  # a router proves that it belongs to the fleet
 REFUSED_HEADER = b"x-slipstream-refused"  # another replica may answer; one of the two values below

@@ -7,8 +7,8 @@ import cloudpickle
 import pytest
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from deployments import scaling
-from deployments.scaling import FleetScaling, ScalingStats, latest
+from deployments.serve import scaling
+from deployments.serve.scaling import FleetScaling, ScalingStats, latest
 
 POLICY = FleetScaling(least=1, most=4, target_load=0.8, up_s=10, down_s=100)
 

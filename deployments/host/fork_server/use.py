@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ray
 
-from deployments.fork_server.client import REASON
+from deployments.host.fork_server.client import REASON
 
 CLIENT = Path(__file__).with_name("client.py")
 # Ray would start the worker in an interpreter or a container of theirs, which ours must not replace.

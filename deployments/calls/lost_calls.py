@@ -13,8 +13,8 @@ from typing import TypeVar
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
 
-from deployments.errors import FleetUnavailable
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import FleetUnavailable
 
 RESTART_WAIT_S = 120.0  # for a successor; on a busy host its process takes many seconds to start
 REPEAT_S = 0.2

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 
-from deployments.errors import SlipstreamError
+from deployments.protocol.errors import SlipstreamError
 
 
 def serve_logger() -> logging.Logger:

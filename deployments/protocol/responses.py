@@ -10,7 +10,7 @@ from deployments.protocol.publishing import RoundReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorDetails:
-    type: str  # for a program, see `deployments.errors`
+    type: str  # for a program, see `deployments.protocol.errors`
     message: str  # for a person: what was expected and what was given
     detail: Mapping[str, Any]
 

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from deployments.fork_server.client import MODULES, PREFIX, REASON, SERVER, SWITCH
-from deployments.fork_server.use import CLIENT
+from deployments.host.fork_server.client import MODULES, PREFIX, REASON, SERVER, SWITCH
+from deployments.host.fork_server.use import CLIENT
 
 # What a client or a server is started with, with another limit.
 QUICK = "import sys; sys.path.insert(0, {folder!r}); import {module} as m; m.{name} = {value}; m.main()"

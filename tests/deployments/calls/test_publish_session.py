@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments.errors import (
+from deployments.calls.lost_calls import RESTART_WAIT_S
+from deployments.calls.publish_session import CALL_TIMEOUT_S, CLEAN_UP_TIMEOUT_S, PublishSession, joined
+from deployments.protocol.errors import (
     Conflict,
     FleetUnavailable,
     RoundAborted,
@@ -14,9 +16,7 @@ from deployments.errors import (
     StalePublisher,
     TransferAborted,
 )
-from deployments.lost_calls import RESTART_WAIT_S
 from deployments.protocol.publishing import RoundOptions, RoundReport
-from deployments.publish_session import CALL_TIMEOUT_S, CLEAN_UP_TIMEOUT_S, PublishSession, joined
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.virtual_time import virtual_time
 

@@ -9,7 +9,7 @@ read as another one (`//`, `..`, a trailing slash, upper case) is not named, and
 import re
 from collections.abc import Mapping
 
-from deployments.errors import MethodNotAllowed, NoSuchRoute
+from deployments.protocol.errors import MethodNotAllowed, NoSuchRoute
 
 _GET, _POST = frozenset({"GET"}), frozenset({"POST"})
 RESPONSES = "/v1/responses"

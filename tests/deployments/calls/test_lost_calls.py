@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from deployments.errors import FleetUnavailable
-from deployments.lost_calls import answered
+from deployments.calls.lost_calls import answered
+from deployments.protocol.errors import FleetUnavailable
 
 
 async def test_a_cancellation_beside_the_answer_is_not_lost() -> None:

@@ -7,8 +7,8 @@ import pytest
 import vllm
 
 from app.http.route import GuardedRoute
-from deployments.errors import MethodNotAllowed, NoSuchRoute
-from deployments.passed_routes import PASSED, REFUSED, keeps_state, require_passed, route_path
+from deployments.protocol.errors import MethodNotAllowed, NoSuchRoute
+from deployments.protocol.passed_routes import PASSED, REFUSED, keeps_state, require_passed, route_path
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import application
 

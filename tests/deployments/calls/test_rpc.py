@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.calls import CallAddress, CallHandle, CallServer, run_sync
-from deployments.errors import Conflict, FleetUnavailable, SlipstreamError
-from deployments.lost_calls import is_lost
+from deployments.calls.lost_calls import is_lost
+from deployments.calls.rpc import CallAddress, CallHandle, CallServer, run_sync
+from deployments.protocol.errors import Conflict, FleetUnavailable, SlipstreamError
 
 
 class Target:

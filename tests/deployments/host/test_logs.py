@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deployments.errors import Conflict
-from deployments.logs import serve_logger
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import Conflict
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ CONFIGURED = """
 import logging.config, sys
 from contextlib import nullcontext
 from logging.handlers import MemoryHandler, RotatingFileHandler
-from deployments.logs import kept_log_file
+from deployments.host.logs import kept_log_file
 
 logger = logging.getLogger("ray.serve")
 logger.addHandler(MemoryHandler(1, target=RotatingFileHandler(sys.argv[1])))  # as Serve configures a replica

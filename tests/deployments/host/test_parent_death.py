@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from deployments.weights.wire.shared_memory import DIRECTORY, remove_orphans
+from deployments.host.shared_memory import DIRECTORY, remove_orphans
 
 REPLICA = """
 import multiprocessing, os, sys
 from multiprocessing import shared_memory
-from deployments.replica.parent_death import follow_owner, own_engine, disown_engine
-from deployments.weights.wire.shared_memory import owner
+from deployments.host.parent_death import follow_owner, own_engine, disown_engine
+from deployments.host.shared_memory import owner
 
 def engine(ready, lock):
     follow_owner()
