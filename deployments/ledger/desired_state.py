@@ -1,8 +1,8 @@
 """vLLM's RL operations on every serving replica: `/pause`, `/sleep` and the others, with fleet meaning.
 
-The lasting ones (pause, sleep) set the fleet's engine state (`deployments.protocol.engine_state`). It is durable
-before a replica learns of the operation. A replica that joins later, or that reports another state because the
-controller restarted in the middle of an operation, is brought to it before it takes requests.
+The lasting ones (pause, sleep) set the fleet's engine state (`deployments.protocol.engine_state`). It is
+durable before a replica learns of the operation. A replica that joins later, or that reports another state
+because the controller restarted in the middle of an operation, is brought to it before it takes requests.
 No joiner is admitted while an operation is pending that may change the condition.
 
 With `mode=wait` the replicas are drained first, and nothing changes while requests run. If they still do
