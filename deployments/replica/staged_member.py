@@ -24,7 +24,13 @@ from deployments.protocol.operations import Disconnect
 from deployments.protocol.reports import Check, Outcome, Staged, StoreResult, Swapped
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
-from deployments.weights.staging.reports import ConnectState, ProgressPage, StagingState, from_wire, to_wire
+from deployments.weights.staging.worker_reports import (
+    ConnectState,
+    ProgressPage,
+    StagingState,
+    from_wire,
+    to_wire,
+)
 
 # The progress of a replica's workers, read without a call to them.
 #

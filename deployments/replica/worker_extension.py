@@ -14,7 +14,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 
 from deployments.replica.adapters.worker_calls import answer_calls, open_connection
-from deployments.weights.staging.worker_extension import StagingWorkerExtension
+from deployments.weights.staging.staging_extension import StagingWorkerExtension
 
 _READ = "_read_by_the_fleet"  # an attribute of vLLM's LoRA manager; see `_reads`
 

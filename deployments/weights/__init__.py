@@ -8,5 +8,5 @@ Four packages; each may import those after it and never those before:
     wire          what goes over the wire: chunks, digests, handles, shared memory
 
 No decision about a round is made here. Read first: `deployments.weights.wire.chunk_layout`, then
-`deployments.weights.staging.engine`.
+`deployments.weights.staging.transfer_engine`.
 """

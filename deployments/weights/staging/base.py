@@ -8,7 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.model_loader import get_model_loader
 
-from deployments.weights.staging.reports import LoadPlanSummary
+from deployments.weights.staging.worker_reports import LoadPlanSummary
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest_definition import Findings
 

@@ -27,7 +27,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deployments.weights.staging.base import Tensors
 from deployments.weights.staging.cpu_exchange import Exchange
-from deployments.weights.staging.reports import LoadPlanSummary
+from deployments.weights.staging.worker_reports import LoadPlanSummary
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest_definition import Findings
 

@@ -32,8 +32,8 @@ from deployments.weights.staging.load_plan import LoadPlans
 from deployments.weights.staging.model_state.derived import Derived
 from deployments.weights.staging.model_state.observation import pair
 from deployments.weights.staging.nan_poison import NanPoison
-from deployments.weights.staging.reports import LoadPlanSummary
 from deployments.weights.staging.shadow_model import build_shadow, check_memory, check_support
+from deployments.weights.staging.worker_reports import LoadPlanSummary
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest import warm_up

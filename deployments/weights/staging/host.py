@@ -19,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from deployments.weights.staging.base import Staging, Tensors, check_draft
-from deployments.weights.staging.reports import LoadPlanSummary
+from deployments.weights.staging.worker_reports import LoadPlanSummary
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest_definition import Findings

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.protocol.errors import TransferFailed
-from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
 from deployments.weights.transports.rendezvous import RendezvousInfo
 from deployments.weights.transports.sender import OnePayloadSender

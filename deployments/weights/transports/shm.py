@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.host.shared_memory import Segment, SegmentPool, open_locked, remove_orphans
-from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.sender import WeightSender
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, layout, packed_chunk

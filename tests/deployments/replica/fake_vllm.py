@@ -7,7 +7,7 @@ from deployments.protocol.operations import SleepTag
 from deployments.protocol.reports import Outcome
 from deployments.replica.engine import Engine
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN
-from deployments.weights.staging.reports import ConnectState, StagingState, to_wire
+from deployments.weights.staging.worker_reports import ConnectState, StagingState, to_wire
 
 
 class FakeLlm:

@@ -11,7 +11,7 @@ from deployments.protocol.instructions import (
 )
 from deployments.protocol.reports import Check, Outcome, StoreResult, Swapped
 from deployments.replica.adapters.reading import ReceivedAdapter
-from deployments.weights.staging.reports import ConnectState, StagingState, to_wire
+from deployments.weights.staging.worker_reports import ConnectState, StagingState, to_wire
 
 CHECKS = (Check.NAMES, Check.COMPLETE, Check.FINITE, Check.DIGESTS)
 DONE = StagingState(

@@ -14,7 +14,7 @@ from deployments.protocol.files import FilePart
 from deployments.protocol.instructions import Connect, Drop, Receive, StagingOptions, Verify
 from deployments.protocol.reports import Check, Outcome, Staged, Swapped
 from deployments.replica.staged_member import StagedMember, StagingProgress
-from deployments.weights.staging.reports import ConnectState, ProgressPage, StagingState, from_wire
+from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState, from_wire
 from tests.deployments.replica.fake_workers import CHECKS, DONE, Workers
 from tests.deployments.replica.round_instructions import COMMIT, receive
 

@@ -18,9 +18,9 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from deployments.weights.staging.cpu_shadow import CpuShadowStaging
-from deployments.weights.staging.engine import StagedWeightTransferEngine
-from deployments.weights.staging.reports import StagingState, from_wire
-from deployments.weights.staging.worker_extension import StagingWorkerExtension
+from deployments.weights.staging.staging_extension import StagingWorkerExtension
+from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
+from deployments.weights.staging.worker_reports import StagingState, from_wire
 from deployments.weights.wire.chunk_layout import ReceivedChunk, pack, packed_chunk, plan_chunks
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest

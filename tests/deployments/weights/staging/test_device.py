@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.models import random_model, write_config
-from deployments.weights.staging.reports import LoadPlanSummary, from_wire
+from deployments.weights.staging.worker_reports import LoadPlanSummary, from_wire
 
 pytestmark = [pytest.mark.gpu, pytest.mark.serve, pytest.mark.timeout(400)]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from deployments.protocol.reports import Outcome
-from deployments.weights.staging.reports import StagingState
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate, compare
+from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.wire.digest import digest, digest_tensor, digests, inspect
 from deployments.weights.wire.digest_definition import Digests, version_digest
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deployments.weights.staging import engine as engine_module
+from deployments.weights.staging import transfer_engine as engine_module
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.staging_thread import StagingThread, Throttle
 from tests.deployments.weights.staging.memory_worker import MemoryWorker, weights, write_checkpoint

@@ -10,7 +10,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 
 from deployments.replica.server_info import STAGED
 from deployments.vllm_plugin import register
-from deployments.weights.staging.engine import StagedWeightTransferEngine
+from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import (
     BACKENDS,
     DEFAULT_TIMEOUT_S,

@@ -21,8 +21,8 @@ from vllm.config import LoadConfig
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from deployments.protocol.reports import Outcome
-from deployments.weights.staging.engine import StagedWeightTransferEngine
-from deployments.weights.staging.reports import ConnectState, StagingState
+from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
+from deployments.weights.staging.worker_reports import ConnectState, StagingState
 from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest import digests

@@ -28,9 +28,9 @@ from vllm.distributed.weight_transfer.clients import _json_safe_update_payload
 from app.http.ipc_handles import refuse_or_restrict
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.staging.base import Tensors
-from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.staged_update import StagedUpdate
+from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.store.retained import RetainedVersions
 from deployments.weights.transports.gloo import _wait_abandoned, create_process_group
 from deployments.weights.transports.rendezvous import RendezvousInfo, meet

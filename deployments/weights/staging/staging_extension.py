@@ -13,9 +13,9 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 
 from deployments.protocol.files import FilePart
-from deployments.weights.staging.engine import StagedWeightTransferEngine
 from deployments.weights.staging.host import reload_refusal, replacing_all
-from deployments.weights.staging.reports import from_wire, to_wire
+from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
+from deployments.weights.staging.worker_reports import from_wire, to_wire
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
 from deployments.weights.wire.digest import digests

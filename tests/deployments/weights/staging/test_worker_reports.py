@@ -9,7 +9,7 @@ import pytest
 
 from deployments.host.shared_memory import DIRECTORY, open_mapping, remove_segment
 from deployments.protocol.reports import Check, Outcome, StoreResult
-from deployments.weights.staging.reports import (
+from deployments.weights.staging.worker_reports import (
     SLOT_BYTES,
     ConnectState,
     LoadPlanSummary,

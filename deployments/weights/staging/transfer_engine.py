@@ -33,9 +33,9 @@ from deployments.host.thread_priority import CoreShare
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.files import FilePart
 from deployments.protocol.reports import Check, Outcome
-from deployments.weights.staging.reports import ConnectState, ProgressPage, StagingState
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, Throttle, wait_for
+from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.hub import cached, copy_model_files, schema_of
 from deployments.weights.store.retained import RetainedVersions
