@@ -5,9 +5,20 @@ from collections.abc import Iterator
 from itertools import count
 
 from deployments.protocol.adapters import NO_ADAPTERS
-from deployments.protocol.engine_state import Condition
-from deployments.protocol.instructions import Body, Commit, Directive, Receive, Verify
-from deployments.protocol.reports import Acknowledgement, Outcome, Report, Staged, Swapped, Value
+from deployments.protocol.engine_state import EngineState
+from deployments.protocol.poll import (
+    Acknowledgement,
+    Body,
+    Commit,
+    Directive,
+    Outcome,
+    Receive,
+    Report,
+    Staged,
+    Swapped,
+    Value,
+    Verify,
+)
 
 DIGEST = "00"
 
@@ -19,7 +30,7 @@ class InstantMember:
     partially_updated = updates_in_place = leaving = drained = False
     draining = retained_version = loading_version = store_result = None
     adapters = NO_ADAPTERS
-    condition: Condition = ()
+    condition: EngineState = ()
 
     def __init__(self) -> None:
         self.admitted = False

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gap_figures import print_table, round_figures, tokens_between
-from deployments.protocol.instructions import KvCache
+from deployments.protocol.poll import KvCache
 
 LEAD_S = 1.2
 SPACING_S = 0.8

@@ -19,7 +19,7 @@ import uvloop
 
 from app.http.auth import Guard, Tokens, TokenSource
 from app.http.ingress import build_app
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand
 from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
 

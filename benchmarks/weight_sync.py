@@ -15,9 +15,8 @@ from typing import Any
 from pydantic import JsonValue
 
 from app.http.ipc_handles import FIELD, refuse_or_restrict
-from deployments.protocol.instructions import Body, Commit, Connect, KvCache, Receive, StagingOptions, Verify
-from deployments.protocol.operations import InFlight
-from deployments.protocol.reports import Staged
+from deployments.protocol.engine_state import InFlight
+from deployments.protocol.poll import Body, Commit, Connect, KvCache, Receive, Staged, StagingOptions, Verify
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
 
 TIMEOUT_S = 120.0

@@ -8,9 +8,17 @@ from pydantic import JsonValue, TypeAdapter
 
 from app.client.connection import Call, Reader
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import Health, History, Status, WorldSize
-from deployments.protocol.status import FleetStatus, SizeStatus
-from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
+from deployments.protocol.responses import (
+    AdapterReport,
+    FleetStatus,
+    Health,
+    History,
+    SavedCheckpoint,
+    SizeStatus,
+    Status,
+    TrainerStatus,
+    WorldSize,
+)
 from trainers.trajectory import Trajectory
 
 T = TypeVar("T")

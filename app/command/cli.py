@@ -17,7 +17,7 @@ from app.client.connection import LOCAL_URL, Call, FleetClient, FleetError, toke
 from app.client.options import Url
 from app.command import deploy as deployment
 from app.command import launch, submit
-from deployments.protocol.status import RoundStatus
+from deployments.protocol.responses import RoundStatus
 
 ASK_S = 0.3
 ANSWER_S = 10.0

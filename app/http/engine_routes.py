@@ -18,7 +18,7 @@ from app.http.requests import (
 )
 from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle
-from deployments.protocol.operations import (
+from deployments.protocol.engine_state import (
     AbortRequests,
     InFlight,
     IsPaused,

@@ -19,9 +19,16 @@ from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle
 from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.request_headers import MAX_SESSION_ID
-from deployments.protocol.responses import Health, History, Status
-from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
+from deployments.protocol.responses import (
+    Event,
+    FleetHealth,
+    FleetStatus,
+    Health,
+    History,
+    SizeStatus,
+    Status,
+)
+from deployments.protocol.routing import MAX_SESSION_ID
 from deployments.router.scrape import Scraped
 
 EVENTS_WAIT_S = 10.0

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.status import FleetStatus
+from deployments.protocol.responses import FleetStatus
 from deployments.router.scrape import Scraped
 
 SERVE = "ray_serve_"

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from deployments.protocol.operations import InFlight, SleepTag
+from deployments.protocol.engine_state import InFlight, SleepTag
 from trainers.trajectory import Trajectory
 
 

@@ -7,7 +7,7 @@ from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
+from deployments.protocol.responses import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
 from trainers.trajectory_arrays import MEDIA_TYPE
 
 

@@ -26,18 +26,18 @@ from app.http.requests import (
 from app.http.route import GuardedRoute
 from deployments.calls.publish_session import PublishSession, joined
 from deployments.calls.rpc import CallHandle
+from deployments.protocol.engine_state import WeightChecksums
 from deployments.protocol.errors import Conflict
-from deployments.protocol.operations import WeightChecksums
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.responses import (
     Checksums,
     Comparison,
+    FleetStatus,
     Message,
     NewWeightVersion,
     WeightInfo,
     WorldSize,
 )
-from deployments.protocol.status import FleetStatus
 
 PUBLISHER = "http"  # all clients of these routes, which carry no token
 # By replica: the checksums of each of its workers, by tensor name.

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from app.client import calls
 from app.client.connection import AsyncFleetClient, Call, FleetError
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.trainer_reports import AdapterReport, TrainerStatus
+from deployments.protocol.responses import AdapterReport, TrainerStatus
 from trainers.trajectory import Trajectory
 
 PUBLISH_ATTEMPTS = 3

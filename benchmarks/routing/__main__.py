@@ -21,8 +21,7 @@ from typing import Any
 from benchmarks.routing.policies import POLICIES, Ours
 from benchmarks.routing.simulation import Fleet, Outcome, Simulation
 from benchmarks.routing.trace import Shape, Text, make_trace
-from deployments.protocol.replica_info import RoutingStats
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand, RoutingStats
 from deployments.router.choice.affinity import Affinity, block_hashes
 from deployments.router.choice.request_router import FleetRequestRouter
 

@@ -13,7 +13,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Protocol
 
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand
 from deployments.router.choice.affinity import BLOCK_ENDS, Affinity, block_hashes
 from deployments.router.choice.policy import Candidate, load_of, order_candidates
 

@@ -21,7 +21,7 @@ from deployments.calls.lost_calls import answered, is_lost, once
 from deployments.calls.rpc import CallHandle
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import SlipstreamError, StalePublisher, TransferAborted
-from deployments.protocol.files import FilePart
+from deployments.protocol.poll import FilePart
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 
 CALL_TIMEOUT_S = 600.0  # the controller has shorter deadlines of its own; this is for one that hangs

@@ -29,14 +29,11 @@ from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.members import PendingCall
 from deployments.ledger.store_assignment import StoreLocation
 from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus
+from deployments.protocol.engine_state import Operation
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import Directive, JoinAnswer
-from deployments.protocol.json_values import json_only
-from deployments.protocol.operations import Operation
-from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
-from deployments.protocol.reports import Report, Unloadable
-from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
+from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Unloadable
+from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport, json_only
+from deployments.protocol.responses import Event, FleetHealth, FleetStatus, SizeStatus
 from deployments.weights.store.versions import Store
 
 BUSY_POLL_S = 0.2  # a replica that carries out an instruction polls again soon

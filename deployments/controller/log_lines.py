@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pydantic import JsonValue
 
 from deployments.host.logs import serve_logger
-from deployments.protocol.status import Event
+from deployments.protocol.responses import Event
 
 logger = serve_logger()
 

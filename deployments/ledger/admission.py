@@ -24,8 +24,7 @@ from deployments.ledger.rounds.version_state import VersionState
 from deployments.ledger.store_assignment import StoreAssignment
 from deployments.protocol.engine_state import equivalent
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.instructions import CatchUp, Directive, JoinAnswer
-from deployments.protocol.reports import Report, Unloadable
+from deployments.protocol.poll import CatchUp, Directive, JoinAnswer, Report, Unloadable
 
 
 class Admission:
@@ -137,7 +136,7 @@ class Admission:
             acknowledged=acknowledged,
             fenced=None if fence is None else fence.reason,
             may_leave=member is not None and self._may_leave(member),
-            wish=self._membership.size.wish,
+            desired=self._membership.size.desired,
         )
 
     def has_updates(self, report: Report) -> bool:
@@ -157,7 +156,7 @@ class Admission:
             state=member.state,
             last_seq=max(queued, delivered),
             may_leave=self._may_leave(member),
-            wish=self._membership.size.wish,
+            desired=self._membership.size.desired,
         )
 
     def lost(self, replica_id: str, incarnation: str, reason: str, now: float) -> None:

@@ -17,9 +17,8 @@ from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import Body, Connect, Drop
-from deployments.protocol.status import ConnectionStatus
+from deployments.protocol.poll import Body, Connect, Drop, FilePart
+from deployments.protocol.responses import ConnectionStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, TypeAdapter
 
 from deployments.protocol.adapters import AdapterCatalog
-from deployments.protocol.engine_state import Condition
-from deployments.protocol.instructions import CommitMode, KvCache
-from deployments.protocol.operations import InFlight, LastingOperation, Pause, Resume, Sleep, WakeUp
+from deployments.protocol.engine_state import (
+    EngineState,
+    InFlight,
+    LastingOperation,
+    Pause,
+    Resume,
+    Sleep,
+    WakeUp,
+)
+from deployments.protocol.poll import Check, CommitMode, KvCache, Verification
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.reports import Check, Verification
-from deployments.protocol.status import Event
+from deployments.protocol.responses import Event
 
 KEPT_FENCES = 1000
 KEPT_ROUNDS = 200
@@ -170,7 +176,7 @@ class Scaled:
     """The operator wants so many replicas; None: as many as the load needs."""
 
     wanted: int | None
-    number: int  # counts these wishes
+    number: int  # counts the changes
     kind: Literal["scaled"] = "scaled"
 
 
@@ -205,10 +211,10 @@ class Conditioned:
     kind: Literal["conditioned"] = "conditioned"
 
     @classmethod
-    def of(cls, condition: Condition) -> Self:
+    def of(cls, condition: EngineState) -> Self:
         return cls(steps=tuple(Step(operation=each.name, arguments=asdict(each)) for each in condition))
 
-    def condition(self) -> Condition:
+    def condition(self) -> EngineState:
         """The operations.
 
         Raises:

@@ -20,10 +20,8 @@ from deployments.ledger.decisions import Conditioned, DecisionLog, EventLog
 from deployments.ledger.dispatch import Dispatch, Drains, PendingDrain, still_running
 from deployments.ledger.members import Member, PendingCall, classify, join_reasons
 from deployments.ledger.membership import Membership
-from deployments.protocol.engine_state import Condition, apply, asleep, discarded, equivalent, intact, path_to
-from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavailable
-from deployments.protocol.instructions import Call
-from deployments.protocol.operations import (
+from deployments.protocol.engine_state import (
+    EngineState,
     InFlight,
     LastingOperation,
     Operation,
@@ -31,7 +29,15 @@ from deployments.protocol.operations import (
     Sleep,
     SleepTag,
     WakeUp,
+    apply,
+    asleep,
+    discarded,
+    equivalent,
+    intact,
+    path_to,
 )
+from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavailable
+from deployments.protocol.poll import Call
 
 LASTING = get_args(LastingOperation)
 
@@ -63,11 +69,11 @@ class DesiredState:
         self._decisions = decisions
         self._events = events
         self._asked: dict[PendingCall, _Asked] = {}  # in order
-        self._condition: Condition = ()
-        self._durable: Condition = ()  # what a successor would recover
+        self._condition: EngineState = ()
+        self._durable: EngineState = ()  # what a successor would recover
 
     @property
-    def condition(self) -> Condition:
+    def condition(self) -> EngineState:
         return self._condition
 
     def names(self) -> tuple[str, ...]:
@@ -147,7 +153,7 @@ class DesiredState:
         self._dispatch.forget(call)
         call.finish(error=error)
 
-    def recover(self, condition: Condition) -> None:
+    def recover(self, condition: EngineState) -> None:
         self._condition = self._durable = condition
 
     def on_weights_replaced(self) -> None:
@@ -162,7 +168,7 @@ class DesiredState:
                 {"condition": list(self.names())},
             )
 
-    def on_report(self, member: Member, reported: Condition) -> None:
+    def on_report(self, member: Member, reported: EngineState) -> None:
         """What a member says of itself counts, unless it has something to do that changes it."""
         if not member.has_queued(Call) and not equivalent(member.condition, reported):
             member.condition = reported
@@ -200,7 +206,7 @@ class DesiredState:
                 {"tags": None if tags is None else list(tags), "condition": list(self.names())},
             )
 
-    def _intended(self, *, drained: bool) -> Condition:
+    def _intended(self, *, drained: bool) -> EngineState:
         """The fleet's condition once all pending calls are done; `drained`: also those that drain first."""
         condition = self._condition
         for asked in self._asked.values():
@@ -257,5 +263,5 @@ def _at_once(operation: LastingOperation) -> LastingOperation:
     return operation
 
 
-def _after(condition: Condition, operation: Operation) -> Condition:
+def _after(condition: EngineState, operation: Operation) -> EngineState:
     return apply(condition, operation) if isinstance(operation, LASTING) else condition

@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING
 from deployments.ledger.decisions import ID_SPAN, EventLog
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import Member, OnComplete, PendingCall, QueuedInstruction, classify
-from deployments.protocol.instructions import Body, Drain, EndDrain, Instruction, drain_of_round
-from deployments.protocol.reports import Acknowledgement, Outcome
+from deployments.protocol.poll import (
+    Acknowledgement,
+    Body,
+    Drain,
+    EndDrain,
+    Instruction,
+    Outcome,
+    drain_of_round,
+)
 
 if TYPE_CHECKING:
     from deployments.ledger.membership import Membership

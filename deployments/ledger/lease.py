@@ -8,7 +8,7 @@ from deployments.ledger.rounds.staging_phase import StagingPhase
 from deployments.ledger.rounds.version_state import VersionState
 from deployments.protocol.errors import Conflict, RoundAborted, StalePublisher
 from deployments.protocol.publishing import JoinedLease, Lease
-from deployments.protocol.status import LeaseStatus
+from deployments.protocol.responses import LeaseStatus
 
 
 class LeaseDesk:

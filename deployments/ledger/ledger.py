@@ -36,13 +36,11 @@ from deployments.ledger.rounds.staging_phase import StagingPhase
 from deployments.ledger.rounds.version_state import VersionState
 from deployments.ledger.store_assignment import StoreAssignment, StoreLocation, StoreWait
 from deployments.protocol.adapters import ReceiveAdapter
+from deployments.protocol.engine_state import Disconnect, Operation, Sleep
 from deployments.protocol.errors import RoundAborted
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import Directive, JoinAnswer
-from deployments.protocol.operations import Disconnect, Operation, Sleep
+from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Unloadable
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
-from deployments.protocol.reports import Report, Unloadable
-from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
+from deployments.protocol.responses import Event, FleetHealth, FleetStatus, SizeStatus
 
 
 class Ledger:

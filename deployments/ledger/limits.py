@@ -9,24 +9,24 @@ from pydantic import BaseModel, ConfigDict, Field
 from deployments.ledger.decisions import DecisionLog, EventLog, Scaled
 from deployments.ledger.members import Member, MemberState
 from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, InvalidRequest
-from deployments.protocol.instructions import (
+from deployments.protocol.poll import (
     Body,
     Call,
     CatchUp,
     Commit,
     CommitMode,
+    DesiredReplicas,
     Drain,
     EndDrain,
     Forget,
     KvCache,
     Release,
-    Wish,
     WriteVersion,
 )
-from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import DrainFallback
-from deployments.protocol.status import SizeStatus
+from deployments.protocol.responses import SizeStatus
 
 
 class SizeLimits(BaseModel):
@@ -44,20 +44,20 @@ FIXED = SizeLimits()
 
 
 class FleetSize:
-    """How many replicas the operator wants. A wish is durable before a replica learns of it."""
+    """How many replicas the operator wants. It is durable before a replica learns of it."""
 
     def __init__(self, limits: SizeLimits, decisions: DecisionLog, events: EventLog) -> None:
         self._limits = limits
         self._decisions = decisions
         self._events = events
-        self.wish = Wish(wanted=limits.wanted)
+        self.desired = DesiredReplicas(wanted=limits.wanted)
 
     def recover(self, decision: Scaled) -> None:
-        self.wish = Wish(wanted=decision.wanted, number=decision.number)
+        self.desired = DesiredReplicas(wanted=decision.wanted, number=decision.number)
 
     def needed(self, min_replicas: int) -> int:
         """Participants that a round needs: `min_replicas`, but never more than the fleet is meant to have."""
-        limits, wanted = self._limits, self.wish.wanted
+        limits, wanted = self._limits, self.desired.wanted
         if limits.fixed is not None:
             return min_replicas
         return min(min_replicas, limits.least if wanted is None else wanted)
@@ -86,8 +86,8 @@ class FleetSize:
                 f"replicas: expected at most {room}, which is what the cluster's GPUs hold, got {wanted}",
                 {"room": room, "actual": wanted},
             )
-        self.wish = Wish(wanted=wanted, number=self.wish.number + 1)
-        self._decisions.append(Scaled(wanted=wanted, number=self.wish.number))
+        self.desired = DesiredReplicas(wanted=wanted, number=self.desired.number + 1)
+        self._decisions.append(Scaled(wanted=wanted, number=self.desired.number))
         self._events.record("scale", now, wanted=wanted)
         return self.status(members)
 
@@ -96,7 +96,7 @@ class FleetSize:
         leaving = sum(each.leaving for each in members if each.alive)
         running = sum(each.state is MemberState.SERVING and not each.leaving for each in members)
         joining = sum(each.state is MemberState.JOINING and not each.leaving for each in members)
-        limits, wanted = self._limits, self.wish.wanted
+        limits, wanted = self._limits, self.desired.wanted
         missing = 0 if wanted is None else wanted - running - joining
         problem = f"{missing} of {wanted} replicas have not registered yet: they start, or wait for free GPUs"
         return SizeStatus(

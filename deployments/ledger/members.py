@@ -9,11 +9,18 @@ from enum import StrEnum
 from typing import Any
 
 from deployments.protocol.adapters import NO_ADAPTERS, AdapterState
-from deployments.protocol.engine_state import Condition
+from deployments.protocol.engine_state import EngineState
 from deployments.protocol.errors import SlipstreamError
-from deployments.protocol.instructions import Body, CatchUp, Instruction, Wish
-from deployments.protocol.reports import Acknowledgement, Draining, Outcome
-from deployments.protocol.status import MemberStatus
+from deployments.protocol.poll import (
+    Acknowledgement,
+    Body,
+    CatchUp,
+    DesiredReplicas,
+    Draining,
+    Instruction,
+    Outcome,
+)
+from deployments.protocol.responses import MemberStatus
 
 FIRST_PATIENCE_S = 1.0
 
@@ -33,7 +40,7 @@ class Delivered:
     state: MemberState
     last_seq: int  # of the newest instruction
     may_leave: bool
-    wish: Wish
+    desired: DesiredReplicas
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -50,7 +57,7 @@ class Member:
     queue: list["QueuedInstruction"] = field(default_factory=list)  # in order, not acknowledged yet
     delivered: Delivered | None = None
     was_serving: bool = False  # before the controller restarted
-    condition: Condition = ()  # paused or asleep, see `deployments.protocol.engine_state`
+    condition: EngineState = ()  # paused or asleep, see `deployments.protocol.engine_state`
     retained_version: int | None = None  # its tensors wait there for the store
     loading_version: int | None = None  # as it reports: also what an earlier controller told it to load
     patience_s: float = FIRST_PATIENCE_S  # how long it waits for a round before it loads from the store

@@ -16,7 +16,7 @@ from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.limits import FleetSize, LedgerConfig, SizeLimits
 from deployments.ledger.members import Member, MemberState, Verdict
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.reports import Report
+from deployments.protocol.poll import Report
 
 MAX_FAILED_TRANSFERS = 3
 

@@ -18,9 +18,8 @@ from deployments.ledger.members import Member, MemberState, PendingCall, classif
 from deployments.ledger.membership import Membership
 from deployments.ledger.rounds.version_state import VersionState
 from deployments.protocol.errors import InvalidRequest
-from deployments.protocol.instructions import Forget, WriteVersion
+from deployments.protocol.poll import Forget, Report, StoreResult, WriteVersion
 from deployments.protocol.publishing import RoundOptions
-from deployments.protocol.reports import Report, StoreResult
 
 RETRY_S = 30.0
 

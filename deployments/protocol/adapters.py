@@ -1,4 +1,4 @@
-"""Adapters as versions: what an adapter is, which ones there are, and what a replica has of them."""
+"""Adapters as versions: identity, catalog, instructions, status."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,41 +9,41 @@ from pydantic import JsonValue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """One version of an adapter. Nothing of it ever changes."""
+    """One immutable version of an adapter."""
 
     name: str
-    version: int  # of this name; never given twice
-    adapter_id: int  # vLLM's `lora_int_id`; never given twice by a fleet
+    version: int  # counts versions of this name; never reused
+    adapter_id: int  # vLLM's `lora_int_id`; never reused by a fleet
     path: str  # the fleet's own copy of its files
-    digest: str  # of its files
+    digest: str  # over its files
     size_bytes: int
     is_3d: bool = False  # vLLM's `is_3d_lora_weight`
-    load_id: str = ""  # its caller's name for the load
+    load_id: str = ""  # the caller's id of the load
 
     @property
     def full_name(self) -> str:
-        """What the engine, and an answer, call it."""
+        """Its name in the engine and in responses."""
         return f"{self.name}@{self.version}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCatalog:
-    """The adapters of a fleet, as they are durable."""
+    """The durable adapters of a fleet."""
 
     live: Sequence[Adapter] = ()  # oldest first: requests may name them
-    retired: Sequence[Adapter] = ()  # no request begins with them; a replica may still have them
+    retired: Sequence[Adapter] = ()  # closed to new requests; a replica may still hold them
     last_id: int = 0
-    last_versions: Mapping[str, int] = field(default_factory=dict)  # of the names used last, oldest first
-    floor: int = 0  # no name that is not remembered has had a greater version
+    last_versions: Mapping[str, int] = field(default_factory=dict)  # recently used names, oldest first
+    floor: int = 0  # a forgotten name has had no greater version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    """What a replica says of its adapters in each report, by `adapter_id`."""
+    """A replica's adapters in each report, by `adapter_id`."""
 
     held: Sequence[int] = ()  # its engine can use them
     live: Sequence[int] = ()  # requests may name them
-    received: Sequence[int] = ()  # of those it holds, loaded from what a transport brought
+    received: Sequence[int] = ()  # the part of `held` that a transport brought
 
 
 NO_ADAPTERS = AdapterState()
@@ -53,7 +53,7 @@ NO_ADAPTERS = AdapterState()
 class LoadedAdapter:
     """How long one replica took to load a version."""
 
-    read_s: float  # to check its files and to have the workers read them, while the engine decodes
+    read_s: float  # checking its files and reading them in the workers, while the engine decodes
     add_s: float  # vLLM's `add_lora`, between two decoding steps
 
 
@@ -61,7 +61,7 @@ class LoadedAdapter:
 class ReceiveAdapter:
     """Receive an adapter's two files over the publisher's connection, for the load with this `load_id`.
 
-    Rejected, or failed: the load reads the fleet's copy.
+    If it is rejected or fails, the load reads the fleet's copy.
     """
 
     name: ClassVar[str] = "receive_adapter"
@@ -73,7 +73,7 @@ class ReceiveAdapter:
 class LoadAdapter:
     """Load it into the engine; no request may name it yet. Acknowledged with `LoadedAdapter`.
 
-    Rejected: the files are not what is expected.
+    Rejected if the files are not the expected ones.
     """
 
     name: ClassVar[str] = "load_adapter"
@@ -82,9 +82,9 @@ class LoadAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAdapters:
-    """Requests may name exactly these from now on; all of them are loaded.
+    """From now on requests may name exactly these, which are all loaded.
 
-    One that was live and is not among them is unloaded once the requests that began with it have ended.
+    A live one that is missing here is unloaded once the requests that started with it have ended.
     """
 
     name: ClassVar[str] = "set_adapters"
@@ -93,7 +93,7 @@ class SetAdapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropAdapter:
-    """Unload one that never became live here, or that no ledger knows."""
+    """Unload one that never became live here, or that the ledger does not know."""
 
     name: ClassVar[str] = "drop_adapter"
     adapter_id: int
@@ -110,11 +110,11 @@ class AdapterFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterTimings:
-    """How long the parts of a load took, in seconds; None: not over."""
+    """Seconds of each part of a load; None: not finished."""
 
-    copy_s: float | None  # the files into the fleet's store, waiting for them included
-    sync_s: float | None  # then: until the copy is durable
-    load_s: float | None  # beside that: until all replicas hold it
+    copy_s: float | None  # copying the files into the fleet's store, waiting for them included
+    sync_s: float | None  # then until the copy is durable
+    load_s: float | None  # beside the sync: until all replicas hold it
     total_s: float | None  # from the call until requests may name it everywhere
     replicas: Mapping[str, LoadedAdapter]  # each one's part of `load_s`
 
@@ -129,6 +129,6 @@ class AdapterStatus:
     path: str
     digest: str
     size_bytes: int
-    replicas: Sequence[str]  # that have it
-    received: Sequence[str] = ()  # of these, which loaded what a transport brought; others the fleet's copy
+    replicas: Sequence[str]  # the holders
+    received: Sequence[str] = ()  # holders that loaded what a transport brought, not the fleet's copy
     timings: AdapterTimings | None = None  # None: an earlier controller loaded it

@@ -1,43 +1,131 @@
-"""The condition of an engine or a fleet: paused or not, which parts sleep, whether the weights are intact.
+"""vLLM's RL operations, and the engine state that they lead to: paused, asleep, weights intact.
 
-A condition is the shortest sequence of lasting operations that leads a fresh engine there, so a replica that
-joins later reaches it by carrying them out in order.
+A state is the shortest sequence of lasting operations that leads a fresh engine there, so a replica that
+joins later reaches it by running them in order.
 
     sleep(level=2) ─► wake_up(weights) ─► a committed round ─► wake_up(kv_cache)
            weights discarded                weights intact: the sleep counts as level 1 from here on
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
-
-from deployments.protocol.operations import LastingOperation, Pause, Resume, Sleep, SleepTag, WakeUp
-
-Condition = tuple[LastingOperation, ...]
-
-MEMORY_TAGS = frozenset({SleepTag.WEIGHTS, SleepTag.KV_CACHE})  # what a sleep at level 1 or 2 gives back
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import ClassVar
 
 
-def apply(condition: Condition, operation: LastingOperation) -> Condition:
-    """The condition after an operation."""
+class InFlight(StrEnum):
+    """What a pause of the scheduler does with running requests; vLLM's pause modes."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class SleepTag(StrEnum):
+    """The parts of an engine that sleep and wake; vLLM's tags."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    SCHEDULING = "scheduling"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    name: ClassVar[str] = "pause"
+    mode: InFlight = InFlight.ABORT
+    clear_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    name: ClassVar[str] = "resume"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsPaused:
+    name: ClassVar[str] = "is_paused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sleep:
+    """Level 0 only stops scheduling, 1 moves the weights to host memory, 2 discards them."""
+
+    name: ClassVar[str] = "sleep"
+    level: int = 1
+    mode: InFlight = InFlight.ABORT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeUp:
+    """`tags` None wakes everything."""
+
+    name: ClassVar[str] = "wake_up"
+    tags: tuple[SleepTag, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IsSleeping:
+    name: ClassVar[str] = "is_sleeping"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetPrefixCache:
+    name: ClassVar[str] = "reset_prefix_cache"
+    reset_running_requests: bool = False
+    reset_connector: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortRequests:
+    """`request_ids` empty or None aborts all requests."""
+
+    name: ClassVar[str] = "abort_requests"
+    request_ids: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightChecksums:
+    """The checksums of vLLM's `/weight_checker`."""
+
+    name: ClassVar[str] = "weight_checker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnect:
+    """vLLM's `shutdown_weight_transfer_engine`."""
+
+    name: ClassVar[str] = "disconnect"
+
+
+LastingOperation = Pause | Resume | Sleep | WakeUp  # their effect outlasts the call
+Operation = (
+    LastingOperation | IsPaused | IsSleeping | ResetPrefixCache | AbortRequests | WeightChecksums | Disconnect
+)
+EngineState = tuple[LastingOperation, ...]
+
+MEMORY_TAGS = frozenset({SleepTag.WEIGHTS, SleepTag.KV_CACHE})  # what sleep levels 1 and 2 free
+
+
+def apply(state: EngineState, operation: LastingOperation) -> EngineState:
+    """The state after an operation."""
     match operation:
         case Pause():
-            return (*_without(condition, Pause), operation)
+            return (*_without(state, Pause), operation)
         case Resume():
-            return _without(condition, Pause)
+            return _without(state, Pause)
         case Sleep():
-            if operation.level == 0 and asleep(condition):
-                return condition  # memory that sleeps stays asleep
-            if discarded(condition):  # and weights that are gone stay gone at any level
+            if operation.level == 0 and asleep(state):
+                return state  # memory that sleeps stays asleep
+            if discarded(state):  # discarded weights stay discarded at any level
                 operation = replace(operation, level=2)
-            return (*_without(condition, Sleep, WakeUp), operation)
+            return (*_without(state, Sleep, WakeUp), operation)
         case WakeUp():
-            longer = (*condition, operation)
-            # vLLM resumes the scheduler with the last part that wakes, whoever paused it.
+            longer = (*state, operation)
+            # vLLM resumes the scheduler when the last part wakes, even if a user paused it.
             return longer if asleep(longer) else _without(longer, Pause, Sleep, WakeUp)
 
 
-def path_to(wanted: Condition, current: Condition) -> Condition:
-    """The operations that lead from the current condition to the wanted one."""
+def path_to(wanted: EngineState, current: EngineState) -> EngineState:
+    """The operations that lead from the current state to the wanted one."""
     if wanted[: len(current)] == current:
         return wanted[len(current) :]
     wake = (WakeUp(),) if asleep(current) else ()
@@ -45,20 +133,20 @@ def path_to(wanted: Condition, current: Condition) -> Condition:
     return (*wake, *resume, *wanted)
 
 
-def equivalent(one: Condition, other: Condition) -> bool:
-    """Whether an engine computes in the one what it computes in the other, with weights that are intact."""
+def equivalent(one: EngineState, other: EngineState) -> bool:
+    """Whether both states compute the same, given intact weights."""
     return one == other or (is_paused(one) == is_paused(other) and asleep(one) == asleep(other))
 
 
-def is_paused(condition: Condition) -> bool:
-    """Whether a user paused it."""
-    return any(isinstance(operation, Pause) for operation in condition)
+def is_paused(state: EngineState) -> bool:
+    """Whether a user paused the engine."""
+    return any(isinstance(operation, Pause) for operation in state)
 
 
-def asleep(condition: Condition) -> frozenset[SleepTag]:
+def asleep(state: EngineState) -> frozenset[SleepTag]:
     """The parts that sleep: weights, KV cache, or at level 0 only the scheduling."""
     tags: frozenset[SleepTag] = frozenset()
-    for operation in condition:
+    for operation in state:
         match operation:
             case Sleep(level=0):
                 tags = frozenset({SleepTag.SCHEDULING})
@@ -73,17 +161,17 @@ def asleep(condition: Condition) -> frozenset[SleepTag]:
     return tags
 
 
-def discarded(condition: Condition) -> bool:
+def discarded(state: EngineState) -> bool:
     """Whether the weights were discarded and no round has replaced them."""
-    return any(isinstance(operation, Sleep) and operation.level > 1 for operation in condition)
+    return any(isinstance(operation, Sleep) and operation.level > 1 for operation in state)
 
 
-def intact(condition: Condition) -> Condition:
-    """The same condition after a round replaced discarded weights."""
+def intact(state: EngineState) -> EngineState:
+    """The state after a round replaced discarded weights."""
     return tuple(
-        replace(each, level=1) if isinstance(each, Sleep) and each.level > 1 else each for each in condition
+        replace(each, level=1) if isinstance(each, Sleep) and each.level > 1 else each for each in state
     )
 
 
-def _without(condition: Iterable[LastingOperation], *kinds: type[LastingOperation]) -> Condition:
-    return tuple(operation for operation in condition if not isinstance(operation, kinds))
+def _without(state: EngineState, *kinds: type[LastingOperation]) -> EngineState:
+    return tuple(operation for operation in state if not isinstance(operation, kinds))

@@ -4,40 +4,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from deployments.protocol.instructions import CommitMode, KvCache
-from deployments.protocol.operations import InFlight
-from deployments.protocol.reports import Check, Verification
+from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
+
+from deployments.protocol.engine_state import InFlight
+from deployments.protocol.errors import InvalidRequest
+from deployments.protocol.poll import Check, CommitMode, KvCache, Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     publisher: str
-    token: int  # fencing token: a call with an older one is refused
+    token: int  # fencing token: calls with an older one are refused
     duration_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedLease:
-    """What a publisher whose calls carry no token needs for one of them."""
+    """What one call of a publisher needs whose calls carry no token."""
 
     lease: Lease
     round_id: int | None  # the open round
-    remaining_s: float  # of the lease
+    remaining_s: float  # until the lease expires
 
 
 class DrainFallback(StrEnum):
-    """What becomes of a round with `in_flight: wait` while requests still run after `drain_timeout_s`."""
+    """What happens to a round with `in_flight: wait` while requests still run after `drain_timeout_s`."""
 
-    ABORT = "abort"  # the fleet keeps its version, and the publisher is told why
+    ABORT = "abort"  # the fleet keeps its version
     KEEP = "keep"  # it is committed as with `in_flight: keep`, and its report says so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOptions:
-    """None means what the fleet was configured with.
+    """None means the fleet's configuration.
 
-    `persist`: a replica writes the version to the store after the commit, because its publisher will not.
-    `file_bytes`: the payloads are `FilePart`s, of so many bytes in all; such a round needs no connection.
+    Attributes:
+        persist: a replica writes the version to the store after the commit, because its publisher will not.
+        file_bytes: the payloads are `FilePart`s of this total size; such a round needs no connection.
     """
 
     commit: CommitMode | None = None
@@ -70,12 +73,32 @@ class RoundReport:
     reason: str  # why it aborted, else empty
     duration_s: float
     verification: Verification = Verification.NONE
-    checks: tuple[Check, ...] = ()  # that every replica has made before the commit
-    digest: str | None = None  # of all tensors by checkpoint name; None: not computed (vLLM's own engines)
+    checks: tuple[Check, ...] = ()  # made by every replica before the commit
+    digest: str | None = None  # over all tensors by checkpoint name; None: vLLM's own engines, not computed
     replicas: Mapping[str, ReplicaTimings] = field(
         default_factory=dict
     )  # empty in a large fleet's older ones
-    # Replica -> requests that still ran there when `drain_timeout_s` was over (-1: it could not say), with
-    # `in_flight: wait`. If the round is committed they went on as with `keep`.
+    # With `in_flight: wait`: replica -> requests that outlasted `drain_timeout_s` (-1: unknown). If the round
+    # is committed they continued as with `keep`.
     not_drained: Mapping[str, int] = field(default_factory=dict)
     fenced: Mapping[str, str] = field(default_factory=dict)  # replica -> why it was left behind
+
+
+_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue, config=ConfigDict(ser_json_inf_nan="constants"))
+_JSON_KINDS = ("list", "dict", "str", "int", "float", "bool", "none")  # pydantic's names of union members
+
+
+def json_only(value: object, name: str) -> JsonValue:
+    """The value itself, if it consists of JSON types: no message carries a tensor.
+
+    Raises:
+        InvalidRequest: a tensor, bytes or another object is inside; names the first one's place.
+    """
+    try:
+        return _JSON.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join([name, *(str(part) for part in first["loc"] if part not in _JSON_KINDS)])
+        raise InvalidRequest(
+            f"{path}: expected JSON types only (no tensors, no bytes), got {type(first['input']).__name__}"
+        ) from None

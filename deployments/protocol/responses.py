@@ -1,8 +1,10 @@
-"""What our own routes answer, beside the messages of `deployments.protocol`; clients read the same types."""
+"""The JSON bodies of our own HTTP routes; clients read the same types."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import JsonValue
 
 from deployments.protocol.adapters import AdapterStatus
 from deployments.protocol.publishing import RoundReport
@@ -11,15 +13,18 @@ from deployments.protocol.publishing import RoundReport
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorDetails:
     type: str  # for a program, see `deployments.protocol.errors`
-    message: str  # for a person: what was expected and what was given
+    message: str  # for a person
     detail: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBody:
-    """The body of every answer that is not a success."""
+    """The body of every response that is not a success."""
 
     error: ErrorDetails
+
+
+# -- /health, /fleet -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +33,96 @@ class Health:
 
     status: str  # ok | starting
     serving: int  # replicas
-    members: int  # replicas, whatever their state
+    members: int  # replicas in any state
     weight_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    replica_id: str
+    incarnation: str
+    state: str  # returning | joining | serving | leaving | fenced
+    admitted: bool
+    version: int
+    world_size: int
+    silent_s: float  # since its last poll
+    pending: Sequence[str]  # unacknowledged instructions
+    reason: str  # why it is fenced
+    draining: bool = False  # starts no request and lets running ones finish
+    running: int | None = None  # requests that still run while it drains
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundStatus:
+    round_id: int
+    version: int
+    label: str | None
+    phase: str
+    age_s: float
+    participants: Sequence[str]  # replica ids
+    file_bytes: int | None = None  # size of the files that the version is read from; None: it is sent
+    sent_bytes: int = 0  # the part of them that replicas were told to read so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseStatus:
+    """Without the token, which only the holder may know."""
+
+    publisher: str
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionStatus:
+    connection_id: int
+    publisher: str
+    collective: bool
+    epoch: int
+    replicas: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeStatus:
+    """How many replicas there are, and how many there should be."""
+
+    wanted: int | None  # None: as many as the load needs, between `least` and `most`
+    least: int
+    most: int
+    running: int  # serving
+    joining: int  # alive and not serving yet
+    leaving: int  # finishing their requests
+    problem: str | None  # why there are fewer than wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    """The body of `/fleet`."""
+
+    fleet_id: str  # identifies the state directory; in the manifests of its versions
+    committed_version: int
+    label: str | None
+    stored_version: int | None
+    epoch: int
+    ready: bool  # at least `min_replicas` serve
+    min_replicas: int
+    size: SizeStatus
+    workers: int  # TP x PP x DP workers of all live replicas
+    members: Sequence[MemberStatus]
+    round: RoundStatus | None
+    lease: LeaseStatus | None
+    connection: ConnectionStatus | None
+    store_problem: str | None  # why the committed version will not get into the store
+    condition: Sequence[str]  # the operations that lead a fresh engine to the fleet's engine state
+    rounds_ended: Mapping[str, int] = field(default_factory=dict)  # by outcome, since the first start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetHealth:
+    """The controller's part of `/health`; its size does not depend on the fleet's."""
+
+    serving: int  # replicas
+    members: int  # replicas in any state
+    committed_version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +134,21 @@ class History:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterList:
-    """The versions of adapters: retired, live, and being loaded; each of them oldest first."""
+    """Retired, live and loading versions of adapters; each group oldest first."""
 
     adapters: Sequence[AdapterStatus]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    event_id: int
+    name: str
+    at: float  # seconds: the controller's clock inside it, since the epoch outside
+    fields: Mapping[str, JsonValue]
+
+    def body(self) -> dict[str, JsonValue]:
+        """The event as `/fleet/events` sends it."""
+        return {"id": self.event_id, "event": self.name, "at": self.at, **self.fields}
 
 
 # -- vLLM's RL routes: the names are vLLM 0.32's ---------------------------------------------------
@@ -73,7 +178,7 @@ class FellAsleep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WokeUp:
     status: str  # awake: all memory of every replica; else sleeping
-    tags: Sequence[str] | None  # as they were asked for
+    tags: Sequence[str] | None  # as requested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,4 +221,56 @@ class Checksums:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     match: bool
-    mismatches: Sequence[str]  # names of tensors
+    mismatches: Sequence[str]  # tensor names
+
+
+# -- /train ----------------------------------------------------------------------------------------
+
+StepMetrics = Mapping[str, float | int | bool | None]  # one optimizer step; None: not a finite number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint directory that `save` wrote on the trainer's host."""
+
+    path: str
+    step: int  # optimizer steps done
+    save_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterReport:
+    """An adapter that `publish` made live on every replica."""
+
+    name: str  # requests name it so, or as NAME@VERSION
+    version: int  # counts versions of this name
+    label: str | None
+    step: int  # its optimizer steps
+    base_version: int  # the weights that it was trained on
+    digest: str  # over its files
+    size_bytes: int
+    write_s: float  # until its files were written, beside the transfer
+    duration_s: float  # the whole call
+    transfer_s: float | None = None  # to the replicas' memory; None: they read the fleet's copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStatus:
+    """What the trainer is doing, and what it has done."""
+
+    step: int  # optimizer steps done
+    version: int  # the newest that it published or resumed from; an adapter's base
+    doing: str | None  # step | publish | rollback | save
+    doing_s: float
+    strategy: str
+    world_size: int  # trainer ranks
+    transport: str
+    parameters: int  # elements over all ranks; only the adapter's if it trains one
+    last_step: StepMetrics  # empty before the first step
+    last_round: RoundReport | None
+    stored_version: int | None  # the newest that it wrote to the store
+    store_problem: str | None  # why the version written last is not in the store
+    untrained: tuple[str, ...] = ()  # checkpoint tensors that replicas keep as loaded, in words
+    adapter: str | None = None  # the adapter that it trains; None: it trains all weights
+    adapter_version: int = 0  # the newest that it published or resumed from; 0: none
+    last_adapter: AdapterReport | None = None

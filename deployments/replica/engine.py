@@ -18,10 +18,20 @@ from vllm.utils.system_utils import kill_process_tree
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.host.logs import kept_log_file, serve_logger
-from deployments.protocol.engine_state import MEMORY_TAGS, Condition, apply, asleep, is_paused
-from deployments.protocol.instructions import Commit, KvCache, drain_of_round
-from deployments.protocol.operations import InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
-from deployments.protocol.reports import Draining, Swapped
+from deployments.protocol.engine_state import (
+    MEMORY_TAGS,
+    EngineState,
+    InFlight,
+    Pause,
+    Resume,
+    Sleep,
+    SleepTag,
+    WakeUp,
+    apply,
+    asleep,
+    is_paused,
+)
+from deployments.protocol.poll import Commit, Draining, KvCache, Swapped, drain_of_round
 from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES, RUNNING
 from deployments.replica.recording_llm import RecordingLLM, new_llm
@@ -111,7 +121,7 @@ class Engine:
         self.app = app
         self.version = version
         self.staging_share = 1.0
-        self.condition: Condition = ()  # what users did to it: paused, asleep
+        self.condition: EngineState = ()  # what users did to it: paused, asleep
         self.held = False  # stays paused until `release`, whatever users ask for meanwhile
         self._drain = EngineDrain(self._ask_cores)
         models = getattr(app.state, "openai_serving_models", None)

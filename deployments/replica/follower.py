@@ -21,20 +21,25 @@ from typing import Any, Protocol
 
 from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import AdapterState, ReceiveAdapter
-from deployments.protocol.engine_state import Condition
+from deployments.protocol.engine_state import EngineState
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.instructions import (
+from deployments.protocol.poll import (
+    Acknowledgement,
     Body,
     CatchUp,
     Commit,
     Connect,
     Directive,
+    Draining,
     Drop,
     Instruction,
+    Outcome,
     Receive,
+    Report,
+    StoreResult,
+    Value,
     Verify,
 )
-from deployments.protocol.reports import Acknowledgement, Draining, Outcome, Report, StoreResult, Value
 
 
 class MemberProtocol(Protocol):
@@ -64,7 +69,7 @@ class MemberProtocol(Protocol):
     def adapters(self) -> AdapterState: ...
 
     @property
-    def condition(self) -> Condition:
+    def condition(self) -> EngineState:
         """Paused or asleep."""
 
     @property

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from deployments.protocol.errors import Conflict, ReplicaUnavailable
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand
 from deployments.replica.follower import Follower
 
 if TYPE_CHECKING:  # it loads vLLM

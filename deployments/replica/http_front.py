@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Send
 
 from deployments.protocol.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import require_passed
-from deployments.protocol.request_headers import (
+from deployments.protocol.routing import (
     KEY_HEADER,
     LOST,
     NOT_BEGUN,

@@ -8,28 +8,11 @@ from pydantic import JsonValue
 
 from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
-from deployments.protocol.engine_state import MEMORY_TAGS, Condition
-from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.instructions import (
-    Body,
-    Call,
-    CatchUp,
-    Commit,
-    Connect,
-    Directive,
-    Drain,
-    Drop,
-    EndDrain,
-    Forget,
-    Receive,
-    Release,
-    Verify,
-    Wish,
-    WriteVersion,
-)
-from deployments.protocol.operations import (
+from deployments.protocol.engine_state import (
+    MEMORY_TAGS,
     AbortRequests,
     Disconnect,
+    EngineState,
     IsPaused,
     IsSleeping,
     Operation,
@@ -41,7 +24,29 @@ from deployments.protocol.operations import (
     WakeUp,
     WeightChecksums,
 )
-from deployments.protocol.reports import Draining, Staged, StoreResult, Swapped, Value
+from deployments.protocol.errors import PayloadRejected
+from deployments.protocol.poll import (
+    Body,
+    Call,
+    CatchUp,
+    Commit,
+    Connect,
+    DesiredReplicas,
+    Directive,
+    Drain,
+    Draining,
+    Drop,
+    EndDrain,
+    Forget,
+    Receive,
+    Release,
+    Staged,
+    StoreResult,
+    Swapped,
+    Value,
+    Verify,
+    WriteVersion,
+)
 from deployments.replica.engine import Engine
 from deployments.weights.store.integrity import check_files
 
@@ -117,7 +122,7 @@ class EngineMember(ABC):
         self.admitted = False
         self.fenced: str | None = None
         self.leaving = self.drained = self.may_leave = False
-        self.wish = Wish()
+        self.desired = DesiredReplicas()
         self.changed = asyncio.Condition()  # notified when admission or the version may have changed
 
     @property
@@ -129,7 +134,7 @@ class EngineMember(ABC):
         return self._engine.draining
 
     @property
-    def condition(self) -> Condition:
+    def condition(self) -> EngineState:
         return self._engine.condition
 
     @property
@@ -153,7 +158,7 @@ class EngineMember(ABC):
 
     def on_directive(self, directive: Directive) -> None:
         self.fenced = directive.fenced
-        self.may_leave, self.wish = directive.may_leave, directive.wish
+        self.may_leave, self.desired = directive.may_leave, directive.desired
         self.admitted = directive.admitted and directive.fenced is None
 
     async def fence(self, reason: str) -> None:

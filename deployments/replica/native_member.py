@@ -21,25 +21,28 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
+from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import (
+from deployments.protocol.poll import (
     Body,
     CatchUp,
+    Check,
     Commit,
     Connect,
     Drop,
+    FilePart,
     Forget,
     KvCache,
     Receive,
     Release,
+    Staged,
     StagingOptions,
+    Swapped,
+    Value,
     Verify,
     WriteVersion,
     drain_of_round,
 )
-from deployments.protocol.operations import InFlight
-from deployments.protocol.reports import Check, Staged, Swapped, Value
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
 from deployments.replica.server_arguments import EngineSpec

@@ -25,9 +25,8 @@ from deployments.host.fork_server.use import warn_if_not_forked
 from deployments.host.freed_memory import keeping_freed_memory
 from deployments.host.logs import serve_logger
 from deployments.host.parent_death import disown_engine, own_engine
-from deployments.protocol.instructions import JoinAnswer
-from deployments.protocol.replica_info import ReplicaEndpoint, RoutingStats
-from deployments.protocol.reports import Unloadable
+from deployments.protocol.poll import JoinAnswer, Unloadable
+from deployments.protocol.routing import ReplicaEndpoint, RoutingStats
 from deployments.replica.engine import Engine
 from deployments.replica.farewell import Farewell
 from deployments.replica.follower import Follower
@@ -161,15 +160,15 @@ class Replica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve sends to `FleetScaling` periodically."""
-        load, wish = self._load.load, self._member.wish
+        load, desired = self._load.load, self._member.desired
         stats = ScalingStats(
             running=load.running,
             waiting=load.waiting,
             places=load.places,
             kv_use=load.kv_use,
             halted=float(not self._engine.may_resume),
-            wanted=float(wish.wanted or 0),
-            wish=float(wish.number),
+            wanted=float(desired.wanted or 0),
+            wanted_number=float(desired.number),
         )
         return asdict(stats)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from deployments.protocol.request_headers import Part
+from deployments.protocol.routing import Part
 
 # Log-probabilities of `/inference/v1/generate` name their tokens as vLLM 0.32 does, and as it did before.
 #

@@ -8,20 +8,24 @@ from pydantic import JsonValue
 
 from deployments.host.shared_memory import remove_segment
 from deployments.protocol.adapters import ReceiveAdapter
+from deployments.protocol.engine_state import Disconnect
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import (
+from deployments.protocol.poll import (
     Call,
+    Check,
     Commit,
     Connect,
     Drop,
+    FilePart,
     Forget,
+    Outcome,
     Receive,
+    Staged,
+    StoreResult,
+    Swapped,
     Verify,
     WriteVersion,
 )
-from deployments.protocol.operations import Disconnect
-from deployments.protocol.reports import Check, Outcome, Staged, StoreResult, Swapped
 from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
 from deployments.weights.staging.worker_reports import (

@@ -19,13 +19,13 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import DeadlyRequest, FleetUnavailable
-from deployments.protocol.replica_info import ReplicaEndpoint
-from deployments.protocol.request_headers import (
+from deployments.protocol.routing import (
     KEY_HEADER,
     LOST,
     REFUSED_HEADER,
     ROUTER_HEADER,
     Demand,
+    ReplicaEndpoint,
     router_header,
 )
 from deployments.router.choice.chooser import Chooser

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import keeps_state, route_path
-from deployments.protocol.request_headers import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
+from deployments.protocol.routing import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
 from deployments.router.body import BodyReader, Question, check_headers, read_body
 from deployments.router.choice.affinity import block_hashes
 from deployments.router.connections import PROBE_TIMEOUT_S, SILENCE_S

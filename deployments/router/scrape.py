@@ -12,8 +12,7 @@ from typing import Any
 import aiohttp
 import ray
 
-from deployments.protocol.replica_info import ReplicaEndpoint
-from deployments.protocol.request_headers import KEY_HEADER
+from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
 
 PATH = "/metrics"
 TIMEOUT_S = 3.0  # of all together; Prometheus itself gives up after ten seconds

@@ -28,7 +28,7 @@ class ScalingStats:
     kv_use: float  # share of the KV cache's blocks in use, 0 to 1
     halted: float = 0.0  # 1: paused or asleep, so that its load says nothing
     wanted: float = 0.0  # replicas that the operator wants; 0: as many as the load needs
-    wish: float = 0.0  # number of that wish: a later one has a higher number
+    wanted_number: float = 0.0  # increases with every change of `wanted`
 
     @property
     def demand(self) -> float:
@@ -78,7 +78,7 @@ class FleetScaling:
         """
         if not reports:
             return target, dict(state)
-        wanted = int(max(reports, key=lambda each: each.wish).wanted)
+        wanted = int(max(reports, key=lambda each: each.wanted_number).wanted)
         if wanted:
             return self._bounded(wanted), {}
         if any(each.halted for each in reports):

@@ -7,7 +7,7 @@ from deployments.calls.lost_calls import REPEAT_S, RESTART_WAIT_S, answered
 from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import CallHandle, run_sync
 from deployments.protocol.publishing import RoundOptions, RoundReport
-from deployments.protocol.status import FleetStatus
+from deployments.protocol.responses import FleetStatus
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
 
 _RETURNING = "returning"  # a member that has not polled since the controller restarted

@@ -12,7 +12,7 @@ from deployments.calls.lost_calls import answered
 from deployments.calls.rpc import CallHandle, run_sync
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import InvalidRequest
-from deployments.protocol.status import FleetStatus
+from deployments.protocol.responses import FleetStatus
 from deployments.trainer.checkpoint import BaseCheckpoint
 from deployments.trainer.spec import TrainerSpec
 from deployments.weights.store.hub import downloaded

@@ -29,8 +29,13 @@ from deployments.protocol.errors import (
     StalePublisher,
 )
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.status import FleetStatus
-from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
+from deployments.protocol.responses import (
+    AdapterReport,
+    FleetStatus,
+    SavedCheckpoint,
+    StepMetrics,
+    TrainerStatus,
+)
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.worker_group import PING_TIMEOUT_S, TrainerWorkerActor, WorkerGroup
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu

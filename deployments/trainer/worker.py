@@ -14,9 +14,9 @@ from deployments.calls.rpc import CallHandle, run_sync
 from deployments.host.logs import serve_logger
 from deployments.host.thread_priority import YieldingThread
 from deployments.protocol.errors import InvalidRequest
+from deployments.protocol.poll import StoreResult
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.reports import StoreResult
-from deployments.protocol.trainer_reports import SavedCheckpoint
+from deployments.protocol.responses import SavedCheckpoint
 from deployments.trainer.checkpoint import summary
 from deployments.trainer.checkpoints import Checkpoints
 from deployments.trainer.lora.resume import MergedAdapter

@@ -22,7 +22,7 @@ from deployments.host.freed_memory import keeping_freed_memory
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, SlipstreamError
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint, StepMetrics
+from deployments.protocol.responses import AdapterReport, SavedCheckpoint, StepMetrics
 from deployments.serve.placement import SlotPlan, in_bundle
 from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec

@@ -47,13 +47,13 @@ def decide(tmp_path: Path) -> Decide:
     return after
 
 
-def wish(wanted: int, number: int) -> ScalingStats:
-    return ScalingStats(running=0, waiting=0, places=16, kv_use=0, wanted=wanted, wish=number)
+def operator_wants(wanted: int, number: int) -> ScalingStats:
+    return ScalingStats(running=0, waiting=0, places=16, kv_use=0, wanted=wanted, wanted_number=number)
 
 
 def test_a_wish_is_followed_at_once(decide: Decide) -> None:
-    assert decide(2, wish(4, 1)) == 4
-    assert decide(4, wish(1, 2)) == 1
+    assert decide(2, operator_wants(4, 1)) == 4
+    assert decide(4, operator_wants(1, 2)) == 1
 
 
 def test_serve_keeps_its_number_while_nobody_reports(decide: Decide) -> None:
@@ -61,5 +61,5 @@ def test_serve_keeps_its_number_while_nobody_reports(decide: Decide) -> None:
 
 
 def test_the_load_is_looked_at_before_anything_changes(decide: Decide) -> None:
-    busy = ScalingStats(running=16, waiting=30, places=16, kv_use=0.5, wish=3)
+    busy = ScalingStats(running=16, waiting=30, places=16, kv_use=0.5, wanted_number=3)
     assert decide(1, busy) == 1

@@ -11,7 +11,7 @@ import yaml
 from app.client import calls
 from app.client.connection import FleetClient
 from app.command.deploy import deploy
-from deployments.protocol.status import SizeStatus
+from deployments.protocol.responses import SizeStatus
 from tests.chaos.arena import Arena, load, until
 from tests.chaos.checker import Expected, check
 from tests.chaos.launching import SETTINGS, launch

@@ -16,10 +16,9 @@ from ray.exceptions import ActorDiedError
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.limits import LedgerConfig
 from deployments.protocol.adapters import ReceiveAdapter
-from deployments.protocol.instructions import Body, Receive, Verify
+from deployments.protocol.poll import Body, Outcome, Receive, Verify
 from deployments.protocol.publishing import RoundOptions, RoundReport
-from deployments.protocol.reports import Outcome
-from deployments.protocol.status import FleetStatus
+from deployments.protocol.responses import FleetStatus
 from tests.deployments.controller.fleet import Fleet
 from tests.deployments.ledger.fake_replica import Failure, FakeReplica
 

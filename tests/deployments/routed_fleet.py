@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from deployments.calls.http_server import HttpServer
 from deployments.protocol.errors import Conflict, ReplicaUnavailable, SlipstreamError
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.spans import RECORDER
 from deployments.router.choice.policy import Candidate, eligible_loads, order_candidates

@@ -20,9 +20,8 @@ from app.http.weight_routes import WeightRoutes
 from deployments.controller.controller import Controller
 from deployments.ledger.limits import LedgerConfig
 from deployments.protocol.adapters import AdapterState
-from deployments.protocol.engine_state import Condition
-from deployments.protocol.instructions import Commit
-from deployments.protocol.reports import Swapped
+from deployments.protocol.engine_state import EngineState
+from deployments.protocol.poll import Commit, Swapped
 from deployments.replica.follower import Follower
 from deployments.replica.staged_member import StagedMember
 from tests.app.http.fake_controller import Handle
@@ -51,7 +50,7 @@ class WorkerEngine:
     asleep: frozenset[str] = frozenset()
     draining = None
     adapters = SimpleNamespace(state=AdapterState())
-    condition: Condition = ()
+    condition: EngineState = ()
 
     def __init__(self, worker: WireWorker) -> None:
         self.worker = worker

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from app.http.auth import Guard, Tokens
 from app.http.ingress import build_app
 from deployments.calls.http_server import HttpServer
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand
 from deployments.replica.http_front import ReplicaFront
 from deployments.router.limits import RouterLimits
 from deployments.router.router import Router

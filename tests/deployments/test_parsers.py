@@ -25,7 +25,7 @@ from app.settings.tokens import read_tokens
 from deployments.controller.journal import NAME, Journal, JournalError
 from deployments.ledger.decisions import Labelled, LeaseIssued, Started, encode
 from deployments.protocol.errors import InvalidRequest
-from deployments.protocol.request_headers import demand_of
+from deployments.protocol.routing import demand_of
 from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json
 from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.wire.chunk_layout import layout

@@ -14,7 +14,7 @@ import httpx
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.protocol.trainer_reports import AdapterReport, TrainerStatus
+from deployments.protocol.responses import AdapterReport, TrainerStatus
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import Trainer
 from tests.fleet.adapter_fleet import TRANSPORT, Adapted

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer import (
 
 from app.client.completions import Answer
 from deployments.protocol.errors import Conflict
-from deployments.protocol.trainer_reports import AdapterReport
+from deployments.protocol.responses import AdapterReport
 from deployments.trainer.addresses import free_port
 from deployments.vllm_plugin import register
 from deployments.weights.transports.gloo import GlooTrainerInitInfo

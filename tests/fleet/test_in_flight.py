@@ -12,9 +12,9 @@ from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainer
 
 from app.client.completions import Answer
 from deployments.calls.rpc import CallHandle
+from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import RoundAborted
-from deployments.protocol.instructions import KvCache
-from deployments.protocol.operations import InFlight
+from deployments.protocol.poll import KvCache
 from deployments.protocol.publishing import DrainFallback, RoundOptions, RoundReport
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.vllm_plugin import register

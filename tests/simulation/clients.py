@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from deployments.protocol.errors import Conflict, NotFound, ReplicaUnavailable
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand
 from deployments.router.choice.policy import Candidate, order_candidates
 from tests.simulation.network import Unreachable
 from tests.simulation.work import Answer, EngineFailed

@@ -9,9 +9,21 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
-from deployments.protocol.engine_state import Condition, apply, asleep, is_paused
+from deployments.protocol.engine_state import (
+    Disconnect,
+    EngineState,
+    InFlight,
+    Pause,
+    Resume,
+    Sleep,
+    SleepTag,
+    WakeUp,
+    apply,
+    asleep,
+    is_paused,
+)
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.instructions import (
+from deployments.protocol.poll import (
     Body,
     Call,
     CatchUp,
@@ -19,17 +31,20 @@ from deployments.protocol.instructions import (
     Connect,
     Directive,
     Drain,
+    Draining,
     Drop,
     EndDrain,
     Forget,
     Receive,
     Release,
+    Staged,
+    StoreResult,
+    Swapped,
+    Value,
     Verify,
     WriteVersion,
     drain_of_round,
 )
-from deployments.protocol.operations import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
-from deployments.protocol.reports import Draining, Staged, StoreResult, Swapped, Value
 from tests.simulation.adapters.engine import KINDS, SimAdapters
 from tests.simulation.work import Answer, EngineFailed, Mortal, Work
 
@@ -65,7 +80,7 @@ class SimMember(Mortal):
         self.lora = SimAdapters(work) if lora is None else lora
         self.fenced: str | None = None
         self.changed = asyncio.Condition()
-        self.condition: Condition = ()
+        self.condition: EngineState = ()
         self.held = self.hangs = False
         self._work = work
         self._went_live = went_live

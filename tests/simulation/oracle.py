@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from deployments.ledger.decisions import Committed, Decision, Fenced
-from deployments.protocol.instructions import CommitMode
-from deployments.protocol.status import MemberStatus
+from deployments.protocol.poll import CommitMode
+from deployments.protocol.responses import MemberStatus
 from tests.simulation.work import FIRST
 
 

@@ -15,7 +15,7 @@ from deployments.protocol.errors import (
     SlipstreamError,
 )
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions
-from deployments.protocol.status import FleetStatus
+from deployments.protocol.responses import FleetStatus
 from tests.simulation.network import Handle, Unreachable
 from tests.simulation.oracle import Oracle
 

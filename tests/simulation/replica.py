@@ -4,9 +4,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from deployments.protocol.errors import ReplicaUnavailable
-from deployments.protocol.instructions import Directive, JoinAnswer
-from deployments.protocol.reports import Report, Unloadable
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.poll import Directive, JoinAnswer, Report, Unloadable
+from deployments.protocol.routing import Demand
 from deployments.replica.follower import Follower
 from deployments.replica.gate import Gate
 from tests.simulation.engine import SimMember

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from deployments.ledger.decisions import Decision
-from deployments.protocol.instructions import Body, Receive, Verify
+from deployments.protocol.poll import Body, Receive, Verify
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
 from tests.simulation.serve import start_publisher

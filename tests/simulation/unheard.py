@@ -3,7 +3,7 @@
 from random import Random
 from typing import TYPE_CHECKING
 
-from deployments.protocol.instructions import Body
+from deployments.protocol.poll import Body
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -11,8 +11,8 @@ from typing import Any
 
 from deployments.controller.controller import Controller
 from deployments.ledger.limits import LedgerConfig
-from deployments.protocol.instructions import CommitMode
-from deployments.protocol.operations import InFlight
+from deployments.protocol.engine_state import InFlight
+from deployments.protocol.poll import CommitMode
 from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.store.versions import MANIFEST
 from tests.simulation.adapters.scene import AdapterScene

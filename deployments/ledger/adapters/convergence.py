@@ -18,7 +18,7 @@ from deployments.ledger.dispatch import Dispatch
 from deployments.ledger.members import Member, MemberState, PendingCall, classify
 from deployments.ledger.membership import Membership
 from deployments.protocol.adapters import Adapter, AdapterCatalog, DropAdapter, LoadAdapter, SetAdapters
-from deployments.protocol.instructions import Body
+from deployments.protocol.poll import Body
 
 KINDS = (LoadAdapter, SetAdapters, DropAdapter)
 

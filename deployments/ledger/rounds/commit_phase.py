@@ -16,10 +16,17 @@ from deployments.ledger.members import Member, MemberState, PendingCall, classif
 from deployments.ledger.membership import Membership
 from deployments.ledger.rounds.round import Round, RoundPhase
 from deployments.ledger.rounds.version_state import VersionState
-from deployments.protocol.instructions import Commit, CommitMode, Release, drain_of_round
-from deployments.protocol.operations import InFlight
+from deployments.protocol.engine_state import InFlight
+from deployments.protocol.poll import (
+    Acknowledgement,
+    Commit,
+    CommitMode,
+    Outcome,
+    Release,
+    Report,
+    drain_of_round,
+)
 from deployments.protocol.publishing import DrainFallback
-from deployments.protocol.reports import Acknowledgement, Outcome, Report
 
 
 class CommitPhase:

@@ -11,13 +11,21 @@ from deployments.ledger.connection import Connection
 from deployments.ledger.dispatch import still_running
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import Member, PendingCall, Verdict, join_reasons
+from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, TransferAborted
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import CommitMode, KvCache, Receive, StagingOptions
-from deployments.protocol.operations import InFlight
+from deployments.protocol.poll import (
+    Check,
+    CommitMode,
+    FilePart,
+    KvCache,
+    Receive,
+    Staged,
+    StagingOptions,
+    Swapped,
+    Verification,
+)
 from deployments.protocol.publishing import DrainFallback, ReplicaTimings, RoundOptions, RoundReport
-from deployments.protocol.reports import Check, Staged, Swapped, Verification
-from deployments.protocol.status import RoundStatus
+from deployments.protocol.responses import RoundStatus
 
 T = TypeVar("T")
 

@@ -26,18 +26,18 @@ from deployments.ledger.rounds.round import (
     transfer_failed,
 )
 from deployments.ledger.rounds.version_state import VersionState
+from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, FleetUnavailable, RoundAborted, SlipstreamError
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import (
+from deployments.protocol.poll import (
     Body,
     CatchUp,
     CommitMode,
     Drop,
+    FilePart,
     Receive,
     Verify,
     drain_of_round,
 )
-from deployments.protocol.operations import InFlight
 from deployments.protocol.publishing import DrainFallback, RoundOptions
 
 

@@ -12,8 +12,7 @@ from functools import partial
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.protocol.replica_info import ReplicaEndpoint
-from deployments.protocol.request_headers import Census, Choice, Demand
+from deployments.protocol.routing import Census, Choice, Demand, ReplicaEndpoint
 from deployments.router.choice.affinity import Affinity
 from deployments.router.limits import RouterLimits
 

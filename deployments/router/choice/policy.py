@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand
 
 # A long prompt takes time in prefill, and its KV cache is read in each step: benchmarks.routing.
 LONG_PROMPT_BYTES = 32 << 10

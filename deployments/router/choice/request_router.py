@@ -6,8 +6,7 @@ request router by value, so its classes are copies in the process that routes.
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from deployments.protocol.replica_info import RoutingStats
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand, RoutingStats
 from deployments.router.choice.policy import Candidate, eligible_loads, order_candidates
 
 

@@ -27,7 +27,7 @@ from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import Adapter as LoadedAdapter
 from deployments.protocol.adapters import AdapterStatus
 from deployments.protocol.errors import Conflict, FleetUnavailable
-from deployments.protocol.trainer_reports import AdapterReport
+from deployments.protocol.responses import AdapterReport
 from deployments.trainer.lora.host_copies import in_host_memory
 from deployments.trainer.lora.sender import AdapterSender
 from deployments.weights.store.adapter_bytes import TENSORS, digest_of

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from deployments.calls.rpc import CallHandle
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import Conflict, InvalidRequest
-from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint
+from deployments.protocol.responses import AdapterReport, SavedCheckpoint
 from deployments.trainer.lora.host_copies import host_copies
 from deployments.trainer.lora.publisher import AdapterPublisher, adapter_files
 from deployments.trainer.lora.resume import State, StateFile, go_on, look, settings

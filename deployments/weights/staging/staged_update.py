@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from deployments.protocol.errors import TransferFailed
-from deployments.protocol.reports import Check, Outcome
+from deployments.protocol.poll import Check, Outcome
 from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, missing, repeated
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest

@@ -31,8 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from deployments.host.thread_priority import CoreShare
 from deployments.protocol.errors import TransferFailed
-from deployments.protocol.files import FilePart
-from deployments.protocol.reports import Check, Outcome
+from deployments.protocol.poll import Check, FilePart, Outcome
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, Throttle, wait_for
 from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from pydantic import TypeAdapter
 
 from deployments.host.shared_memory import SharedWords, create_mapping
-from deployments.protocol.reports import Check, Outcome
+from deployments.protocol.poll import Check, Outcome
 
 T = TypeVar("T")
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}

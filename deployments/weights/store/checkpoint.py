@@ -19,7 +19,7 @@ from typing import Self
 
 import numpy as np
 
-from deployments.protocol.files import FilePart
+from deployments.protocol.poll import FilePart
 from deployments.weights.store.checkpoint_files import files_of, open_file, parts_of, read_into
 from deployments.weights.store.manifest import VersionManifest
 from deployments.weights.store.versions import MANIFEST

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import JsonValue, NonNegativeInt, TypeAdapter, ValidationError
 
-from deployments.protocol.files import FilePart
+from deployments.protocol.poll import FilePart
 
 READ_BYTES = 16 << 20  # at a time
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import JsonValue
 from safetensors.torch import _TYPES as SAFETENSORS_DTYPES
 
-from deployments.protocol.files import FilePart
+from deployments.protocol.poll import FilePart
 from deployments.weights.store.checkpoint_files import open_file, read_into
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.chunk_layout import (

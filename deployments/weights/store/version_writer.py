@@ -19,7 +19,7 @@ from safetensors.torch import _TYPES
 
 from deployments.host.logs import serve_logger
 from deployments.host.thread_priority import CoreShare, yield_to_others
-from deployments.protocol.reports import StoreResult
+from deployments.protocol.poll import StoreResult
 from deployments.weights.store.integrity import check_same
 from deployments.weights.store.manifest import StoredTensor, VersionManifest
 from deployments.weights.store.versions import Store

@@ -9,8 +9,8 @@ import pytest
 
 from app.client import calls
 from app.client.connection import AsyncFleetClient, Call, FleetError
-from deployments.protocol.operations import InFlight, Pause
-from deployments.protocol.status import FleetStatus
+from deployments.protocol.engine_state import InFlight, Pause
+from deployments.protocol.responses import FleetStatus
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS, FakeTrainer, adapter_report

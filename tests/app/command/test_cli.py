@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from app.command.cli import cli
-from deployments.protocol.status import RoundStatus
+from deployments.protocol.responses import RoundStatus
 from tests.app.http.fake_status import report, status
 
 STATUS = asdict(status(3, ["replica-0"]))

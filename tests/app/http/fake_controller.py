@@ -8,16 +8,7 @@ from typing import Any
 from pydantic import JsonValue
 from ray.exceptions import ActorDiedError
 
-from deployments.protocol.errors import (
-    Conflict,
-    InvalidRequest,
-    RoundAborted,
-    StalePublisher,
-    TransferAborted,
-)
-from deployments.protocol.files import FilePart
-from deployments.protocol.json_values import json_only
-from deployments.protocol.operations import (
+from deployments.protocol.engine_state import (
     AbortRequests,
     IsPaused,
     IsSleeping,
@@ -27,8 +18,16 @@ from deployments.protocol.operations import (
     WakeUp,
     WeightChecksums,
 )
-from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
-from deployments.protocol.status import Event, FleetHealth, FleetStatus, SizeStatus
+from deployments.protocol.errors import (
+    Conflict,
+    InvalidRequest,
+    RoundAborted,
+    StalePublisher,
+    TransferAborted,
+)
+from deployments.protocol.poll import FilePart
+from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport, json_only
+from deployments.protocol.responses import Event, FleetHealth, FleetStatus, SizeStatus
 from tests.app.http.fake_adapters import FakeAdapters
 from tests.app.http.fake_status import report, status
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
-from deployments.protocol.status import FleetStatus, MemberStatus, RoundStatus, SizeStatus
+from deployments.protocol.responses import FleetStatus, MemberStatus, RoundStatus, SizeStatus
 
 
 def status(

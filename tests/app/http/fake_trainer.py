@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from deployments.protocol.errors import InvalidRequest, OtherStep, RoundAborted
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.trainer_reports import AdapterReport, SavedCheckpoint, TrainerStatus
+from deployments.protocol.responses import AdapterReport, SavedCheckpoint, TrainerStatus
 from tests.app.http.fake_status import report
 
 STATUS = TrainerStatus(

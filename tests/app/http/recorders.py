@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import JsonValue
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from deployments.protocol.operations import (
+from deployments.protocol.engine_state import (
     AbortRequests,
     IsPaused,
     IsSleeping,

@@ -20,9 +20,7 @@ from deployments.protocol.errors import (
     StalePublisher,
     TransferAborted,
 )
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import Receive, Verify
-from deployments.protocol.reports import Outcome, Verification
+from deployments.protocol.poll import FilePart, Outcome, Receive, Verification, Verify
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest

@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from deployments.protocol.errors import Conflict
-from deployments.protocol.operations import (
+from deployments.protocol.engine_state import (
     AbortRequests,
     InFlight,
     Operation,
@@ -17,6 +16,7 @@ from deployments.protocol.operations import (
     SleepTag,
     WakeUp,
 )
+from deployments.protocol.errors import Conflict
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
 

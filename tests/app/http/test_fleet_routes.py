@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.fleet_routes import FleetRoutes
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.files import FilePart
-from deployments.protocol.status import Event
+from deployments.protocol.poll import FilePart
+from deployments.protocol.responses import Event
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.app.http.fake_status import report, status
 from tests.app.http.fake_trainer import FakeTrainer

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from app.client import calls
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.trainer_reports import TrainerStatus
+from deployments.protocol.responses import TrainerStatus
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS, FakeTrainer, adapter_report

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from app.http.weight_routes import agreed
+from deployments.protocol.engine_state import WeightChecksums
 from deployments.protocol.errors import Conflict
-from deployments.protocol.operations import WeightChecksums
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
 

@@ -2,7 +2,7 @@ import pytest
 
 from app.settings.weights import WeightsConfig, quoted
 from deployments.ledger.limits import LedgerConfig
-from deployments.protocol.instructions import CommitMode
+from deployments.protocol.poll import CommitMode
 from deployments.weights.transports.registry import TRANSPORTS
 from tests.app.settings.complaints import complaint
 

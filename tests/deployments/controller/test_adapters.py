@@ -11,7 +11,7 @@ import pytest
 
 from deployments.protocol.adapters import LoadAdapter, ReceiveAdapter
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, StalePublisher
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from deployments.weights.store.adapter_bytes import CONFIG, TENSORS
 from tests.deployments.controller.fleet import Fleet
 from tests.tiny_adapters import save_tiny_adapter

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ray.exceptions import RayTaskError
 
+from deployments.protocol.engine_state import InFlight, IsPaused, Pause, Sleep
 from deployments.protocol.errors import (
     Conflict,
     FleetUnavailable,
@@ -16,9 +17,7 @@ from deployments.protocol.errors import (
     RoundAborted,
     StalePublisher,
 )
-from deployments.protocol.instructions import Call, Verify
-from deployments.protocol.operations import InFlight, IsPaused, Pause, Sleep
-from deployments.protocol.reports import Outcome, Verification
+from deployments.protocol.poll import Call, Outcome, Verification, Verify
 from tests.deployments.controller.fleet import LONGER_THAN_ANY_DEADLINE_S, Fleet, publish
 from tests.deployments.ledger.fake_replica import FakeReplica
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from deployments.protocol.engine_state import InFlight, Pause
 from deployments.protocol.errors import Conflict, RoundAborted
-from deployments.protocol.operations import InFlight, Pause
 from deployments.protocol.publishing import RoundOptions
 from tests.deployments.controller.fleet import CONFIG, Fleet
 

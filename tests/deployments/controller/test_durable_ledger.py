@@ -8,8 +8,8 @@ import pytest
 
 from deployments.controller.controller import Controller
 from deployments.controller.journal import NAME
+from deployments.protocol.engine_state import InFlight, Pause, Resume
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.operations import InFlight, Pause, Resume
 from tests.deployments.controller.fleet import LONGER_THAN_ANY_DEADLINE_S, Fleet, publish
 from tests.deployments.controller.full_disk import full_disk
 

@@ -29,9 +29,9 @@ from deployments.ledger.decisions import (
     Started,
     Stored,
 )
+from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import JournalError
-from deployments.protocol.instructions import CommitMode, KvCache
-from deployments.protocol.operations import InFlight
+from deployments.protocol.poll import CommitMode, KvCache
 from deployments.protocol.publishing import RoundReport
 from tests.deployments.controller.full_disk import full_disk
 from tests.deployments.ledger.compacted import compact

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deployments.controller.log_lines import LogLines
-from deployments.protocol.status import Event
+from deployments.protocol.responses import Event
 from tests.deployments.controller.fleet import Fleet, publish
 
 

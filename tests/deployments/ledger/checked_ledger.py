@@ -1,7 +1,7 @@
 """A ledger that looks at all members after a report from which nothing was to follow, and finds nothing."""
 
 from deployments.ledger.ledger import Ledger
-from deployments.protocol.reports import Report
+from deployments.protocol.poll import Report
 
 
 class CheckedLedger(Ledger):

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from deployments.protocol.engine_state import MEMORY_TAGS
-from deployments.protocol.operations import SleepTag
+from deployments.protocol.engine_state import MEMORY_TAGS, SleepTag
 
 
 @dataclass(slots=True)

@@ -3,34 +3,32 @@
 from dataclasses import dataclass, field
 
 from deployments.protocol.adapters import DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
-from deployments.protocol.instructions import (
+from deployments.protocol.engine_state import Disconnect, Sleep, SleepTag
+from deployments.protocol.poll import (
+    Acknowledgement,
     Body,
     Call,
     CatchUp,
+    Check,
     Commit,
     Connect,
     Directive,
     Drain,
+    Draining,
     Drop,
     EndDrain,
     Forget,
     Instruction,
+    Outcome,
     Receive,
     Release,
-    Verify,
-    WriteVersion,
-    drain_of_round,
-)
-from deployments.protocol.operations import Disconnect, Sleep, SleepTag
-from deployments.protocol.reports import (
-    Acknowledgement,
-    Check,
-    Draining,
-    Outcome,
     Report,
     Staged,
     StoreResult,
     Swapped,
+    Verify,
+    WriteVersion,
+    drain_of_round,
 )
 from tests.deployments.ledger.fake_adapters import FakeAdapters, NotHeld
 from tests.deployments.ledger.fake_scheduler import FakeScheduler
@@ -117,7 +115,7 @@ class FakeReplica(FakeScheduler):
             self.acknowledgements.pop(seq, None)
         self.fenced = directive.fenced
         self.admitted = directive.admitted and self.fenced is None and not self.failed
-        self.may_leave, self.wanted = directive.may_leave, directive.wish.wanted
+        self.may_leave, self.wanted = directive.may_leave, directive.desired.wanted
         hangs = False
         if self.fenced is not None:
             return

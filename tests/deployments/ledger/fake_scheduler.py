@@ -2,8 +2,18 @@
 
 from dataclasses import dataclass, field
 
-from deployments.protocol.engine_state import Condition, apply, asleep, is_paused
-from deployments.protocol.operations import InFlight, Operation, Pause, Resume, Sleep, WakeUp
+from deployments.protocol.engine_state import (
+    EngineState,
+    InFlight,
+    Operation,
+    Pause,
+    Resume,
+    Sleep,
+    WakeUp,
+    apply,
+    asleep,
+    is_paused,
+)
 from tests.deployments.ledger.fake_memory import Memory
 
 
@@ -11,7 +21,7 @@ from tests.deployments.ledger.fake_memory import Memory
 class FakeScheduler:
     """What vLLM's scheduler does at pauses, sleeps, holds and drains."""
 
-    condition: Condition = ()
+    condition: EngineState = ()
     memory: Memory = field(default_factory=Memory)
     held: bool = False
     running: int = 0  # requests that its engine computes

@@ -1,8 +1,7 @@
 """A ledger that answers polls before it has looked at what follows from them."""
 
 from deployments.ledger.ledger import Ledger
-from deployments.protocol.instructions import Directive
-from deployments.protocol.reports import Report
+from deployments.protocol.poll import Directive, Report
 
 
 class LateLedger(Ledger):

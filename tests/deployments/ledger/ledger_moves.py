@@ -8,8 +8,7 @@ from contextlib import suppress
 import hypothesis.strategies as st
 from hypothesis.stateful import rule
 
-from deployments.protocol.errors import Conflict, SlipstreamError
-from deployments.protocol.operations import (
+from deployments.protocol.engine_state import (
     InFlight,
     IsPaused,
     Operation,
@@ -19,6 +18,7 @@ from deployments.protocol.operations import (
     SleepTag,
     WakeUp,
 )
+from deployments.protocol.errors import Conflict, SlipstreamError
 from deployments.protocol.publishing import RoundOptions
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.ledger_scene import STORE

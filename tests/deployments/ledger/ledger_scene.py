@@ -8,9 +8,8 @@ from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
 from deployments.ledger.members import PendingCall
 from deployments.ledger.store_assignment import StoreLocation
-from deployments.protocol.engine_state import Condition
-from deployments.protocol.instructions import Call
-from deployments.protocol.operations import (
+from deployments.protocol.engine_state import (
+    EngineState,
     InFlight,
     IsPaused,
     Operation,
@@ -21,8 +20,9 @@ from deployments.protocol.operations import (
     SleepTag,
     WakeUp,
 )
+from deployments.protocol.poll import Call
 from deployments.protocol.publishing import RoundOptions, RoundReport
-from deployments.protocol.status import FleetStatus
+from deployments.protocol.responses import FleetStatus
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 STORE = StoreLocation(directory="/store")
@@ -151,7 +151,7 @@ def operation(text: str) -> Operation:
     raise ValueError(f"unknown operation {text!r}")
 
 
-def condition(texts: list[str]) -> Condition:
+def condition(texts: list[str]) -> EngineState:
     return tuple(
         each for text in texts if isinstance(each := operation(text), Pause | Resume | Sleep | WakeUp)
     )

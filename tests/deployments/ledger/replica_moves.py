@@ -8,9 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from deployments.ledger.decisions import Committed, Decision, decode, encode
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
-from deployments.protocol.instructions import Body, Call, CatchUp, Commit, CommitMode, Drop, JoinAnswer
+from deployments.protocol.poll import Body, Call, CatchUp, Commit, CommitMode, Drop, JoinAnswer, Outcome
 from deployments.protocol.publishing import DrainFallback
-from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import STORE
 

@@ -14,9 +14,8 @@ from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import LedgerConfig
 from deployments.ledger.members import PendingCall
 from deployments.protocol.errors import FleetUnavailable, SlipstreamError
-from deployments.protocol.instructions import Body, Commit, Directive, Receive, Release, Verify
+from deployments.protocol.poll import Body, Commit, Directive, Outcome, Receive, Release, Report, Verify
 from deployments.protocol.publishing import RoundOptions
-from deployments.protocol.reports import Outcome, Report
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 Move = tuple[Any, ...]

@@ -1,8 +1,7 @@
 """A ledger whose versions are stored at once and removed as soon as they may be."""
 
 from deployments.ledger.ledger import Ledger
-from deployments.protocol.instructions import JoinAnswer
-from deployments.protocol.reports import Unloadable
+from deployments.protocol.poll import JoinAnswer, Unloadable
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of

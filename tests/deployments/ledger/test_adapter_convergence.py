@@ -4,8 +4,7 @@ import pytest
 
 from deployments.protocol.adapters import LoadAdapter, SetAdapters
 from deployments.protocol.errors import Conflict
-from deployments.protocol.instructions import CommitMode, Verify
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import CommitMode, Outcome, Verify
 from tests.deployments.ledger.adapter_scene import AdapterScene, ended, held, live, names
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica

@@ -7,7 +7,7 @@ import pytest
 from deployments.ledger.members import PendingCall
 from deployments.protocol.adapters import Adapter, ReceiveAdapter
 from deployments.protocol.errors import Conflict, FleetUnavailable, StalePublisher
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from tests.deployments.ledger.adapter_scene import FILES, AdapterScene, ended, held, live, names
 from tests.deployments.ledger.ledger_scene import GROUP
 

@@ -6,7 +6,7 @@ from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.adapters import AdapterTimings, DropAdapter, LoadAdapter, LoadedAdapter, SetAdapters
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from tests.deployments.ledger.adapter_scene import FILES, AdapterScene, ended, held, live, names
 from tests.deployments.ledger.ledger_scene import STORE
 

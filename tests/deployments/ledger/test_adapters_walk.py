@@ -11,7 +11,7 @@ from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.members import PendingCall
 from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.errors import FleetUnavailable, SlipstreamError
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from tests.deployments.ledger.adapter_scene import FILES, AdapterScene
 from tests.deployments.ledger.fake_replica import FakeReplica
 

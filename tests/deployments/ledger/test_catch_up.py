@@ -3,8 +3,7 @@
 import pytest
 
 from deployments.protocol.errors import Conflict
-from deployments.protocol.instructions import CatchUp
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import CatchUp, Outcome
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 

@@ -5,7 +5,7 @@ import pytest
 from deployments.ledger.decisions import Ended, decode, encode
 from deployments.ledger.members import PendingCall
 from deployments.protocol.errors import Conflict, RoundAborted, StalePublisher, TransferAborted
-from deployments.protocol.instructions import Commit, Verify
+from deployments.protocol.poll import Commit, Verify
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 

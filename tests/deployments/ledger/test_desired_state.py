@@ -3,7 +3,9 @@
 import pytest
 
 from deployments.protocol.engine_state import (
-    Condition,
+    EngineState,
+    InFlight,
+    Pause,
     apply,
     asleep,
     discarded,
@@ -13,9 +15,7 @@ from deployments.protocol.engine_state import (
     path_to,
 )
 from deployments.protocol.errors import Conflict
-from deployments.protocol.instructions import Call
-from deployments.protocol.operations import InFlight, Pause
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Call, Outcome
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, condition, operations
@@ -49,7 +49,7 @@ from tests.deployments.ledger.ledger_scene import Scene, condition, operations
     ],
 )
 def test_what_operations_leave_behind(done: list[str], left: list[str]) -> None:
-    state: Condition = ()
+    state: EngineState = ()
     for each in condition(done):
         state = apply(state, each)
     assert state == condition(left)

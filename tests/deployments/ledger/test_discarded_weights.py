@@ -2,10 +2,9 @@
 
 import pytest
 
+from deployments.protocol.engine_state import WakeUp
 from deployments.protocol.errors import Conflict
-from deployments.protocol.instructions import Call, Commit, CommitMode, Verify
-from deployments.protocol.operations import WakeUp
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Call, Commit, CommitMode, Outcome, Verify
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.ledger_scene import Scene, operation, operations, report_of
 

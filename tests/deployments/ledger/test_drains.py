@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from deployments.ledger.decisions import Committed, Conditioned
+from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, RoundAborted
-from deployments.protocol.instructions import Commit, CommitMode, Drain, Receive
-from deployments.protocol.operations import InFlight
+from deployments.protocol.poll import Commit, CommitMode, Drain, Receive
 from deployments.protocol.publishing import DrainFallback
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, operations, report_of

@@ -3,9 +3,7 @@
 import pytest
 
 from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import Body, Receive, Verify
-from deployments.protocol.reports import Outcome, Verification
+from deployments.protocol.poll import Body, FilePart, Outcome, Receive, Verification, Verify
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 PART = FilePart(

@@ -28,7 +28,7 @@ def go(scene: Scene, replica: FakeReplica) -> None:
     scene.replicas.remove(replica)
 
 
-# -- the wish --------------------------------------------------------------------------------------
+# -- what the operator wants ------------------------------------------------------------------------
 
 
 def test_a_wish_reaches_every_replica_and_survives_a_restart() -> None:

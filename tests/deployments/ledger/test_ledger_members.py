@@ -7,8 +7,7 @@ from deployments.protocol.errors import (
     FleetUnavailable,
     InvalidRequest,
 )
-from deployments.protocol.instructions import Connect, Receive
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Connect, Outcome, Receive
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 

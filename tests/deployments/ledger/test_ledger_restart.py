@@ -6,9 +6,8 @@ from deployments.ledger.decisions import Committed, Finished, decode, encode
 from deployments.protocol.errors import (
     FleetUnavailable,
 )
-from deployments.protocol.instructions import Commit, CommitMode, Verify
+from deployments.protocol.poll import Commit, CommitMode, Outcome, Verify
 from deployments.protocol.publishing import RoundOptions
-from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of

@@ -2,16 +2,15 @@
 
 import pytest
 
+from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import (
     Conflict,
     InvalidRequest,
     RoundAborted,
     SlipstreamError,
 )
-from deployments.protocol.instructions import Body, Commit, CommitMode, Drop, KvCache, Receive, Verify
-from deployments.protocol.operations import InFlight
+from deployments.protocol.poll import Body, Commit, CommitMode, Drop, KvCache, Outcome, Receive, Verify
 from deployments.protocol.publishing import ReplicaTimings
-from deployments.protocol.reports import Outcome
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 REJECTED, FAILED, DONE = Outcome.REJECTED, Outcome.REPLICA_FAILED, Outcome.DONE

@@ -2,6 +2,7 @@
 
 import pytest
 
+from deployments.protocol.engine_state import Sleep
 from deployments.protocol.errors import (
     Conflict,
     FleetUnavailable,
@@ -9,9 +10,7 @@ from deployments.protocol.errors import (
     RoundAborted,
     StalePublisher,
 )
-from deployments.protocol.instructions import Body, Call, Commit, Receive, Release, Verify
-from deployments.protocol.operations import Sleep
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Body, Call, Commit, Outcome, Receive, Release, Verify
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import invariant
 
 from deployments.ledger.decisions import Committed, Finished
 from deployments.protocol.engine_state import equivalent
-from deployments.protocol.instructions import CommitMode
+from deployments.protocol.poll import CommitMode
 from tests.deployments.ledger.checked_ledger import CheckedLedger
 from tests.deployments.ledger.late_ledger import LateLedger
 from tests.deployments.ledger.ledger_moves import LedgerMoves

@@ -2,8 +2,7 @@
 
 import pytest
 
-from deployments.protocol.instructions import Body, Connect, Receive
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Body, Connect, Outcome, Receive
 from tests.deployments.ledger.ledger_scene import GROUP, Scene, report_of
 
 

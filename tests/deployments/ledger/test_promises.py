@@ -2,8 +2,7 @@
 
 from deployments.ledger.decisions import Promised, PromiseEnded
 from deployments.ledger.ledger import Ledger
-from deployments.protocol.instructions import CatchUp, JoinAnswer
-from deployments.protocol.reports import Unloadable
+from deployments.protocol.poll import CatchUp, JoinAnswer, Unloadable
 from tests.deployments.ledger.ledger_scene import STORE
 from tests.deployments.ledger.store_scene import KEEP, StoreScene, removable
 

@@ -6,8 +6,7 @@ import pytest
 
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.members import PendingCall
-from deployments.protocol.instructions import WriteVersion
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome, WriteVersion
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 

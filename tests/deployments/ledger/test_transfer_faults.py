@@ -10,8 +10,7 @@ from deployments.protocol.errors import (
     SlipstreamError,
     TransferAborted,
 )
-from deployments.protocol.instructions import Body, Connect, Receive, Verify
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Body, Connect, Outcome, Receive, Verify
 from tests.deployments.ledger.ledger_scene import GROUP, SEPARATE, Scene, report_of
 
 TRANSFER_FAILED, REPLICA_FAILED = Outcome.TRANSFER_FAILED, Outcome.REPLICA_FAILED

@@ -1,7 +1,6 @@
 """A stored version that does not load is not named again, and the next round helps."""
 
-from deployments.protocol.instructions import CatchUp, JoinAnswer
-from deployments.protocol.reports import Outcome, Unloadable
+from deployments.protocol.poll import CatchUp, JoinAnswer, Outcome, Unloadable
 from tests.deployments.ledger.store_scene import StoreScene
 
 

@@ -22,7 +22,7 @@ from deployments.protocol.errors import (
     RoundAborted,
     TransferAborted,
 )
-from deployments.protocol.trainer_reports import AdapterReport
+from deployments.protocol.responses import AdapterReport
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import Trainer
 from tests.deployments.on_ray.trainer_actors import Controllers, Owner, RemoteController, SlowWorker, Turning

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
-from deployments.protocol.operations import SleepTag
-from deployments.protocol.reports import Outcome
+from deployments.protocol.engine_state import SleepTag
+from deployments.protocol.poll import Outcome
 from deployments.replica.engine import Engine
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN
 from deployments.weights.staging.worker_reports import ConnectState, StagingState, to_wire

@@ -6,10 +6,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from deployments.protocol.instructions import (
+from deployments.protocol.poll import (
+    Check,
     Commit,
+    Outcome,
+    StoreResult,
+    Swapped,
 )
-from deployments.protocol.reports import Check, Outcome, StoreResult, Swapped
 from deployments.replica.adapters.reading import ReceivedAdapter
 from deployments.weights.staging.worker_reports import ConnectState, StagingState, to_wire
 

@@ -13,8 +13,7 @@ from fastapi import FastAPI
 from pydantic import JsonValue
 
 from deployments.protocol.engine_state import asleep, is_paused
-from deployments.protocol.instructions import Body, Directive, Instruction
-from deployments.protocol.reports import Outcome, Report
+from deployments.protocol.poll import Body, Directive, Instruction, Outcome, Report
 from deployments.replica.follower import Follower
 from deployments.replica.member import EngineMember
 from deployments.replica.native_member import NativeMember

@@ -1,7 +1,7 @@
 """Instructions of a round, as a replica receives them."""
 
-from deployments.protocol.instructions import Commit, KvCache, Receive, StagingOptions
-from deployments.protocol.operations import InFlight
+from deployments.protocol.engine_state import InFlight
+from deployments.protocol.poll import Commit, KvCache, Receive, StagingOptions
 
 
 def receive(round_id: int = 1, retain: int | None = None) -> Receive:

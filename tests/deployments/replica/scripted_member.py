@@ -4,13 +4,15 @@ import asyncio
 
 from deployments.protocol.adapters import NO_ADAPTERS
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.instructions import (
+from deployments.protocol.poll import (
     Body,
     Directive,
     Drop,
     Instruction,
+    Outcome,
+    Report,
+    Value,
 )
-from deployments.protocol.reports import Outcome, Report, Value
 
 
 class Member:

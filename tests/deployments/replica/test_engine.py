@@ -5,10 +5,9 @@ import asyncio
 import pytest
 from fastapi import FastAPI
 
+from deployments.protocol.engine_state import InFlight, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.instructions import Call, Commit, KvCache, Receive, StagingOptions
-from deployments.protocol.operations import InFlight, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
-from deployments.protocol.reports import Draining
+from deployments.protocol.poll import Call, Commit, Draining, KvCache, Receive, StagingOptions
 from deployments.replica import engine as engine_module
 from deployments.replica.engine import DRAIN_POLL_S, Engine, EngineDrain
 from deployments.replica.engine_core import RESET_CACHES

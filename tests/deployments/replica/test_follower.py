@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from deployments.protocol.adapters import ReceiveAdapter
-from deployments.protocol.instructions import (
+from deployments.protocol.engine_state import InFlight
+from deployments.protocol.poll import (
     Body,
     CatchUp,
     Commit,
@@ -16,12 +17,12 @@ from deployments.protocol.instructions import (
     Drop,
     Instruction,
     KvCache,
+    Outcome,
     Receive,
+    Report,
     StagingOptions,
     Verify,
 )
-from deployments.protocol.operations import InFlight
-from deployments.protocol.reports import Outcome, Report
 from deployments.replica.follower import Follower
 from tests.deployments.replica.scripted_member import Member, Script
 

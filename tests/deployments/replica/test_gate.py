@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deployments.protocol.errors import Conflict, ReplicaUnavailable
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand
 from deployments.replica.gate import Gate
 
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from deployments.calls.http_server import HttpServer
 from deployments.protocol.errors import Conflict
-from deployments.protocol.request_headers import KEY_HEADER, ROUTER_HEADER, Demand, router_header
+from deployments.protocol.routing import KEY_HEADER, ROUTER_HEADER, Demand, router_header
 from deployments.replica.http_front import ReplicaFront
 
 NEWER = {"x-min-weight-version": "4"}

@@ -14,9 +14,8 @@ import pytest
 from fastapi import FastAPI
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from deployments.protocol.instructions import Commit, Directive, Instruction, KvCache
-from deployments.protocol.operations import InFlight
-from deployments.protocol.reports import Report
+from deployments.protocol.engine_state import InFlight
+from deployments.protocol.poll import Commit, Directive, Instruction, KvCache, Report
 from deployments.replica.engine import Engine
 from deployments.replica.follower import Follower
 from deployments.replica.staged_member import StagedMember

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from deployments.protocol.adapters import ReceiveAdapter
-from deployments.protocol.instructions import (
+from deployments.protocol.engine_state import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.poll import (
     Body,
     Call,
     CatchUp,
@@ -22,6 +23,7 @@ from deployments.protocol.instructions import (
     EndDrain,
     Forget,
     KvCache,
+    Outcome,
     Receive,
     Release,
     StagingOptions,
@@ -29,8 +31,6 @@ from deployments.protocol.instructions import (
     WriteVersion,
     drain_of_round,
 )
-from deployments.protocol.operations import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
-from deployments.protocol.reports import Outcome
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from tests.deployments.replica.member_contract import (

@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 
+from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import Commit, Drop, KvCache, Receive, StagingOptions, Verify
-from deployments.protocol.operations import InFlight
-from deployments.protocol.reports import Staged, Swapped
+from deployments.protocol.poll import (
+    Commit,
+    Drop,
+    FilePart,
+    KvCache,
+    Receive,
+    Staged,
+    StagingOptions,
+    Swapped,
+    Verify,
+)
 from deployments.replica.native_member import NativeMember
 from deployments.replica.server_arguments import EngineSpec
 from deployments.weights.store.checkpoint import Checkpoint, stated

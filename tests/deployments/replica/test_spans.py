@@ -13,7 +13,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
 )
 from vllm.utils import random_uuid
 
-from deployments.protocol.request_headers import Part
+from deployments.protocol.routing import Part
 from deployments.replica.recording_llm import _BEAM
 from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json, name_tokens
 

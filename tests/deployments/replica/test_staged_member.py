@@ -10,9 +10,18 @@ import pytest
 from deployments.host.shared_memory import DIRECTORY
 from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.files import FilePart
-from deployments.protocol.instructions import Connect, Drop, Receive, StagingOptions, Verify
-from deployments.protocol.reports import Check, Outcome, Staged, Swapped
+from deployments.protocol.poll import (
+    Check,
+    Connect,
+    Drop,
+    FilePart,
+    Outcome,
+    Receive,
+    Staged,
+    StagingOptions,
+    Swapped,
+    Verify,
+)
 from deployments.replica.staged_member import StagedMember, StagingProgress
 from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState, from_wire
 from tests.deployments.replica.fake_workers import CHECKS, DONE, Workers

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.instructions import CatchUp, Forget, Verify, WriteVersion
-from deployments.protocol.reports import StoreResult
+from deployments.protocol.poll import CatchUp, Forget, StoreResult, Verify, WriteVersion
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.instructions import JoinAnswer
-from deployments.protocol.reports import Unloadable
+from deployments.protocol.poll import JoinAnswer, Unloadable
 from deployments.replica import replica
 from deployments.replica.replica import Replica, find_first_weights
 from deployments.weights.store.version_writer import CommittedVersion, write_version

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand
 from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
 

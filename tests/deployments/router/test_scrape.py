@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from deployments.protocol.replica_info import ReplicaEndpoint
+from deployments.protocol.routing import ReplicaEndpoint
 from deployments.router.connections import questions
 from deployments.router.scrape import scrape
 from tests.deployments.routed_fleet import service

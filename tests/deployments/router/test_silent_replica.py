@@ -11,7 +11,7 @@ import httpx
 import httpx2
 import pytest
 
-from deployments.protocol.request_headers import Demand
+from deployments.protocol.routing import Demand
 from deployments.router.connections import Patience, Probes
 from deployments.router.router import Router
 from tests.deployments.router.router_scene import LIMITS, OK, StubReplica

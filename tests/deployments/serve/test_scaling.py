@@ -87,10 +87,10 @@ def test_a_steady_load_at_the_edge_does_not_flap() -> None:
 
 
 def test_the_operators_number_holds_until_the_next_wish() -> None:
-    old, new = stats(100, wanted=1, wish=1), stats(0, wanted=3, wish=2)
+    old, new = stats(100, wanted=1, wanted_number=1), stats(0, wanted=3, wanted_number=2)
     assert POLICY.decide([old, new], target=2, now=0, state={})[0] == 3
-    assert POLICY.decide([stats(0, wanted=9, wish=3)], target=2, now=0, state={})[0] == 4
-    assert POLICY.decide([stats(0, wanted=0, wish=4), new], target=3, now=0, state={})[0] == 3
+    assert POLICY.decide([stats(0, wanted=9, wanted_number=3)], target=2, now=0, state={})[0] == 4
+    assert POLICY.decide([stats(0, wanted=0, wanted_number=4), new], target=3, now=0, state={})[0] == 3
 
 
 def test_without_a_report_nothing_changes() -> None:
@@ -107,7 +107,7 @@ def test_serves_time_series_are_read() -> None:
         def __init__(self, value: float) -> None:
             self.value = value
 
-    report = stats(3, wanted=2.0, wish=1.0)
+    report = stats(3, wanted=2.0, wanted_number=1.0)
     series = {name: {"r0": [Point(0.0), Point(value)]} for name, value in asdict(report).items()}
     assert latest(series) == [report]
     assert latest({"waiting": {"r0": [Point(1.0)]}}) == []

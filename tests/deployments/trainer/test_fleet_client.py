@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from deployments.protocol.errors import RoundAborted, TransferAborted
-from deployments.protocol.instructions import CommitMode
+from deployments.protocol.poll import CommitMode
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from tests.deployments.controller_in_process import ControllerInProcess

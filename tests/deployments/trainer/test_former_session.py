@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from deployments.protocol.errors import Conflict, StalePublisher
-from deployments.protocol.instructions import Verify
+from deployments.protocol.poll import Verify
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.spec import PUBLISHER
 from deployments.trainer.trainer import end_former_session

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.status import FleetStatus, MemberStatus, RoundStatus
+from deployments.protocol.responses import FleetStatus, MemberStatus, RoundStatus
 from deployments.trainer.trainer import CONFIRMATIONS, is_lost, is_starved, watch
 from tests.deployments.ledger.ledger_scene import Scene
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from deployments.protocol.errors import FleetUnavailable, TransferAborted
-from deployments.protocol.instructions import Verify
+from deployments.protocol.poll import Outcome, Verify
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.reports import Outcome
 from deployments.trainer.publisher import Publisher, PublishSource
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.trainer_specs import trainer_spec

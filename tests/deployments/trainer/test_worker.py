@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.protocol.errors import InvalidRequest, TransferAborted
-from deployments.protocol.instructions import Verify
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome, Verify
 from deployments.trainer.spec import StoreStatus, TrainerSpec
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store

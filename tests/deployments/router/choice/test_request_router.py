@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from deployments.protocol.request_headers import Census, Choice, Demand
+from deployments.protocol.routing import Census, Choice, Demand
 from deployments.router.choice.request_router import FleetRequestRouter
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from deployments.protocol.trainer_reports import AdapterReport
+from deployments.protocol.responses import AdapterReport
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.spec import TrainerSpec
 from tests.deployments.controller_in_process import ControllerInProcess

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from deployments.protocol.adapters import LoadAdapter
 from deployments.protocol.errors import InvalidRequest
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from deployments.trainer.lora.resume import StateFile
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.spec import LoadedTrainer, TrainerSpec

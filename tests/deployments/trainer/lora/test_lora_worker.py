@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from deployments.protocol.adapters import LoadAdapter
 from deployments.protocol.errors import Conflict, InvalidRequest
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.spec import TrainerSpec, adapter_directory
 from deployments.weights.store.adapter_bytes import adapter_digest

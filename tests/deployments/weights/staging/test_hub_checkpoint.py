@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from tests.deployments.weights.staging.memory_worker import (
     MemoryWorker,
     receive,

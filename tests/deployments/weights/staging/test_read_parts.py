@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deployments.protocol.files import FilePart
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import FilePart, Outcome
 from deployments.weights.staging.worker_reports import StagingState, from_wire, to_wire
 from deployments.weights.store.checkpoint import Checkpoint, stated
 from deployments.weights.store.file_read import FileRead

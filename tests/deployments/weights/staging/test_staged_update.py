@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate, compare
 from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.wire.digest import digest, digest_tensor, digests, inspect

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from deployments.host.shared_memory import remove_segment
 from deployments.protocol.errors import TransferFailed
-from deployments.protocol.reports import Outcome, StoreResult
+from deployments.protocol.poll import Outcome, StoreResult
 from deployments.weights.staging.worker_reports import (
     ConnectState,
     LoadPlanSummary,

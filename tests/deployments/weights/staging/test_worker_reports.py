@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from deployments.host.shared_memory import DIRECTORY, open_mapping, remove_segment
-from deployments.protocol.reports import Check, Outcome, StoreResult
+from deployments.protocol.poll import Check, Outcome, StoreResult
 from deployments.weights.staging.worker_reports import (
     SLOT_BYTES,
     ConnectState,

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deployments.protocol.reports import StoreResult
+from deployments.protocol.poll import StoreResult
 from deployments.weights.store.hub import copy_model_files
 from deployments.weights.store.manifest import StoredTensor
 from deployments.weights.store.version_writer import (

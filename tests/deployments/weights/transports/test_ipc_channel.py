@@ -12,7 +12,7 @@ import torch
 
 from deployments.host.shared_memory import remove_segment
 from deployments.protocol.errors import TransferFailed
-from deployments.protocol.json_values import json_only
+from deployments.protocol.publishing import json_only
 from deployments.weights.transports.ipc import IpcWeightTransferEngine
 from deployments.weights.transports.ipc_channel import (
     ABANDONED,

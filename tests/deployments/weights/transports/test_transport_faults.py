@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from deployments.protocol.errors import TransferFailed
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from tests.deployments.weights.transports.transport_contract import (
     PATIENCE_S,
     connect,

@@ -10,7 +10,7 @@ import torch
 
 from deployments.host.shared_memory import DIRECTORY, owner, remove_segment
 from deployments.protocol.errors import TransferFailed
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from deployments.weights.staging.worker_reports import ProgressPage, StagingState
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from tests.deployments.weights.transports.transport_fleet import ListSource, Rejected, write_checkpoint
 from tests.deployments.weights.transports.vllm_trainer import (
     TIMEOUT_S,

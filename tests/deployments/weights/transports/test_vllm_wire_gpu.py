@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
 from tests.deployments.weights.transports.transport_contract import free_port

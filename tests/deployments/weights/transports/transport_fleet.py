@@ -20,7 +20,7 @@ import torch
 from vllm.config import LoadConfig
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-from deployments.protocol.reports import Outcome
+from deployments.protocol.poll import Outcome
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.staging.worker_reports import ConnectState, StagingState
 from deployments.weights.transports.registry import TRANSPORTS

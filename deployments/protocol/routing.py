@@ -1,4 +1,4 @@
-"""The headers that clients, routers and replicas exchange, and what a request demands of a replica."""
+"""What clients, routers and replicas tell each other about a request: headers, demands, endpoints."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,23 +7,44 @@ from typing import Any
 
 from deployments.protocol.errors import InvalidRequest
 
-KEY_HEADER = b"x-slipstream-key"  # a router proves that it belongs to the fleet
-REFUSED_HEADER = b"x-slipstream-refused"  # another replica may answer; one of the two values below
+KEY_HEADER = b"x-slipstream-key"  # proves that a router belongs to the fleet
+REFUSED_HEADER = b"x-slipstream-refused"  # another replica may answer; NOT_BEGUN or LOST
 NOT_BEGUN = b"not-begun"  # the request did not reach the engine, or the replica is being stopped
-MAX_SESSION_ID = 256
-MAX_NUMBER = 10**9  # of a version; and of seconds, which is thirty years
 LOST = b"lost"  # the engine had the request when it failed
 PART_HEADER = b"x-slipstream-part"  # the request is a part of a client's; see `Part`
-ROUTER_HEADER = b"x-slipstream-router"  # which router sent the request, and what it adds to the load
+ROUTER_HEADER = b"x-slipstream-router"  # the sending router, and what the request adds to the load
+MAX_SESSION_ID = 256
+MAX_NUMBER = 10**9  # versions, and seconds (thirty years)
+
+
+# Serve carries these two from a replica to every router, as dicts: `record_replica_metadata` once when the
+# replica becomes ready, `record_routing_stats` every `request_routing_stats_period_s`.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaEndpoint:
+    """Where a replica's own HTTP server is."""
+
+    address: str  # host:port
+    key: str  # the value of `KEY_HEADER` that the replica accepts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingStats:
+    """The replica state that the routing policy reads; the defaults hold until the first report."""
+
+    version: int = 0
+    admitted: bool = True
+    in_flight: Mapping[str, int] = field(default_factory=dict)  # load, by the router that sent it
 
 
 @dataclass(slots=True)
 class Census:
-    """The replicas that Serve knows: filled in by the choice of one of them.
+    """The replicas that Serve knows, filled in by the choice of one of them.
 
     Attributes:
-        loads: of each replica that may answer the request.
-        metadata: of all, as `ReplicaEndpoint` has it.
+        loads: by replica, of those that may answer the request.
+        metadata: by replica, as in `ReplicaEndpoint`.
     """
 
     loads: dict[str, int] = field(default_factory=dict)
@@ -32,7 +53,7 @@ class Census:
 
 @dataclass(slots=True)
 class Choice:
-    """Filled in by the choice of a replica: the version of its weights, as of its routing statistics."""
+    """Filled in by the choice of a replica: the version in its routing statistics."""
 
     version: int = 0
 
@@ -44,22 +65,21 @@ def no_holders(version: int) -> Iterable[tuple[int, Sequence[str]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a request asks of the replica that answers it.
+    """What a request requires of the replica that answers it.
 
     Attributes:
-        min_version: the oldest weights that may answer.
+        min_version: the oldest acceptable weights.
         timeout_s: how long to wait for them.
-        session_id: requests of one session stay on one replica, unless that has too much to do.
-        stays: the session's replica has something that no other one has: its load does not matter.
+        session_id: a session stays on one replica unless that is overloaded.
+        stays: only the session's replica can answer, whatever its load.
         home: the replica that the session was sent to last.
-        holders: which replicas have how many bytes of the prompt cached at a version; the most first.
-        refused: replicas that have refused this request already; they are asked last.
+        holders: replicas by the bytes of the prompt that they have cached at a version, most first.
+        refused: replicas that refused this request; they are asked last.
         router: the id of the asking router.
-        in_flight: load that it has at each replica.
+        in_flight: the router's load at each replica.
         prefer: the replica that this part of a split request is meant for.
-        load_factor: before a replica has so many times the mean load, sessions and prefixes go elsewhere.
-        census: to be filled in.
-        choice: to be filled in.
+        load_factor: at this multiple of the mean load, sessions and prefixes leave a replica.
+        census, choice: filled in by the choice.
     """
 
     min_version: int = 0
@@ -79,11 +99,11 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of a split request: what its answer has in common with those of the other parts.
+    """One part of a split request: what its response shares with those of the other parts.
 
     Attributes:
-        first_choice: the index of its first choice in the whole answer.
-        created: of all parts, in seconds since 1970.
+        first_choice: the index of its first choice in the whole response.
+        created: the same for all parts, in seconds since 1970.
     """
 
     first_choice: int
@@ -100,7 +120,7 @@ def router_header(router: str, load: int) -> str:
 
 
 def router_of(value: bytes | None) -> tuple[str, int]:
-    """The router and the load that a `ROUTER_HEADER` names; a request without one is one."""
+    """The router and the load in a `ROUTER_HEADER`; without one the load is 1."""
     if value is None:
         return "", 1
     router, load = value.decode().split(",")
@@ -108,7 +128,7 @@ def router_of(value: bytes | None) -> tuple[str, int]:
 
 
 def part_of(value: bytes | None) -> Part | None:
-    """The part that a router's `PART_HEADER` names; None: the request is whole."""
+    """The part in a `PART_HEADER`; None: the request is whole."""
     if value is None:
         return None
     first_choice, created = value.split(b",")
@@ -116,22 +136,21 @@ def part_of(value: bytes | None) -> Part | None:
 
 
 def demand_of(headers: Mapping[str, str], weight_timeout_s: float) -> Demand:
-    """What the request's headers ask of the weights.
+    """What the request's headers demand.
 
     Raises:
         InvalidRequest: a header is not a number in its range.
     """
+    session_id = headers.get("x-session-id")
+    if session_id is not None and len(session_id) > MAX_SESSION_ID:
+        raise InvalidRequest(
+            f"x-session-id must have at most {MAX_SESSION_ID} characters, got {len(session_id)}"
+        )
     return Demand(
         min_version=int(_number(headers, "x-min-weight-version", 0)),
         timeout_s=_number(headers, "x-weight-timeout", weight_timeout_s),
-        session_id=_session(headers.get("x-session-id")),
+        session_id=session_id,
     )
-
-
-def _session(given: str | None) -> str | None:
-    if given is not None and len(given) > MAX_SESSION_ID:
-        raise InvalidRequest(f"x-session-id must have at most {MAX_SESSION_ID} characters, got {len(given)}")
-    return given
 
 
 def _number(headers: Mapping[str, str], name: str, default: float) -> float:

@@ -3,7 +3,7 @@
 import pytest
 
 from deployments.protocol.errors import InvalidRequest
-from deployments.protocol.request_headers import Demand, demand_of
+from deployments.protocol.routing import Demand, demand_of
 
 
 def test_a_request_demands_what_its_headers_say() -> None:

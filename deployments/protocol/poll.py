@@ -1,0 +1,354 @@
+"""A replica's poll: the `Report` that it sends and the `Directive` that answers it.
+
+Instructions are delivered in order and at least once. A replica runs each `seq` once and repeats its
+acknowledgement until a directive confirms it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from pydantic import JsonValue
+
+from deployments.protocol.adapters import (
+    NO_ADAPTERS,
+    AdapterState,
+    DropAdapter,
+    LoadAdapter,
+    LoadedAdapter,
+    ReceiveAdapter,
+    SetAdapters,
+)
+from deployments.protocol.engine_state import EngineState, InFlight, Operation
+
+
+class KvCache(StrEnum):
+    """What happens to the KV cache of running requests at a commit."""
+
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+
+
+class CommitMode(StrEnum):
+    TOGETHER = "together"
+    ROLLING = "rolling"
+
+
+# -- instructions ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Join the transfer group. `init_info` is the publisher's, with this replica's rank offset."""
+
+    name: ClassVar[str] = "connect"
+    init_info: Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePart:
+    """A payload that replicas read from a safetensors file which all hosts see at the same path.
+
+    Paths are absolute and without symbolic links. A replica rejects bytes whose digests differ.
+    """
+
+    directory: str  # the checkpoint's
+    path: str  # the file's, which may be elsewhere
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]  # safetensors' names
+    shapes: tuple[tuple[int, ...], ...]
+    ranges: tuple[tuple[int, int], ...]  # [first, end) byte of each tensor in the file
+    digests: tuple[str, ...] = ()  # 16 hexadecimal digits each; empty until they are read
+    config: Mapping[str, JsonValue] | None = None  # the checkpoint's config.json, if there is one
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(end - begin for begin, end in self.ranges)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingOptions:
+    """How a round is staged and will commit; the same for every payload of the round."""
+
+    retain_version: int | None = None  # keep the received tensors under this version, for the store
+    kv_cache: KvCache = KvCache.RECOMPUTE
+    in_flight: InFlight = InFlight.KEEP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive:
+    """Stage one payload: one for all workers, or a list with one for each. The first one begins the round."""
+
+    name: ClassVar[str] = "receive"
+    round_id: int
+    payload: JsonValue | FilePart
+    options: StagingOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """No payload follows: check that the staged version is complete. Acknowledged with `Staged`."""
+
+    name: ClassVar[str] = "verify"
+    round_id: int
+
+
+def drain_of_round(round_id: int) -> str:
+    """The id of the drain that a round's COMMIT ends."""
+    return f"round {round_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """Start no request and let running ones finish; reports count them."""
+
+    name: ClassVar[str] = "drain"
+    drain_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndDrain:
+    """Start requests again, unless another drain or a pause is active."""
+
+    name: ClassVar[str] = "end_drain"
+    drain_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Swap between two decoding steps. Acknowledged with `Swapped`.
+
+    With `in_flight: wait` the replica has been drained: no request runs.
+    """
+
+    name: ClassVar[str] = "commit"
+    round_id: int
+    version: int
+    hold: bool  # stay paused after the swap until RELEASE (`commit: together`)
+    kv_cache: KvCache
+    in_flight: InFlight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Resume after a commit that held."""
+
+    name: ClassVar[str] = "release"
+    round_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """Discard the staging of a round; without a round, leave a rendezvous."""
+
+    name: ClassVar[str] = "drop"
+    round_id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatchUp:
+    """Load a stored version. `fleet_id` and `digest` are as in `JoinAnswer`."""
+
+    name: ClassVar[str] = "catch_up"
+    version: int
+    path: str
+    fleet_id: str | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Run an operation. Acknowledged with its result."""
+
+    name: ClassVar[str] = "call"
+    operation: Operation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteVersion:
+    """Start writing a retained version to the store; reports carry the result."""
+
+    name: ClassVar[str] = "store"
+    version: int
+    label: str | None
+    directory: str
+    fleet_id: str
+    digest: str | None  # the digest that was committed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """Free a retained version, which is in the store."""
+
+    name: ClassVar[str] = "forget"
+    version: int
+
+
+Body = (
+    Connect
+    | Receive
+    | Verify
+    | Drain
+    | EndDrain
+    | Commit
+    | Release
+    | Drop
+    | CatchUp
+    | Call
+    | WriteVersion
+    | Forget
+    | ReceiveAdapter
+    | LoadAdapter
+    | SetAdapters
+    | DropAdapter
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    seq: int
+    body: Body
+    deadline_s: float  # the ledger fences the replica a little later
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredReplicas:
+    """The operator's number of replicas, which replicas relay to Serve's autoscaling policy."""
+
+    wanted: int | None = None  # None: as many as the load needs
+    number: int = 0  # counts the operator's changes; 0: the configuration's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """What the controller tells one replica."""
+
+    admitted: bool  # may take requests
+    instructions: Sequence[Instruction] = ()  # in order; the replica skips those it has seen
+    acknowledged: Sequence[int] = ()  # acknowledgements that arrived and need no repetition
+    fenced: str | None = None  # the reason; the replica stops for good
+    may_leave: bool = False  # a leaving replica may exit
+    desired: DesiredReplicas = DesiredReplicas()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinAnswer:
+    """Where a starting replica finds its first weights: a directory that vLLM can load."""
+
+    version: int
+    path: str | None  # None: the checkpoint that the fleet was configured with
+    fleet_id: str | None = None  # the manifest must name it; None only with path None
+    digest: str | None = None  # the manifest must name it; None: not known
+
+
+# -- reports ---------------------------------------------------------------------------------------
+
+
+class Outcome(StrEnum):
+    DONE = "done"
+    REJECTED = "rejected"  # wrong payload, or none in time; nothing is staged, the replica is intact
+    TRANSFER_FAILED = "transfer_failed"  # a peer or the publisher is gone; the replica is intact: send again
+    REPLICA_FAILED = "replica_failed"  # its weights may be uncertain: it is always fenced
+
+
+class Verification(StrEnum):
+    """What the digests of a round were compared with."""
+
+    PUBLISHER = "publisher"  # the digests that the publisher stated, tensor by tensor
+    REPLICAS = "replicas"  # the other replicas' digests; the publisher stated none
+    NONE = "none"  # nothing: a single replica and a publisher without digests, or not recorded
+
+
+class Check(StrEnum):
+    """What was checked of a round before its commit."""
+
+    NAMES = "names"  # each tensor belongs to the model
+    SHAPES = "shapes"
+    DTYPES = "dtypes"  # the checkpoint's kind: floating point, or the same integers
+    COMPLETE = "complete"  # every tensor of the model arrived once
+    FINITE = "finite"  # no NaN, no infinity
+    DIGESTS = "digests"  # equal to those that the publisher stated
+    REPLICAS = "replicas"  # equal on all replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A version is complete on a replica."""
+
+    digest: str  # over all tensors
+    compared: bool  # each tensor's digest equals the one that the publisher stated
+    size_bytes: int
+    stage_s: float
+    verify_s: float
+    checks: tuple[Check, ...] = ()  # made by all workers
+    by_name: bool = False  # `digest` covers the tensors that arrived, by checkpoint name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swapped:
+    swap_s: float  # in the workers; on a GPU the time to queue the copies
+    gap_s: float  # from the call to commit until requests continue
+
+
+Value = Staged | Swapped | LoadedAdapter | JsonValue  # JSON: the result of an operation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledgement:
+    seq: int
+    outcome: Outcome
+    message: str = ""  # expected and actual, when not DONE
+    value: Value = None
+    missing_ranks: tuple[int, ...] = ()  # ranks that did not answer when TRANSFER_FAILED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreResult:
+    """The result of a replica's last write to the store."""
+
+    version: int
+    label: str | None
+    path: str
+    problem: str  # why the version is not in the store; empty if it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unloadable:
+    """A stored version that a starting replica was told to load and cannot."""
+
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draining:
+    """The replica starts no request and lets running ones finish."""
+
+    drain_ids: Sequence[str]
+    running: int | None  # running requests; None: the engine has not reported yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A replica's state, sent in every poll."""
+
+    replica_id: str
+    incarnation: str
+    version: int  # in its engine
+    world_size: int  # TP x PP x DP workers
+    staged_round: int | None  # staged and verified here, or its bytes are live
+    retained_version: int | None = None  # committed; its tensors are kept for the store
+    store_result: StoreResult | None = None
+    loading_version: int | None = None  # a stored version that is being loaded
+    updates_in_place: bool = False  # RECEIVE changes live weights (`staging: none`)
+    draining: Draining | None = None
+    adapters: AdapterState = NO_ADAPTERS
+    condition: EngineState = ()
+    acknowledgements: Sequence[Acknowledgement] = ()
+    number: int = 0  # counts this process's reports; the controller ignores one that a later one overtook
+    failed: str = ""  # uncertain weights or a dead engine: takes no request until it is fenced
+    fenced: bool = False  # knows that it is fenced, and takes no request
+    leaving: bool = False  # no longer wanted: takes no new request and waits for `may_leave`
+    drained: bool = False  # leaving, and no request runs on it
+    ended: bool = False  # its last report
