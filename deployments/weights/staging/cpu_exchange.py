@@ -1,12 +1,10 @@
-"""What a swap exchanges: the memory of parameters and buffers, and what processing made of the weights.
+"""What a swap on a CPU exchanges: the memory of parameters and buffers, and what vLLM made from the weights.
 
-The modules stay where they are, so everything that refers to them, or to their parameters, sees the new
-version: the KV cache, the runner, the kernels of experts. A plain attribute that processing adds to a module
-(the function that holds packed weights, the halves of MLA's projection), or to its attention kernel (those
-halves, packed for AMX), is exchanged as a reference.
-
-What processing makes can be told by comparing the instance that serves, before it has done a step, with one
-that was constructed and not loaded. Whatever differs and is none of the above is a reason to refuse.
+The modules stay, so everything that refers to them or to their parameters sees the new version: the KV cache,
+the runner, the kernels of experts. Plain attributes that processing adds to a module (the function that holds
+packed weights, the halves of MLA's projection) or to its attention kernel (those halves, packed for AMX) are
+exchanged as references. They are found by comparing the live instance, before its first step, with one that
+was constructed and not loaded. Any other difference is a reason to refuse.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,6 +19,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from deployments.weights.staging.base import tied_refusal
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
@@ -33,7 +32,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attribute:
-    """Of a module, or of its attention kernel, and of the counterpart: what processing adds."""
+    """Added by processing to a module or its attention kernel, and to their counterpart."""
 
     live: Any
     twin: Any
@@ -46,24 +45,24 @@ class _Attribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Module:
-    """A module of the model that serves, its counterpart, and what processing adds to it."""
+    """A live module, its counterpart, and what processing adds to it."""
 
     path: str
     live: torch.nn.Module
     twin: torch.nn.Module
-    attributes: tuple[_Attribute, ...]
-    parameters: tuple[str, ...]
+    attributes: list[_Attribute]
+    parameters: list[str]
 
 
 class Exchange:
-    """The model that serves and a second instance, module by module.
+    """The live model and a second instance, module by module.
 
     Args:
         live: loaded and processed, and has not done a step.
         shadow: constructed and not loaded.
 
     Raises:
-        ValueError: the two differ in something that a swap could not exchange; names it.
+        ValueError: names the differences that a swap could not exchange.
     """
 
     def __init__(self, live: torch.nn.Module, shadow: torch.nn.Module) -> None:
@@ -72,24 +71,12 @@ class Exchange:
         problems: list[str] = []
         for path, module in live.named_modules():
             twin = twins.pop(path, None)
-            if type(twin) is not type(module):
-                problems.append(f"{path!r} is a {type(module).__name__} and there {_kind(twin)}")
-                continue
-            assert twin is not None
-            if twin is module:
-                continue  # rotary tables, which vLLM makes once for all
-            comparison = _Comparison(module, twin)
-            problems += [f"{path}.{problem}" for problem in comparison.problems]
-            self._modules.append(
-                _Module(
-                    path=path,
-                    live=module,
-                    twin=twin,
-                    attributes=tuple(comparison.attributes),
-                    parameters=tuple(comparison.parameters),
-                )
-            )
-        problems += [f"{path!r} is not in the model that serves" for path in twins]
+            if twin is None or type(twin) is not type(module):
+                kind = "missing" if twin is None else f"a {type(twin).__name__}"
+                problems.append(f"{path!r} is a {type(module).__name__} and there {kind}")
+            elif twin is not module:  # else a rotary table, which vLLM makes once for all
+                self._modules.append(_compared(path, module, twin, problems))
+        problems += [f"{path!r} is not in the live model" for path in twins]
         if problems:
             raise ValueError(join_reasons(problems))
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -102,7 +89,7 @@ class Exchange:
             untouched: the paths of modules that keep what they have.
 
         Raises:
-            ValueError: something does not fit; names it. Nothing is exchanged.
+            ValueError: names what does not fit. Nothing is exchanged.
         """
         tensors: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
         attributes: list[_Attribute] = []
@@ -115,11 +102,7 @@ class Exchange:
                     continue  # packed elsewhere
                 known = tensors.setdefault(id(live), (name, live, twin))
                 if known[2] is not twin and not torch.equal(known[2], twin):
-                    problems.append(
-                        f"{known[0]!r} and {name!r} were equal in the checkpoint that this engine loaded, so "
-                        "it has one tensor for both, and now they differ; start the engine from a checkpoint "
-                        "in which they do"
-                    )
+                    problems.append(tied_refusal(known[0], name))
                 elif _layout(live) != _layout(twin):
                     problems.append(f"{name!r} is {_layout(live)} and became {_layout(twin)}")
             for attribute in module.attributes:
@@ -133,15 +116,11 @@ class Exchange:
         self._attributes = attributes
 
     def swap(self) -> None:
-        """Exchange; the second instance has the former version then."""
+        """Exchange; the second instance then has the former version."""
         for live, twin in self._tensors:
             live.data, twin.data = twin.data, live.data
         for attribute in self._attributes:
             attribute.swap()
-        self.forget()
-
-    def forget(self) -> None:
-        """Refer to nothing of a version."""
         self._tensors, self._attributes = [], []
 
     def release(self) -> None:
@@ -153,51 +132,45 @@ class Exchange:
                 module.twin._parameters.pop(name, None)
 
 
-class _Comparison:
-    """A module that was loaded and processed, and one that was only constructed.
-
-    Attributes:
-        attributes: that processing adds.
-        parameters: that processing adds.
-        problems: what cannot be exchanged, as the ends of sentences.
-    """
-
-    def __init__(self, live: torch.nn.Module, twin: torch.nn.Module) -> None:
-        self.attributes: list[_Attribute] = []
-        self.problems: list[str] = []
-        self.parameters = sorted(live._parameters.keys() - twin._parameters.keys())
-        lost = twin._parameters.keys() - live._parameters.keys()
-        lost |= live._buffers.keys() ^ twin._buffers.keys()
-        self.problems += [f"{name} is not in both" for name in sorted(lost)]
-        method = getattr(live, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase):
-            if type(method) not in _METHODS:
-                self.problems.append(f"quant_method is a {type(method).__name__}")
-            self._refuse_differing("quant_method", method, twin.quant_method)
-        if (kernel := getattr(live, "impl", None)) is not None:
-            self._sort("impl.", kernel, twin.impl)
-        self._sort("", live, twin)
-
-    def _sort(self, owner: str, live: Any, twin: Any) -> None:
-        for name, value in _differing(live, twin):
-            added = getattr(twin, name, None) is None and not isinstance(value, torch.nn.Parameter)
+def _compared(path: str, live: torch.nn.Module, twin: torch.nn.Module, problems: list[str]) -> _Module:
+    """A module that was loaded and processed, and its counterpart that was only constructed."""
+    lost = twin._parameters.keys() - live._parameters.keys()
+    lost |= live._buffers.keys() ^ twin._buffers.keys()
+    problems += [f"{path}.{name} is not in both" for name in sorted(lost)]
+    method = getattr(live, "quant_method", None)
+    if isinstance(method, QuantizeMethodBase):
+        if type(method) not in _METHODS:
+            problems.append(f"{path}.quant_method is a {type(method).__name__}")
+        differing = _differing(method, twin.quant_method)
+        problems += [f"{path}.quant_method.{name} comes from loading" for name, _ in differing]
+    owners: list[tuple[str, Any, Any]] = [(path, live, twin)]
+    if (kernel := getattr(live, "impl", None)) is not None:
+        owners.append((f"{path}.impl", kernel, twin.impl))
+    attributes = []
+    for owner, one, other in owners:
+        for name, value in _differing(one, other):
+            added = getattr(other, name, None) is None and not isinstance(value, torch.nn.Parameter)
             if added and isinstance(value, _EXCHANGED):
-                self.attributes.append(_Attribute(live=live, twin=twin, name=name))
+                attributes.append(_Attribute(live=one, twin=other, name=name))
             else:
-                self.problems.append(f"{owner}{name} comes from loading")
-
-    def _refuse_differing(self, owner: str, live: Any, twin: Any) -> None:
-        self.problems += [f"{owner}.{name} comes from loading" for name, _ in _differing(live, twin)]
+                problems.append(f"{owner}.{name} comes from loading")
+    return _Module(
+        path=path,
+        live=live,
+        twin=twin,
+        attributes=attributes,
+        parameters=sorted(live._parameters.keys() - twin._parameters.keys()),
+    )
 
 
 def _differing(live: Any, twin: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of an object that are not what its counterpart has, where that can be told."""
+    """The attributes that differ from the counterpart's, as far as they can be compared."""
     ours, theirs = vars(live), vars(twin)
     ignored = _REGISTERED + (_KERNELS if type(live) is UnquantizedFusedMoEMethod else ())
     for name in (ours.keys() | theirs.keys()) - set(ignored):
         one, other = ours.get(name), theirs.get(name)
         if other is None and isinstance(one, dict | list | set) and not one:
-            continue  # what a loader kept until its counterpart came
+            continue  # a loader's, emptied when it was done
         if (one is None) != (other is None):
             yield name, one
         elif isinstance(one, torch.nn.Parameter) and isinstance(other, torch.nn.Parameter):
@@ -226,7 +199,3 @@ def _registered(module: _Module, problems: list[str]) -> Iterator[tuple[str, tor
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _kind(module: torch.nn.Module | None) -> str:
-    return "missing" if module is None else f"a {type(module).__name__}"

@@ -1,17 +1,16 @@
-"""Staging beside the model that serves: a second instance, loaded and packed while the engine decodes.
+"""Staging on a CPU beside the live model: a second instance, loaded and packed while the engine decodes.
 
-    begin       the second instance gets memory for parameters as a checkpoint has them
-    add         vLLM's own loaders fill them
+    begin       an update starts
+    add         vLLM's own loaders fill the second instance; the first chunk gives its parameters memory
     finalize    vLLM packs layer by layer; the engine decodes in between
     swap        parameters and packed layers of the two are exchanged, inside the pause
     retire      the former version is freed, beside the engine again
 
-Everything that takes time is done as vLLM does it when an engine starts, so what serves then is what a fresh
-engine would have loaded. Memory for a second version is taken from the first chunk of a round to its end.
+Everything that takes time is done as vLLM does it at start-up, so the result is what a fresh engine loads.
+The second version has memory only during a round.
 """
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -25,11 +24,9 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.cpu_resource_utils import get_memory_node_info
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from deployments.weights.staging.base import Tensors
+from deployments.weights.staging.base import GIB, Staging, Tensors, outer_columns, second_instance_config
 from deployments.weights.staging.cpu_exchange import Exchange
-from deployments.weights.staging.worker_reports import LoadPlanSummary
-from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
-from deployments.weights.wire.digest_definition import Findings
+from deployments.weights.wire.chunk_layout import Chunk
 
 
 class Loaded(Enum):
@@ -45,7 +42,7 @@ class BlankParameter:
     """One parameter, as the model's constructor made it.
 
     Attributes:
-        places: the modules that have it, with their path and its name there; several if weights are tied.
+        places: its modules, with their path and its name there; several if weights are tied.
     """
 
     parameter: torch.nn.Parameter
@@ -55,121 +52,84 @@ class BlankParameter:
 
     @property
     def names(self) -> list[str]:
-        """Its name in the model; several if weights are tied."""
         return [f"{path}.{name}" if path else name for path, _, name in self.places]
 
     @property
     def size_bytes(self) -> int:
         return self.shape.numel() * self.parameter.itemsize
 
-    def place(self, memory: torch.Tensor) -> None:
-        """Put it where its modules had it before they were processed, with this memory."""
+    def allocate(self) -> None:
+        """Give it memory, with NaN in the first and last columns."""
+        dtype = self.parameter.dtype
+        memory = torch.empty_strided(self.shape, self.stride, dtype=dtype)
+        outer_columns(memory).fill_(float("nan") if dtype.is_floating_point else 0)
+        self._place(memory)
+
+    def release(self) -> None:
+        """Free its memory, and the parameters that processing put in its place."""
+        self._place(torch.empty(0, dtype=self.parameter.dtype))
+
+    def _place(self, memory: torch.Tensor) -> None:
         self.parameter.data = memory
         for _, module, name in self.places:
             module._parameters[name] = self.parameter
 
     def loaded(self) -> Loaded:
-        missing = _columns(self.parameter.data).isnan()
+        missing = outer_columns(self.parameter.data).isnan()
         if not missing.any():
             return Loaded.ALL
         return Loaded.NOTHING if missing.all() else Loaded.PART
 
     def pad(self) -> None:
-        """Zero what was not loaded of it: padding, which no checkpoint contains."""
+        """Zero what was not loaded: padding, which no checkpoint contains."""
         data = self.parameter.data
         if data.dim() > 1:
             data[data[..., 0].isnan()] = 0  # the columns between were never written either
         data.masked_fill_(data.isnan(), 0)
 
 
-class BlankParameters:
-    """The parameters of an instance that was constructed and not processed. They have no memory at first."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        blanks: dict[int, BlankParameter] = {}
-        for path, module in model.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    new = BlankParameter(
-                        parameter=parameter, shape=parameter.shape, stride=parameter.stride()
-                    )
-                    blanks.setdefault(id(parameter), new).places.append((path, module, name))
-        self._blanks = list(blanks.values())
-        self.release()
-
-    def __iter__(self) -> Iterator[BlankParameter]:
-        return iter(self._blanks)
-
-    def allocate(self) -> None:
-        """Give all of them memory, with NaN in its first and last columns."""
-        for blank in self._blanks:
-            dtype = blank.parameter.dtype
-            memory = torch.empty_strided(blank.shape, blank.stride, dtype=dtype)
-            _columns(memory).fill_(float("nan") if dtype.is_floating_point else 0)
-            blank.place(memory)
-
-    def release(self) -> None:
-        """Free the memory of all parameters, also of those that processing made."""
-        for blank in self._blanks:
-            blank.place(torch.empty(0, dtype=blank.parameter.dtype))
+def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
+    """The parameters of a constructed instance. Their memory is freed."""
+    blanks: dict[int, BlankParameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new = BlankParameter(parameter=parameter, shape=parameter.shape, stride=parameter.stride())
+                blanks.setdefault(id(parameter), new).places.append((path, module, name))
+    for blank in blanks.values():
+        blank.release()
+    return list(blanks.values())
 
 
-def _columns(tensor: torch.Tensor) -> torch.Tensor:
-    """The first and the last column, or the tensor itself if it has only one; a view."""
-    if tensor.dim() > 1 and tensor.shape[-1] > 1:
-        return tensor[..., :: tensor.shape[-1] - 1]
-    return tensor
-
-
-# Staging beside the model that serves: a second instance, loaded and packed while the engine decodes.
-#
-#     begin       the second instance gets memory for parameters as a checkpoint has them
-#     add         vLLM's own loaders fill them
-#     finalize    vLLM packs layer by layer; the engine decodes in between
-#     swap        parameters and packed layers of the two are exchanged, inside the pause
-#     retire      the former version is freed, beside the engine again
-#
-# Everything that takes time is done as vLLM does it when an engine starts, so what serves then is what a
-# fresh engine would have loaded. Memory for a second version is taken from the first chunk of a round to its
-# end.
-
-GIB = 1 << 30
-
-
-class CpuShadowStaging:
-    """Fills a second instance of the model that serves, and exchanges the two.
+class CpuShadowStaging(Staging):
+    """Fills a second instance of the live model, and exchanges the two.
 
     Args:
         model: loaded and processed, and has not done a step.
         shadow: constructed and not loaded.
 
     Raises:
-        ValueError: the two differ in something that a swap could not exchange, or memory does not suffice.
+        ValueError: a swap could not exchange the two, or memory does not suffice.
     """
 
     def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module, shadow: torch.nn.Module) -> None:
         self._vllm_config = vllm_config
         self._live, self._shadow = model, shadow
         self._exchange = Exchange(model, shadow)
-        self._blanks = BlankParameters(shadow)
-        check_memory(vllm_config, sum(blank.size_bytes for blank in self._blanks))
+        self._blanks = blank_parameters(shadow)
+        check_cpu_memory(vllm_config, sum(blank.size_bytes for blank in self._blanks))
         self._open = False
 
     def begin(self) -> None:
         self._open = False
 
-    def replay(self, received: ReceivedChunk) -> Findings | None:
-        return None
-
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
         if not self._open:
             self._open = True
-            self._blanks.allocate()
+            for blank in self._blanks:
+                blank.allocate()
         with disable_mtp_completeness_check():  # a chunk is a part
             self._shadow.load_weights(tensors)
-
-    def plans(self) -> LoadPlanSummary:
-        return LoadPlanSummary()
 
     def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
         if not self._open:
@@ -194,22 +154,17 @@ class CpuShadowStaging:
     def swap(self) -> None:
         self._exchange.swap()
 
-    def load(self, path: str) -> bool:
-        return False
-
     def retire(self) -> None:
         self._open = False
         self._exchange.release()
-        self._blanks.release()
+        for blank in self._blanks:
+            blank.release()
 
     def drop(self) -> None:
         self.retire()
 
-    def release(self) -> None:
-        pass
-
     def _untouched(self, complete: bool) -> tuple[set[str], list[str]]:
-        """Paths of modules that keep what they have, and names of parameters that lack something."""
+        """Paths of modules that keep what they have, and names of parameters that were not filled."""
         states: dict[str, set[bool]] = {}  # by path: of its parameters, whether something was loaded
         unfilled: list[str] = []
         alone = []  # parameters of which nothing was loaded
@@ -238,7 +193,7 @@ class CpuShadowStaging:
         return untouched, unfilled
 
     def _keep(self, blank: BlankParameter, path: str, name: str) -> list[str]:
-        """Copy a parameter of which nothing was loaded, beside others of its module, from the live model.
+        """Copy a parameter of which nothing was loaded from the live model, for a module that got others.
         Returns its name if it was packed there."""
         live = self._live.get_submodule(path)._parameters[name]
         if live is None or live.shape != blank.shape:
@@ -247,22 +202,24 @@ class CpuShadowStaging:
         return []
 
 
-def shadow_staging(vllm_config: VllmConfig, model: torch.nn.Module) -> CpuShadowStaging:
-    """The staging of an engine whose model was loaded.
-
-    Called in the transfer engine's `__init__`: later the layers that serve have what the runner adds to them.
+def cpu_shadow_staging(vllm_config: VllmConfig, model: torch.nn.Module) -> CpuShadowStaging:
+    """The staging of a loaded model. Called in the transfer engine's `__init__`: later the live layers have
+    what the runner adds to them.
 
     Raises:
         ValueError: it is not possible.
     """
     try:
-        check_support(vllm_config, model)
-        return CpuShadowStaging(vllm_config, model, build_shadow(vllm_config))
+        check_cpu_support(vllm_config, model)
+        dtype = vllm_config.model_config.dtype
+        with set_default_torch_dtype(dtype), torch.device("cpu"):
+            shadow = initialize_model(second_instance_config(vllm_config)).eval()  # as the live one is
+        return CpuShadowStaging(vllm_config, model, shadow)
     except Exception as error:  # also what a model's own constructor raises the second time
         raise ValueError(f"staging 'device' is not possible on this CPU: {error}; 'host' is") from error
 
 
-def check_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+def check_cpu_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """Check that this engine's model can have a second instance.
 
     Raises:
@@ -272,7 +229,7 @@ def check_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     if vllm_config.compilation_config.mode != CompilationMode.NONE:
         reasons.append("it is compiled ('enforce_eager: true' compiles nothing)")
     if vllm_config.lora_config is not None:
-        reasons.append("LoRA wraps the modules that serve")
+        reasons.append("LoRA wraps the live modules")
     if vllm_config.quant_config is not None:
         reasons.append("its weights are quantized")
     if vllm_config.parallel_config.enable_eplb:
@@ -283,18 +240,7 @@ def check_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
         raise ValueError("; ".join(reasons))
 
 
-def build_shadow(vllm_config: VllmConfig) -> torch.nn.Module:
-    """A second instance, constructed and not loaded. Its parameters have memory that nobody has touched."""
-    config = copy.copy(vllm_config)
-    # Layers register themselves here by name, and the runner finds the ones that serve by it.
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    config.compilation_config.static_all_moe_layers = []
-    with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("cpu"):
-        return initialize_model(config).eval()  # as the one that serves is
-
-
-def check_memory(vllm_config: VllmConfig, needed: int) -> None:
+def check_cpu_memory(vllm_config: VllmConfig, needed: int) -> None:
     """Check that a second version fits beside the KV cache, which is allocated later.
 
     Raises:

@@ -1,33 +1,31 @@
 """Staging on the device: a shadow of the live parameters, filled while the engine decodes.
 
-The shadow is a second instance of vLLM's own model, so whatever its loaders do (stacking, sharding
-over TP and EP, padding, quantization) happens to the staged version exactly as it did to the live
-one. A swap copies tensor over tensor: addresses stay, and captured CUDA graphs stay valid.
+The shadow is a second instance of vLLM's own model, so its loaders (stacking, sharding over TP and EP,
+padding, quantization) treat the staged version as they did the live one. A swap copies tensor over tensor:
+addresses stay, and captured CUDA graphs stay valid. What the model does after loading decides how the shadow
+is filled:
 
-There are two ways to fill it, chosen at construction by what the model does after loading:
+    direct      nothing: vLLM's loaders write into the shadow's parameters. Later rounds repeat the copies of
+                the first one without them (`load_plan`)
+    layerwise   weights are repacked or quantized (online fp8, MLA, some MoE kernels): vLLM's layerwise reload
+                collects a layer's tensors, processes them and copies the result over the shadow
 
-    direct      nothing: vLLM's loaders write into the shadow's parameters. The copies that they make in
-                the first round are repeated in later rounds without them (`load_plan`).
-    layerwise   weights are repacked or quantized (online fp8, MLA, some MoE kernels): vLLM's layerwise
-                reload collects a layer's tensors, processes them and copies the result over the shadow
-
-Whatever a layer derives from its weights and keeps beside its parameters and buffers is swapped too, or the
-engine refuses to start (`derived`). LoRA (it wraps the live modules), expert load balancing (it moves experts
-between ranks), weights that are offloaded to the host and a draft model from the same checkpoint are refused
-as well.
+What a layer derives from its weights and keeps beside its parameters and buffers is swapped too, or the
+engine refuses to start (`derived`).
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from deployments.weights.staging.base import Tensors, checkpoint_tensors
+from deployments.weights.staging.base import Staging, Tensors
 from deployments.weights.staging.load_plan import LoadPlans
 from deployments.weights.staging.model_state.derived import Derived
 from deployments.weights.staging.model_state.observation import pair
@@ -40,11 +38,11 @@ from deployments.weights.wire.digest import warm_up
 from deployments.weights.wire.digest_definition import Findings
 
 
-class DeviceStaging:
+class DeviceStaging(Staging):
     """A shadow model on the device of `model`.
 
-    Built in the transfer engine's `__init__`, which vLLM runs after loading the weights and before
-    it sizes the KV cache, so the cache gets the memory that the shadow leaves.
+    Built in the transfer engine's `__init__`: vLLM runs it after loading the weights and before it sizes the
+    KV cache, which gets the memory that the shadow leaves.
 
     Raises:
         ValueError: the model cannot be staged on the device, or memory does not suffice.
@@ -84,8 +82,7 @@ class DeviceStaging:
 
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
         if self._layerwise:
-            # The layerwise reload refers to the tensors until their layer is complete, longer than the
-            # transport's buffer holds them.
+            # The layerwise reload keeps tensors until their layer is complete, longer than a transport.
             self._load([(name, tensor.clone()) for name, tensor in tensors])
             return
         self._received.add(chunk)
@@ -109,16 +106,16 @@ class DeviceStaging:
         return unfilled
 
     def swap(self) -> None:
-        # Nothing waits for the copy: the next step is queued behind it, on the stream of the model, and
-        # is prepared meanwhile. If the device fails, the next step fails too.
+        # Nothing waits for the copy: the next step is queued behind it, on the model's stream. If the device
+        # fails, the next step fails too.
         self._pairs.copy_to_live()
         self._derived.swap()
         self._live_written.record()
 
     def load(self, path: str) -> bool:
-        # Not vLLM's reload of the live model: where kernels keep a parameter in a second place (scales of fp8
-        # experts), they refer to a copy of it afterwards, which no swap would reach.
-        torch.cuda.synchronize()  # what is left of a round that was dropped
+        # Not vLLM's reload of the live model: kernels that keep a parameter in a second place (scales of fp8
+        # experts) would refer to a copy of it, which no swap reaches.
+        torch.cuda.synchronize()  # a dropped round may still be copying
         self.begin()
         with torch.no_grad():
             self._start()
@@ -131,9 +128,6 @@ class DeviceStaging:
             self.swap()
         return True
 
-    def retire(self) -> None:
-        pass  # the memory is the next version's
-
     def drop(self) -> None:
         self._plans.discard()
         if self._open and self._layerwise:
@@ -145,16 +139,15 @@ class DeviceStaging:
 
     def _start(self) -> None:
         self._open = True
-        torch.cuda.current_stream().wait_event(self._live_written)  # by the swap, which reads the shadow
+        torch.cuda.current_stream().wait_event(self._live_written)  # the last swap reads the shadow
         if self._layerwise:
             with self._config():
                 initialize_layerwise_reload(self._shadow)
             return
-        # A layer that receives nothing would otherwise keep its old weights, and nothing would report it.
+        # Without it, a layer that receives nothing would keep its old weights unnoticed.
         self._poison.apply()
 
     def _complete(self, complete: bool) -> list[str]:
-        """See `finalize`."""
         layerwise = self._layerwise
         unfilled = self._finalize_layers(complete) if layerwise else self._unwritten(complete)
         if not unfilled:
@@ -171,7 +164,7 @@ class DeviceStaging:
         unfilled = self._poison.remaining()
         if not complete:
             return unfilled
-        self._poison.restore_live(unfilled)  # padding: it stays as it is
+        self._poison.restore_live(unfilled)  # padding
         return []
 
     def _finalize_layers(self, complete: bool) -> list[str]:
@@ -191,7 +184,7 @@ class DeviceStaging:
         return unfilled
 
     def _abandon_layers(self) -> None:
-        """Give the shadow its own tensors back, whatever is in them."""
+        """Give the shadow its own tensors back, whatever their content."""
         for layer in self._shadow.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -204,5 +197,25 @@ class DeviceStaging:
 
 
 def _is_optional(name: str) -> bool:
-    """Whether it is a scale of attention, which most checkpoints do not have; vLLM fills it after loading."""
+    """Scales of attention: most checkpoints have none, and vLLM fills them after loading."""
     return name.endswith(("k_scale", "v_scale", "q_scale", "prob_scale"))
+
+
+def checkpoint_tensors(
+    vllm_config: VllmConfig, model: torch.nn.Module, path: str
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors of a directory by checkpoint name. As in vLLM's own reload, the model's configuration names
+    this directory from then on.
+
+    Raises:
+        ValueError: the engine's load format has no files.
+    """
+    loader = get_model_loader(vllm_config.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        raise ValueError(
+            f"a checkpoint cannot be loaded with load_format {vllm_config.load_config.load_format!r}"
+        )
+    model_config = vllm_config.model_config
+    # The other two belong to what the engine was loaded from.
+    model_config.model, model_config.model_weights, model_config.revision = path, "", None
+    return cast("Iterable[tuple[str, torch.Tensor]]", loader.get_all_weights(model_config, model))

@@ -1,12 +1,14 @@
-"""Staging in host memory: the tensors wait there and are loaded inside the pause."""
+"""Staging in host memory: the tensors wait there and are loaded inside the pause by vLLM's layerwise reload.
+
+The reload of this vLLM does not replace everything: `replacing_all` adds what it leaves out, `reload_refusal`
+names what cannot be added.
+"""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
@@ -17,64 +19,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from deployments.weights.staging.base import Staging, Tensors, check_draft
-from deployments.weights.staging.worker_reports import LoadPlanSummary
+from deployments.weights.staging.base import Staging, Tensors
 from deployments.weights.wire.checkpoint_schema import join_reasons
-from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
-from deployments.weights.wire.digest_definition import Findings
+from deployments.weights.wire.chunk_layout import Chunk
 
-# Attention with a latent cache (MLA) on a CPU with AMX: vLLM packs the weight of `kv_b_proj`, and drops it.
-#
-# Its reload would copy the new weight into what is left, an empty tensor, and fail in the middle of the
-# model.
-
-
-def make_reloadable(model: torch.nn.Module) -> None:
-    """Give the projections memory for a weight, which vLLM drops again as soon as it is packed.
-
-    It is filled with NaN: what is not loaded does not look like weights.
-    """
-    for _, projection in _projections(model):
-        shape = (projection.output_size_per_partition, projection.input_size_per_partition)
-        weight = torch.full(shape, torch.nan, dtype=projection.params_dtype)
-        projection.weight = torch.nn.Parameter(weight, requires_grad=False)
-
-
-def not_reloadable(model: torch.nn.Module) -> list[str]:
-    """The paths of the projections whose weight is quantized: their scales are dropped as well, or packed."""
-    return [
-        path
-        for path, projection in _projections(model)
-        if not isinstance(projection.quant_method, UnquantizedLinearMethod)
-    ]
-
-
-def lacking(model: torch.nn.Module, names: Collection[str]) -> list[str]:
-    """The weights that a reload needs, as all layers are packed again, and that are not among these names.
-
-    Args:
-        names: of tensors, as in a checkpoint, which may have another prefix than the model's own.
-    """
-    wanted = [f"{path}.weight" for path, _ in _projections(model)]
-    return [each for each in wanted if not any(name.endswith(_from_its_layer(each)) for name in names)]
-
-
-def _projections(model: torch.nn.Module) -> Iterator[tuple[str, LinearBase]]:
-    paths = {id(module): path for path, module in model.named_modules()}
-    for module in model.modules():
-        if isinstance(module, MLAAttention) and module.is_amx_bmm_enabled:
-            yield paths[id(module.kv_b_proj)], module.kv_b_proj
-
-
-def _from_its_layer(name: str) -> str:
-    return name[max(0, name.rfind("layers.")) :]
-
-
-logger = init_logger(__name__)
-
-# Models of vLLM whose `load_weights` copies into parameters itself. The layerwise reload does not see these
-# copies, and keeps what was loaded before.
+# Models whose `load_weights` copies into parameters itself. The layerwise reload does not see these copies,
+# and keeps the former weights.
 _COPYING = (
     "GptOssForCausalLM",
     "MiMoV2FlashForCausalLM",
@@ -84,11 +36,14 @@ _COPYING = (
 )
 
 
-class HostStaging:
-    """The staged tensors by name, and the live model into which a swap loads them."""
+class HostStaging(Staging):
+    """The staged tensors by name, and the live model into which a swap loads them.
+
+    Raises:
+        ValueError: vLLM cannot replace this model's weights.
+    """
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Raises ValueError if vLLM cannot replace this model's weights."""
         if (refusal := _copying_refusal(model)) is not None:
             raise ValueError(f"staging 'host' is not possible: {refusal}")
         self._model = model
@@ -98,27 +53,21 @@ class HostStaging:
     def begin(self) -> None:
         self._tensors = {}
 
-    def replay(self, received: ReceivedChunk) -> Findings | None:
-        return None  # there is nothing to save: `add` only holds the tensors
-
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
         self._tensors.update((name, tensor.cpu()) for name, tensor in tensors)
 
-    def plans(self) -> LoadPlanSummary:
-        return LoadPlanSummary()
-
     def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
-        # An engine whose base cannot be replaced may still serve adapters.
+        # Here too: an engine whose base cannot be replaced may still serve adapters.
         if (refusal := reload_refusal(self._model)) is not None:
             raise ValueError(refusal)
         self._check_tied()
         return lacking(self._model, self._tensors)
 
     def _check_tied(self) -> None:
-        """Check that the output embeddings arrived equal to the input embeddings where vLLM made them one.
+        """Check that output embeddings that vLLM has tied arrived equal to the input embeddings.
 
-        It does so if the configuration ties them, and the checkpoint that it loaded has both and equal. What
-        is loaded last would be both.
+        vLLM ties them if the configuration does, and the loaded checkpoint has both and equal. What is loaded
+        last would be both.
 
         Raises:
             ValueError: they differ.
@@ -137,61 +86,23 @@ class HostStaging:
                 )
 
     def swap(self) -> None:
-        # On a CPU, linear weights are repacked after loading: only the layerwise reload, which runs
-        # that step again, changes what the model computes.
-        from vllm.model_executor.model_loader.reload import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
-
+        # Not a copy into the parameters: on a CPU linear weights are packed after loading, and only the
+        # reload packs them again.
         with replacing_all(self._model):
             initialize_layerwise_reload(self._model)
             self._model.load_weights(self._tensors.items())
             finalize_layerwise_reload(self._model, self._model_config)
         self.drop()
 
-    def load(self, path: str) -> bool:
-        return False
-
-    def retire(self) -> None:
-        pass
-
     def drop(self) -> None:
         self._tensors = {}
-
-    def release(self) -> None:
-        pass
-
-
-def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
-    """The staging that an engine is configured with: this one, or the device's.
-
-    Raises:
-        ValueError: it is not possible for this model.
-    """
-    check_draft(vllm_config)
-    configured = vllm_config.additional_config.get("staging", "host")
-    if configured in ("device", "automatic") and device.type == "cpu":
-        from deployments.weights.staging.cpu_shadow import shadow_staging
-
-        try:
-            return shadow_staging(vllm_config, model)
-        except ValueError as error:
-            if configured == "device":
-                raise
-            logger.warning("%s; updates load inside the pause", error)
-    elif configured == "device":
-        from deployments.weights.staging.device import DeviceStaging
-
-        return DeviceStaging(vllm_config, device, model)
-    return HostStaging(model, vllm_config.model_config)
 
 
 def reload_refusal(model: torch.nn.Module) -> str | None:
     """Why vLLM's reload of this model would not replace all weights; None: it would."""
     if any(isinstance(module, FusedMoEWithLoRA) for module in model.modules()):
         return (
-            "vLLM's reload keeps the former weights of experts that LoRA wraps, without a word: a fleet with "
+            "vLLM's reload silently keeps the former weights of experts that LoRA wraps: a fleet with "
             "'enable_lora' serves adapters of this mixture of experts, and cannot replace its base"
         )
     return _copying_refusal(model)
@@ -201,14 +112,14 @@ def _copying_refusal(model: torch.nn.Module) -> str | None:
     if quantized := not_reloadable(model):
         return (
             f"vLLM's AMX kernels keep nothing that its reload could fill of {join_reasons(quantized)}, whose "
-            "weights are quantized; 'attention_backend: CPU_MLA' in 'engine_args' does"
+            "weights are quantized; 'engine.extra.attention_backend: CPU_MLA' does"
         )
     copying = [name for name in (type(each).__name__ for each in model.modules()) if name in _COPYING]
     if not copying:
         return None
     return (
-        f"vLLM's {copying[0]} copies weights past its loaders, and its reload would keep the former ones "
-        "without a word; use staging 'device' on a GPU"
+        f"vLLM's {copying[0]} copies weights past its loaders, and its reload would silently keep the former "
+        "ones; use staging 'device' on a GPU"
     )
 
 
@@ -217,9 +128,9 @@ def replacing_all(model: torch.nn.Module) -> Iterator[None]:
     """Around vLLM's layerwise reload of a model: what a CPU packed of the former weights is packed again.
 
     vLLM packs experts only where it makes their kernel, which a reload keeps: it would read raw weights as
-    packed ones. It does not process output embeddings that are tied, as nothing is loaded into them. It drops
-    weights of MLA that it packed for AMX. If the reload fails, layers that it did not come to have their
-    kernels again.
+    packed ones. It does not process tied output embeddings, as nothing is loaded into them. It drops MLA
+    weights that it packed for AMX. If the reload fails, the layers that it did not reach get their kernels
+    back.
     """
     make_reloadable(model)
     found = (getattr(module, "quant_method", None) for module in model.modules())
@@ -249,3 +160,43 @@ def _tied_heads(model: torch.nn.Module) -> list[ParallelLMHead]:
     ]
     weights = {id(each.weight) for each in found if not isinstance(each, ParallelLMHead)}
     return [each for each in found if isinstance(each, ParallelLMHead) and id(each.weight) in weights]
+
+
+# With AMX, vLLM packs MLA's `kv_b_proj` weight and drops it. Its reload would copy the new weight into the
+# empty tensor that is left, and fail in the middle of the model.
+
+
+def make_reloadable(model: torch.nn.Module) -> None:
+    """Give the projections memory for a weight, which vLLM drops again once it is packed. Filled with NaN, so
+    that what is not loaded does not look like weights."""
+    for _, projection in _amx_projections(model):
+        shape = (projection.output_size_per_partition, projection.input_size_per_partition)
+        weight = torch.full(shape, torch.nan, dtype=projection.params_dtype)
+        projection.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def not_reloadable(model: torch.nn.Module) -> list[str]:
+    """The paths of quantized projections: their scales are dropped as well, or packed."""
+    return [
+        path
+        for path, projection in _amx_projections(model)
+        if not isinstance(projection.quant_method, UnquantizedLinearMethod)
+    ]
+
+
+def lacking(model: torch.nn.Module, names: Collection[str]) -> list[str]:
+    """The projections' weights that are not among these checkpoint names, whose prefix may be another than
+    the model's own. A reload packs all layers again, so it needs each."""
+    wanted = [f"{path}.weight" for path, _ in _amx_projections(model)]
+    return [each for each in wanted if not any(name.endswith(_from_its_layer(each)) for name in names)]
+
+
+def _amx_projections(model: torch.nn.Module) -> Iterator[tuple[str, LinearBase]]:
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module in model.modules():
+        if isinstance(module, MLAAttention) and module.is_amx_bmm_enabled:
+            yield paths[id(module.kv_b_proj)], module.kv_b_proj
+
+
+def _from_its_layer(name: str) -> str:
+    return name[max(0, name.rfind("layers.")) :]

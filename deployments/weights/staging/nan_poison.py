@@ -1,8 +1,8 @@
 """NaN where loading has not written yet: poison in the first and the last column of every parameter.
 
-Shards are ranges of rows or whole tensors, so a shard that was not sent leaves poison in its rows. Poisoning
-two columns costs almost nothing (every element would cost two passes over the weights). One launch writes all
-of it and one searches for it: torch's fused calls process columns one parameter at a time (4 ms at 8B).
+Shards are ranges of rows or whole tensors, so a missing shard leaves poison in its rows. Poisoning every
+element would cost two passes over the weights. One launch writes all of it and one searches for it: torch's
+fused calls process columns one parameter at a time (4 ms at 8B).
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,11 @@ import numpy.typing as npt
 import torch
 from vllm.triton_utils import tl, triton
 
+from deployments.weights.staging.base import outer_columns
+
 ROWS = 1024  # per program
 
-# The bits of NaN, and those of infinity, without the sign: whatever is larger than infinity is NaN.
+# The bits of NaN and of infinity without the sign: what is larger than infinity is NaN.
 _FORMATS = {
     torch.bfloat16: (0x7FC0, 0x7F80),
     torch.float16: (0x7E00, 0x7C00),
@@ -47,21 +49,20 @@ class NanPoison:
         self._table = torch.from_numpy(_groups(tensors)).to(next(shadow.parameters()).device)
         # Transposed tensors are few: torch writes them, through views.
         self._strided = {
-            i: _columns(tensor) for i, tensor in enumerate(tensors) if not tensor.is_contiguous()
+            i: outer_columns(tensor) for i, tensor in enumerate(tensors) if not tensor.is_contiguous()
         }
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters that are poisoned."""
         return list(self._parameters)
 
     def warm_up(self) -> None:
-        """Compile the kernels. The shadow's content is undefined afterwards."""
+        """Compile the kernels. Leaves the shadow's content undefined."""
         self.apply()
         self.remaining()
 
     def apply(self) -> None:
-        """Poison all parameters. The writes are only queued, on the current stream."""
+        """Poison all parameters. Only queues the writes, on the current stream."""
         self._launch(self._table, SET=True)
         for columns in self._strided.values():
             columns.fill_(float("nan"))
@@ -129,7 +130,7 @@ def _groups(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
     for index, tensor in enumerate(tensors):
         if not tensor.is_contiguous():
             continue
-        columns = tensor.shape[-1] if _has_columns(tensor) else 1
+        columns = tensor.shape[-1] if tensor.dim() > 1 else 1
         rows = tensor.numel() // columns
         starts = np.arange(0, rows, ROWS, dtype=np.int64)
         stride = columns * tensor.itemsize
@@ -139,12 +140,3 @@ def _groups(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
         part[:, 2:] = stride, stride - tensor.itemsize, tensor.itemsize, *_FORMATS[tensor.dtype], index
         parts.append(part)
     return np.concatenate(parts)
-
-
-def _columns(tensor: torch.Tensor) -> torch.Tensor:
-    """The first and the last column, or the tensor itself if it has only one; a view."""
-    return tensor[..., :: tensor.shape[-1] - 1] if _has_columns(tensor) else tensor
-
-
-def _has_columns(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 1 and tensor.shape[-1] > 1

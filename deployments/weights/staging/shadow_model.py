@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from deployments.weights.staging.base import GIB, second_instance_config
 from deployments.weights.staging.model_state.derived import Moving, classify, keep_constants
 from deployments.weights.staging.model_state.observation import (
     changed_tensors,
@@ -98,7 +99,6 @@ def fill(tensor: torch.Tensor) -> None:
         tensor.zero_()
 
 
-GIB = 1 << 30
 _RESERVE_BYTES = 1 << 30  # what loading needs beside the shadow itself
 
 
@@ -162,14 +162,10 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
     Raises:
         ValueError: the live model keeps something of its weights that a round could not replace; names it.
     """
-    config = copy.copy(vllm_config)
+    config = second_instance_config(vllm_config)
     config.model_config = model_config = copy.copy(vllm_config.model_config)
     # vLLM ties embeddings again where a checkpoint's two are equal. Those of a later version may differ.
     model_config.word_embeddings_untied_by_checkpoint = False
-    # Layers register themselves here by name, and the runner finds the live ones by it.
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.static_forward_context = {}
-    config.compilation_config.static_all_moe_layers = []
     before = observe(live)
     # The first digest on a device builds tables that all later ones read: not in the memory that sleeps.
     digest_tensor([torch.zeros(1, device=device)])

@@ -1,6 +1,6 @@
-"""What arrived of one update at a worker so far, and the comparison of its digests."""
+"""What has arrived of one update at a worker, and the comparison of its digests."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -11,6 +11,7 @@ from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Check, Outcome
 from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, missing, repeated
+from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by name
@@ -20,8 +21,8 @@ Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by n
 class ChunkFindings:
     """The result of inspecting one chunk of n tensors, still on the device."""
 
-    names: Iterable[str]
-    sent: torch.Tensor | None  # the digests that the publisher sent along, int64 [n]; None: it states none
+    names: Sequence[str]
+    sent: torch.Tensor | None  # the publisher's digests, int64 [n]; None: it states none
     found: Findings
 
 
@@ -39,13 +40,12 @@ class StagedUpdate:
     size_bytes: int = 0
     stage_s: float = 0.0
     verify_s: float = 0.0  # on a GPU the time to launch the digests
-    checks: frozenset[Check] = frozenset(Check) - {Check.REPLICAS}  # that all that arrived has passed
+    checks: frozenset[Check] = frozenset(Check) - {Check.REPLICAS}  # passed by all that arrived
     outcome: Outcome = Outcome.DONE
     message: str = ""  # what was expected and what was received, when not DONE
     missing_ranks: tuple[int, ...] = ()
 
     def report(self) -> StagingState:
-        """How far the update is."""
         return StagingState(
             payloads_done=self.payloads_done,
             size_bytes=self.size_bytes,
@@ -64,7 +64,7 @@ class StagedUpdate:
         return bool(self.digest)
 
     def has_all(self, schema: Schema | None, *, one_payload: bool) -> bool:
-        """Whether nothing more is to come.
+        """Whether nothing more will arrive.
 
         Args:
             schema: of the model; None: not known.
@@ -85,27 +85,32 @@ class StagedUpdate:
             raise ValueError(join_reasons(problems))
         self.offered |= tensors
 
+    def add(self, received: ReceivedChunk, found: Findings) -> None:
+        """A chunk was inspected; `compare_digests` compares it."""
+        names = list(received.chunk.offered)
+        self.pending.append(ChunkFindings(names=names, sent=received.sent, found=found))
+        self.size_bytes += received.chunk.size_bytes
+
     def run(self, work: Callable[[], None]) -> None:
-        """Run a part of the update; what it raises becomes its outcome."""
+        """Run a part of the update; what it raises becomes the outcome."""
         try:
             work()
         except TransferFailed as error:
             self.fail(Outcome.TRANSFER_FAILED, str(error), error.missing_ranks)
-        except ValueError as error:  # what a transport or the schema says of a wrong payload
+        except ValueError as error:  # a transport or the schema rejects the payload
             self.fail(Outcome.REJECTED, str(error))
         except Exception as error:  # nothing reads a thread's exception: the outcome reports it
             self.fail(Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}")
 
     def fail(self, outcome: Outcome, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
-        """End the update: nothing more of it is staged."""
+        """Nothing more of the update is staged."""
         self.missing_ranks = missing_ranks
         self.message = message  # first: a report that has the outcome has its message
         self.outcome = outcome
 
     def compare_digests(self) -> None:
-        """Compare the digests of the chunks that arrived since the last call with those that were sent.
-
-        One read-back for all of them, which also waits for the copies of the staging.
+        """Compare the chunks since the last call with the publisher's digests. One read-back for all of them,
+        which also waits for the copies of the staging.
 
         Raises:
             ValueError: as `compare`.
@@ -140,7 +145,7 @@ class StagedUpdate:
 
 
 def compare(names: Sequence[str], sent: Digests, found: Digests, nonfinite: Digests) -> None:
-    """Compare digests, and refuse numbers that no optimizer means to publish.
+    """Compare digests, and refuse NaN and infinity.
 
     Args:
         names: of n tensors.

@@ -1,30 +1,31 @@
-"""The thread on which a worker receives, beside the engine's own."""
+"""The thread on which a worker receives, beside the engine's own, and how much of the device it takes."""
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch._C import set_num_threads  # vLLM's CPU worker has replaced torch's own name for it
+from torch._C import set_num_threads  # vLLM's CPU worker replaces torch's own name for it
 
 from deployments.host.thread_priority import yield_to_others
 
-# Limits how much of the device's time staging takes beside running requests: delays between chunks.
-#
-# On a CPU the system says how much a thread has used (`deployments.host.thread_priority`). On a GPU the cost
-# of a chunk is estimated from the fastest chunk so far, in seconds per byte. A chunk that was waited for (the
-# trainer gathers its layers, a peer is late) took longer without using the device. So did the first chunk of
-# an engine, for which kernels are compiled and loaders are recorded: nothing is known after it, and it has no
-# delay.
+VERIFY_S = 120.0  # loads the last layers, and reads all digests back
+DROP_S = 15.0  # the engine does not decode meanwhile
+NICE = 3  # on a CPU: about a third of a core where the engine's threads occupy all of them
+_POLL_S = 0.0001
 
 
 class Throttle:
-    """Delays between the chunks of an engine's payloads.
+    """Delays between the chunks of an engine's payloads, on a GPU.
+
+    A chunk's cost is estimated from the fastest one so far, in seconds per byte: others also waited for their
+    sender. The first chunk of an engine compiles kernels and records loaders, and has no delay.
 
     Args:
-        clock: seconds, never going back.
+        clock: seconds, monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -43,10 +44,8 @@ class Throttle:
         self._since = self._clock()
 
     def delay_s(self, size_bytes: int) -> float:
-        """The seconds to wait after a chunk of this size that the device has finished.
-
-        Time for which the chunk was waited for counts as delay.
-        """
+        """Seconds to wait after a chunk of this size that the device has finished. Time spent waiting for the
+        chunk counts as delay."""
         elapsed = self._clock() - self._since
         per_byte = elapsed / max(size_bytes, 1)
         if self._per_byte is None:
@@ -60,36 +59,39 @@ class Throttle:
         self._since = self._clock()
 
 
-VERIFY_S = 120.0  # loads the last layers, and reads all digests back
-NICE = 3  # on a CPU: about a third of a core where the engine's threads occupy all of them
-_POLL_S = 0.0001
-DROP_S = 15.0  # the engine does not decode meanwhile
-
-
 class StagingThread:
-    """Runs what is submitted, one after the other, in the order in which it was submitted."""
+    """Runs what is submitted, in order: without gradients and, on a GPU, on a stream beside the engine's."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._threads = torch.get_num_threads()  # of the engine
         self._executor = self._new_executor()
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        return self._executor.submit(work, *arguments)
+        return self._executor.submit(self._beside_the_engine, work, *arguments)
+
+    def _beside_the_engine(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.device(self._device))
+                stack.enter_context(torch.cuda.stream(self.stream))
+            return work(*arguments)
 
     def run(self, work: Callable[..., None], *arguments: Any, limit_s: float) -> None:
-        """Run it after what was submitted before, and wait for its end.
+        """Run it after what was submitted before, and wait.
 
         Raises:
-            RuntimeError: the thread hangs in something that nobody can end.
+            RuntimeError: the thread hangs.
         """
         try:
             self.submit(work, *arguments).result(limit_s)
         except FutureTimeoutError as error:
-            raise RuntimeError(f"the staging thread has not ended its work within {limit_s:g} s") from error
+            raise RuntimeError(f"the staging thread did not finish within {limit_s:g} s") from error
 
     def renew(self) -> None:
-        """A new thread; the old one ends with what it is doing."""
+        """A new thread; the old one exits after its current work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._executor = self._new_executor()
 
@@ -99,8 +101,8 @@ class StagingThread:
         )
 
     def _yield(self) -> None:
-        """On a CPU: leave the cores to the threads that decode. A parallel operation of theirs ends when the
-        last of them does, so a core that is shared in full would cost twice its time."""
+        """On a CPU: leave the cores to the threads that decode. Their parallel operations wait for the
+        slowest thread, so a fully shared core would cost twice its time."""
         yield_to_others(NICE)
         set_num_threads(max(1, self._threads // 4))
 

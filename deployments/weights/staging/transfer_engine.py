@@ -4,17 +4,16 @@
     update_weights          returns at once; the staging thread receives one payload
     progress / verify       called by the replica, through the worker extension
     finish_weight_update    the swap, inside a pause of the scheduler
-    drop                    discards the update; live weights were never touched
+    drop                    discards the update
 
-vLLM calls the first, second and fourth (`WeightTransferEngine`); a transport adds only how a payload becomes
-chunks (`receive`). Everything that may wait for a peer runs on the staging thread, so decoding goes on.
+vLLM calls the first, second and fourth (`WeightTransferEngine`); a transport adds how a payload becomes
+chunks (`receive`). All that may wait for a peer runs on the staging thread, while the engine decodes.
 """
 
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -28,11 +27,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.logger import init_logger
 
 from deployments.host.thread_priority import CoreShare
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Check, FilePart, Outcome
-from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate
+from deployments.weights.staging.base import Staging
+from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, Throttle, wait_for
 from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState
 from deployments.weights.store.file_read import FileRead
@@ -48,12 +49,17 @@ Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 Chunks = Callable[[], Iterator[ReceivedChunk]]
 
+logger = init_logger(__name__)
+
+# Methods of speculative decoding.
+_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
+
 
 class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Init, Update]):
     """Base of all transports on the replica's side.
 
-    Its methods are called on the engine's thread; `connect`, `receive` and the staging run on one thread of
-    their own, in the order in which they were submitted.
+    Its methods are called on the engine's thread; `connect`, `receive` and the staging run on the staging
+    thread, in the order of submission.
     """
 
     supports_draft_weight_update = False
@@ -67,12 +73,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         device: torch.device,
         model: torch.nn.Module,
     ) -> None:
-        # Not at the top: it loads vLLM's layers. A trainer loads its transport's module too, without need of
-        # them, and they took five seconds of its first publish.
-        from deployments.weights.staging.host import make_staging
-
         super().__init__(config, vllm_config, device, model)
-        # Not `model_config.model`: for a replica that caught up that is a version in the store, which will be
+        # Not `model_config.model`: of a replica that caught up, it is a version in the store, which will be
         # removed.
         started_from = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
         loading = vllm_config.load_config
@@ -84,7 +86,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             write_files=partial(copy_model_files, self.checkpoint),
             share=SHARE_OF_A_CORE if self.device.type == "cpu" else 1.0,
         )
-        # One that caught up may be on a host without the hub's files: a version in the store is complete too.
+        # A replica that caught up may lack the hub's files: its stored version is complete too.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
         self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
@@ -113,7 +115,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     @abstractmethod
     def receive(self, update_info: Update) -> Iterator[ReceivedChunk]:
-        """The chunks of one payload, in their order. Runs on the staging thread and may wait for peers.
+        """The chunks of one payload, in order. Runs on the staging thread and may wait for peers.
 
         Raises:
             TransferFailed: a peer is gone, or sent nothing in time.
@@ -126,20 +128,19 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._connecting = self._thread.submit(self._connect, init_info)
 
     def _connect(self, init_info: Init) -> None:
-        with self._beside_the_engine():
-            self.staging.release()
-            self.connect(init_info)
+        self.staging.release()
+        self.connect(init_info)
 
     def connected(self) -> ConnectState:
-        """Whether the last `init_transfer_engine` has ended, and how."""
+        """Whether the last `init_transfer_engine` has completed, and how."""
         error = self._connecting.exception() if self._connecting.done() else None
         outcome = Outcome.DONE if error is None else Outcome.REPLICA_FAILED
-        missing: tuple[int, ...] = ()
+        missing_ranks: tuple[int, ...] = ()
         if isinstance(error, TransferFailed):
-            outcome, missing = Outcome.TRANSFER_FAILED, error.missing_ranks
+            outcome, missing_ranks = Outcome.TRANSFER_FAILED, error.missing_ranks
         message = str(error or "")
         return ConnectState(
-            done=self._connecting.done(), outcome=outcome, message=message, missing_ranks=missing
+            done=self._connecting.done(), outcome=outcome, message=message, missing_ranks=missing_ranks
         )
 
     def receive_weights(self, update_info: Update) -> None:
@@ -156,11 +157,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             self._page.write(self.worker_index, None)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # torch.accelerator.synchronize() of the base class raises where there is no accelerator,
-        # and would wait for the staging where there is one.
+        # Not the base class's: torch.accelerator.synchronize() raises where there is no accelerator, and
+        # waits for the staging where there is one.
         assert self._update is not None
-        chunks = partial(self._receive, update_info)
-        self._thread.submit(self._stage, self._update, partial(self._stage_payload, chunks=chunks))
+        self._submit(self._update, self._stage_payload, partial(self._receive, update_info))
 
     def _receive(self, update_info: dict[str, Any]) -> Iterator[ReceivedChunk]:
         return self.receive(self.parse_update_info(update_info))
@@ -170,17 +170,15 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         model and is complete when `progress` says that the payload is done. The first worker writes them."""
         self._begin(update := StagedUpdate())
         files = ReceivedFiles(Path(directory) if self.worker_index == 0 else None)
-        chunks = partial(self._receive, update_info)
-        self._thread.submit(self._stage, update, partial(self._stage_files, chunks=chunks, files=files))
+        self._submit(update, self._stage_files, partial(self._receive, update_info), files)
 
     def read_part(self, part: FilePart) -> None:
-        """`update_weights` with tensors from a file of this host instead of the transport's. The transport's
-        connection stays as it is."""
+        """`update_weights` with tensors from a file of this host instead of the transport, whose connection
+        is not touched."""
         assert self._update is not None
         self._update.from_files = True
         self._reading = FileRead(part, Path(self.checkpoint), self.device)
-        chunks = self._reading.chunks
-        self._thread.submit(self._stage, self._update, partial(self._stage_payload, chunks=chunks))
+        self._submit(self._update, self._stage_payload, self._reading.chunks)
 
     def finish_weight_update(self) -> None:
         assert self._update is not None
@@ -188,11 +186,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             self.staging.swap()
         self.retained.commit()
         self._update = None
-        self._thread.submit(self._retire)
-
-    def _retire(self) -> None:
-        with self._beside_the_engine():
-            self.staging.retire()
+        self._thread.submit(self.staging.retire)
 
     def report_to(self, page: str) -> bool:
         """Write progress to this `ProgressPage` from now on; False if it is on another host."""
@@ -213,24 +207,20 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update = self._update
         assert update is not None
         if update.outcome is Outcome.DONE and not update.is_complete:
-            self._core_share.begin(1.0)  # the engine waits: nobody decodes meanwhile
-            self._thread.run(self._guarded, update, self._finalize, limit_s=VERIFY_S)
+            self._core_share.begin(1.0)  # the engine waits: nothing decodes meanwhile
+            self._thread.run(update.run, partial(self._finalize, update), limit_s=VERIFY_S)
         return update.report()
 
     def drop(self) -> None:
-        """Discard the update. A payload that is still arriving ends by itself or is ended by `abort`, which
-        may also end a connection: not where a file was read, even if it is dropped twice."""
+        """Discard the update. A payload that still arrives is stopped by `abort`, which may also close a
+        connection: not where a file was read, even if it is dropped twice."""
         self._update = None
         self.retained.begin()
         (self if self._reading is None else self._reading).abort()
-        self._thread.run(self._drop_staging, limit_s=DROP_S)
-
-    def _drop_staging(self) -> None:
-        with self._beside_the_engine():
-            self.staging.drop()
+        self._thread.run(self.staging.drop, limit_s=DROP_S)
 
     def abort(self) -> None:
-        """End a transfer that waits for a peer. Called on any thread."""
+        """Break a transfer that waits for a peer. Called on any thread."""
 
     def shutdown(self) -> None:
         self._update = None
@@ -240,34 +230,19 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         finally:
             self._thread.renew()
 
+    def _submit(self, update: StagedUpdate, stage: Callable[..., None], *arguments: Any) -> None:
+        self._thread.submit(self._stage, update, partial(stage, update, *arguments))
+
     # -- on the staging thread ----------------------------------------------------------------
 
-    def _beside_the_engine(self) -> AbstractContextManager[Any]:
-        """The staging thread's device and stream: what it queues runs while the engine decodes."""
-        stack = ExitStack()
-        stack.enter_context(torch.no_grad())
-        if self._stream is not None:
-            stack.enter_context(torch.cuda.device(self.device))
-            stack.enter_context(torch.cuda.stream(self._stream))
-        return stack
-
-    def _stage(self, update: StagedUpdate, payload: Callable[[StagedUpdate], None]) -> None:
+    def _stage(self, update: StagedUpdate, payload: Callable[[], None]) -> None:
         start = time.perf_counter()
         if update is self._update and update.outcome is Outcome.DONE:
-            self._guarded(update, payload)
+            update.run(payload)
         update.stage_s += time.perf_counter() - start
         update.payloads_done += 1
         if update is self._update and self._page is not None:
             self._page.write(self.worker_index, update.report())
-
-    def _guarded(self, update: StagedUpdate, work: Callable[[StagedUpdate], None]) -> None:
-        """Run a part of the staging on its thread; what it raises becomes the outcome of the update."""
-
-        def beside_the_engine() -> None:
-            with self._beside_the_engine():
-                work(update)
-
-        update.run(beside_the_engine)
 
     def _stage_payload(self, update: StagedUpdate, chunks: Chunks) -> None:
         self._throttle.begin(self.share)
@@ -289,7 +264,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         """Between two units of work on a CPU.
 
         Raises:
-            TransferFailed: the update was dropped; whoever dropped it waits for this thread.
+            TransferFailed: the update was dropped; `drop` waits for this thread.
         """
         if update is not self._update:
             raise TransferFailed("the update was dropped")
@@ -302,10 +277,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
                 tensors = received.named()
                 found = inspect([tensor for _, tensor in tensors])
                 files.add(tensors)
-                update.pending.append(
-                    ChunkFindings(names=received.chunk.offered, sent=received.sent, found=found)
-                )
-                update.size_bytes += received.chunk.size_bytes
+                update.add(received, found)
             update.compare_digests()
             files.complete()
         finally:
@@ -328,8 +300,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             self.staging.add(chunk, tensors)
         if self.retained.expecting:
             self.retained.add(received.named())
-        update.pending.append(ChunkFindings(names=chunk.offered, sent=received.sent, found=found))
-        update.size_bytes += chunk.size_bytes
+        update.add(received, found)
 
     def _finalize(self, update: StagedUpdate) -> None:
         if self.schema is not None:
@@ -347,3 +318,51 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update.complete()
         if self.retained.expecting:
             self.retained.set_digests(update.digests())
+
+
+def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
+    """The staging that the engine is configured with.
+
+    Raises:
+        ValueError: it is not possible for this model.
+    """
+    # Not at the top: these load vLLM's layers. A trainer imports its transport's module too, and they took
+    # five seconds of its first publish.
+    from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
+    from deployments.weights.staging.host import HostStaging
+
+    check_draft(vllm_config)
+    configured = vllm_config.additional_config.get("staging", "host")
+    if configured in ("device", "automatic") and device.type == "cpu":
+        try:
+            return cpu_shadow_staging(vllm_config, model)
+        except ValueError as error:
+            if configured == "device":
+                raise
+            logger.warning("%s; updates load inside the pause", error)
+    elif configured == "device":
+        from deployments.weights.staging.device import DeviceStaging
+
+        return DeviceStaging(vllm_config, device, model)
+    return HostStaging(model, vllm_config.model_config)
+
+
+def check_draft(vllm_config: VllmConfig) -> None:
+    """Check that no draft model was loaded from the served model's checkpoint.
+
+    A draft with a checkpoint of its own is no part of a version: the served model checks its proposals.
+    Layers that the two share follow the update.
+
+    Raises:
+        ValueError: an update would leave the draft at the first version.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_WEIGHTS:
+        return
+    draft = speculative.draft_model_config
+    if draft is not None and draft.model == vllm_config.model_config.model:
+        raise ValueError(
+            f"speculative decoding with method {speculative.method!r} loads a draft model from the served "
+            f"model's own checkpoint, {draft.model!r}, and updates would not reach it; use a draft model "
+            "with a checkpoint of its own, or no speculative decoding"
+        )

@@ -21,7 +21,7 @@ class _Queue:
 
 def _launch(self: nan_poison.NanPoison, found: torch.Tensor, *, SET: bool) -> None:
     for index, parameter in enumerate(self._parameters.values()):
-        columns = nan_poison._columns(parameter.shadow)
+        columns = nan_poison.outer_columns(parameter.shadow)
         if SET:
             columns.fill_(float("nan"))
         else:

@@ -88,9 +88,9 @@ class Scene:
         if kind == "host":
             return HostStaging(self._live, self._config.model_config)
         if kind == "shadow":
-            from deployments.weights.staging.cpu_shadow import shadow_staging
+            from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
 
-            return shadow_staging(self._config, self._live)
+            return cpu_shadow_staging(self._config, self._live)
         if kind == "without_gpu":
             return device_staging(self._config, self._live)
         from deployments.weights.staging.device import DeviceStaging

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader import get_model
 
 from deployments.weights.staging.base import Staging
-from deployments.weights.staging.cpu_shadow import shadow_staging
+from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.model_state.observation import observe
 from deployments.weights.staging.model_state.reachable import name_of
@@ -111,7 +111,7 @@ def computing_otherwise(swapped: torch.nn.Module, fresh: torch.nn.Module) -> lis
 def new_staging(kind: str, config: VllmConfig, live: torch.nn.Module) -> Staging:
     if kind == "host":
         return HostStaging(live, config.model_config)
-    return shadow_staging(config, live)
+    return cpu_shadow_staging(config, live)
 
 
 @torch.no_grad()

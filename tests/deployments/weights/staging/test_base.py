@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from deployments.weights.staging.base import check_draft
+from deployments.weights.staging.transfer_engine import check_draft
 
 
 def configuration(method: str | None, draft: str = "org/draft") -> Any:

@@ -2,7 +2,7 @@
 
 import torch
 
-from deployments.weights.staging.cpu_shadow import BlankParameters, Loaded
+from deployments.weights.staging.cpu_shadow import BlankParameter, Loaded, blank_parameters
 
 
 class Tied(torch.nn.Module):
@@ -13,13 +13,18 @@ class Tied(torch.nn.Module):
         self.second.weight = self.first.weight
 
 
-def by_name(model: torch.nn.Module) -> tuple[BlankParameters, dict[str, torch.Tensor]]:
-    blanks = BlankParameters(model)
-    blanks.allocate()
+def allocate(blanks: list[BlankParameter]) -> None:
+    for blank in blanks:
+        blank.allocate()
+
+
+def by_name(model: torch.nn.Module) -> tuple[list[BlankParameter], dict[str, torch.Tensor]]:
+    blanks = blank_parameters(model)
+    allocate(blanks)
     return blanks, {blank.names[0]: blank.parameter.data for blank in blanks}
 
 
-def loaded(blanks: BlankParameters) -> dict[str, Loaded]:
+def loaded(blanks: list[BlankParameter]) -> dict[str, Loaded]:
     return {blank.names[0]: blank.loaded() for blank in blanks}
 
 
@@ -36,7 +41,7 @@ def test_what_was_loaded_of_each_parameter_is_known() -> None:
 
 
 def test_tied_parameters_are_one() -> None:
-    [weight, _] = BlankParameters(Tied())
+    [weight, _] = blank_parameters(Tied())
     assert weight.names == ["first.weight", "second.weight"]
 
 
@@ -63,14 +68,15 @@ def test_padding_at_the_end_of_the_rows_is_zero() -> None:
 def test_what_processing_made_is_replaced_and_has_no_memory_afterwards() -> None:
     model = Tied()
     weight = model.first.weight
-    blanks = BlankParameters(model)
+    blanks = blank_parameters(model)
     assert weight.numel() == 0
-    blanks.allocate()
+    allocate(blanks)
     assert weight.shape == (3, 4)
     packed = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
     model.first.weight = packed
-    blanks.release()
+    for blank in blanks:
+        blank.release()
     assert model.first.weight is model.second.weight is weight
     assert sum(parameter.numel() for parameter in model.parameters()) == 0
-    blanks.allocate()
+    allocate(blanks)
     assert model.second.weight.shape == (3, 4)

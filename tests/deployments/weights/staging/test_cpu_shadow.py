@@ -7,8 +7,13 @@ import torch
 from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from deployments.weights.staging.cpu_shadow import CpuShadowStaging, check_memory, shadow_staging
-from deployments.weights.staging.host import HostStaging, make_staging
+from deployments.weights.staging.cpu_shadow import (
+    CpuShadowStaging,
+    check_cpu_memory,
+    cpu_shadow_staging,
+)
+from deployments.weights.staging.host import HostStaging
+from deployments.weights.staging.transfer_engine import make_staging
 from deployments.weights.wire.chunk_layout import plan_chunks
 from tests.deployments.weights.staging.family_results import KERNELS, ONCE, Results, family_results
 
@@ -37,7 +42,7 @@ def test_an_output_embedding_that_the_engine_has_tied_may_not_differ_later(found
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["dense-lora", "experts-lora"])
 def test_modules_that_lora_wraps_are_refused(family: str, found: Results) -> None:
-    message = "staging 'device' is not possible on this CPU: LoRA wraps the modules that serve; 'host' is"
+    message = "staging 'device' is not possible on this CPU: LoRA wraps the live modules; 'host' is"
     assert found[family]["refused"] == message
 
 
@@ -144,11 +149,11 @@ def test_between_rounds_the_second_instance_has_no_memory(live: Model) -> None:
 
 
 def test_a_second_copy_that_does_not_fit_is_refused_with_the_sizes() -> None:
-    check_memory(VllmConfig(), 1 << 20)
+    check_cpu_memory(VllmConfig(), 1 << 20)
     with pytest.raises(
         ValueError, match=r"^a second copy of the weights needs 1048576\.0 GiB, and the KV cache"
     ):
-        check_memory(VllmConfig(), 1 << 50)
+        check_cpu_memory(VllmConfig(), 1 << 50)
 
 
 def configured(staging: str) -> VllmConfig:
@@ -174,4 +179,4 @@ def test_an_engine_that_compiles_is_refused(live: Model) -> None:
     config = VllmConfig()
     config.compilation_config.mode = CompilationMode.VLLM_COMPILE
     with pytest.raises(ValueError, match="it is compiled"):
-        shadow_staging(config, live)
+        cpu_shadow_staging(config, live)

@@ -13,7 +13,7 @@ from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.staging_thread import StagingThread, Throttle
 from tests.deployments.weights.staging.memory_worker import MemoryWorker, weights, write_checkpoint
 
-HANGS = r"^the staging thread has not ended its work within 0\.2 s$"
+HANGS = r"^the staging thread did not finish within 0\.2 s$"
 
 
 def test_work_runs_in_order_and_its_error_is_the_callers() -> None:
