@@ -10,8 +10,7 @@ from starlette.responses import PlainTextResponse
 
 from app.http.requests import LoadAdapterBody, UnloadAdapterBody
 from app.http.route import GuardedRoute
-from deployments.calls.lost_calls import answered, is_lost
-from deployments.calls.rpc import CallHandle
+from deployments.calls.rpc import CallHandle, is_lost, retried
 from deployments.protocol.adapters import Adapter
 from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.responses import AdapterList, Status
@@ -82,7 +81,7 @@ class AdapterRoutes:
         except Exception as error:
             if not is_lost(error):
                 raise
-            found: Adapter | None = await answered(
+            found: Adapter | None = await retried(
                 lambda: self._controller.load_result.remote(load_id), f"the load of {body.lora_name!r}"
             )
             if found is not None:

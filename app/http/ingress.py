@@ -28,8 +28,7 @@ from app.http.route import MAX_BODY_BYTES, GuardedRoute, explain
 from app.http.serve_address import require_guarded
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
-from deployments.calls.lost_calls import is_lost
-from deployments.calls.rpc import CallHandle
+from deployments.calls.rpc import CallHandle, is_lost
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import (
     AnswerLost,

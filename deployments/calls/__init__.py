@@ -1,4 +1,4 @@
-"""Calls between our processes: `rpc` over HTTP, calls whose answer was lost, and one publish session.
+"""Calls between our processes: `rpc` over HTTP with deadlines and successors, and a publisher's session.
 
 Read first: `rpc`.
 """

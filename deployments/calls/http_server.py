@@ -8,7 +8,7 @@ from typing import Any
 
 import uvicorn
 
-KEEP_ALIVE_S = 75  # longer than the router reuses a connection, so that it never uses a closed one
+KEEP_ALIVE_S = 75  # longer than the router reuses a connection
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -17,8 +17,8 @@ class HttpServer:
     """Serves an application in the running event loop; `address` is host:port.
 
     Args:
-        keep_alive_s: after which an idle connection is closed.
-        backlog: connections that may wait to be accepted.
+        keep_alive_s: how long an idle connection stays open.
+        backlog: connections waiting to be accepted.
     """
 
     def __init__(self, app: App, host: str, *, keep_alive_s: int = KEEP_ALIVE_S, backlog: int = 2048) -> None:
@@ -28,12 +28,12 @@ class HttpServer:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         config = uvicorn.Config(
             app,
-            interface="asgi3",  # of a bound method uvicorn does not see it
+            interface="asgi3",  # uvicorn cannot detect it on a bound method
             log_config=None,
-            log_level="critical",  # the caller reports faults
+            log_level="critical",  # the application reports errors
             access_log=False,
             ws="none",
-            lifespan="off",  # an engine's own is entered where it starts
+            lifespan="off",  # an engine enters its application's lifespan itself
             timeout_keep_alive=keep_alive_s,
             backlog=backlog,
         )
@@ -44,7 +44,7 @@ class HttpServer:
         """Close every connection."""
         self._server.should_exit = self._server.force_exit = True
         await self._task
-        # uvicorn leaves those that wait for an answer.
+        # uvicorn leaves connections with a pending response.
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
         for task in self._server.server_state.tasks:

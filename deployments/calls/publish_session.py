@@ -2,11 +2,11 @@
 
 acquire ──► connect ──► open ──► send, send, ... ──► close ──► report ──► release
 
-a call takes long                        the lease is renewed until it is answered
+a slow call                              the lease is renewed until it returns
 any exception before the report          the round is aborted at once, not when its lease expires
 the controller dies before the close     TransferAborted, {"send_again": true}: the round died with it
-the controller dies during the close     its successor is asked: it knows a decided round by its number
-another publisher has taken the lease    StalePublisher
+the controller dies during the close     the successor answers: it knows a decided round by its number
+another publisher took the lease         StalePublisher
 """
 
 import asyncio
@@ -17,36 +17,32 @@ from typing import Any, Self, TypeVar
 
 from pydantic import JsonValue
 
-from deployments.calls.lost_calls import answered, is_lost, once
-from deployments.calls.rpc import CallHandle
+from deployments.calls.rpc import CallHandle, bounded, is_lost, retried
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import SlipstreamError, StalePublisher, TransferAborted
 from deployments.protocol.poll import FilePart
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 
-CALL_TIMEOUT_S = 600.0  # the controller has shorter deadlines of its own; this is for one that hangs
-CLEAN_UP_TIMEOUT_S = 10.0  # what is not cleaned up ends with the lease
+CALL_TIMEOUT_S = 600.0  # for a controller that hangs; its own deadlines are shorter
+CLEAN_UP_TIMEOUT_S = 10.0  # the lease's expiry cleans up the rest
 
 Result = TypeVar("Result")
 logger = serve_logger()
 
 
 class PublishSession:
-    """The calls of one publisher of the fleet.
+    """The calls of one publisher. They may run concurrently, in one event loop.
 
-    The lease is acquired by the first call that needs it. As a context manager the session releases it at
-    the end, and aborts the round if the block raises. Methods may run concurrently, in one event loop.
+    The first call that needs the lease acquires it. As a context manager the session releases it at the end,
+    and aborts the round if the block raises.
 
-    Every method raises what the controller raises (`StalePublisher`, `RoundAborted`, `Conflict`,
+    Every method raises the controller's errors (`StalePublisher`, `RoundAborted`, `Conflict`,
     `InvalidRequest`, `FleetUnavailable`), `TransferAborted` with {"send_again": true} if the controller dies
-    before the round is closed, and `FleetUnavailable` if it does not answer or has no successor in time.
-
-    Args:
-        publisher: the name under which the lease is held.
+    before the round is closed, and `FleetUnavailable` if neither it nor a successor answers in time.
 
     Attributes:
-        round_id: of the open round.
-        remaining_s: of the lease when it was joined.
+        round_id: the open round.
+        remaining_s: of the lease, when it was joined.
     """
 
     def __init__(self, controller: CallHandle, publisher: str, joined: JoinedLease | None = None) -> None:
@@ -65,15 +61,15 @@ class PublishSession:
         await (self.release() if error is None else self.abort(str(error) or type(error).__name__))
 
     async def acquire(self) -> Lease:
-        """The lease; a new one only if the session has none."""
+        """The session's lease; acquires one if there is none."""
         if self._lease is not None:
             return self._lease
-        lease: Lease = await answered(lambda: self._controller.acquire.remote(self._publisher), "acquire")
+        lease: Lease = await retried(lambda: self._controller.acquire.remote(self._publisher), "acquire")
         self._lease = lease
         return lease
 
     async def connect(self, init_info: Mapping[str, JsonValue]) -> None:
-        """Connect every replica to the publisher's transfer group."""
+        """Connect every replica to the transfer group."""
         await self._call("connect", init_info)
 
     async def disconnect(self) -> None:
@@ -81,22 +77,21 @@ class PublishSession:
         await self._call("disconnect")
 
     async def open(self, options: RoundOptions) -> None:
-        """Open a round."""
         self.round_id = await self._call("open_round", options)
 
     async def send(self, payload: JsonValue | FilePart) -> None:
-        """Send one payload of the open round; returns once every participant has received it."""
+        """Returns once every participant has received the payload."""
         await self._call("send", self.round_id, payload)
 
     async def send_adapter(self, load_id: str, payload: JsonValue) -> None:
-        """Send an adapter's files for a load, outside of any round."""
+        """Send an adapter's files, outside of any round."""
         await self._call("send_adapter", load_id, payload)
 
     async def close(self, label: str | None = None) -> RoundReport:
-        """Commit the open round. A closed round needs no lease, and a repeated close has the same answer."""
+        """Commit the open round. Needs no live lease, and may be repeated."""
         assert self._lease is not None and self.round_id is not None, "open a round first"
         token, round_id = self._lease.token, self.round_id
-        report: RoundReport = await answered(
+        report: RoundReport = await retried(
             lambda: self._controller.close_round.remote(token, round_id, label),
             f"close_round of round {round_id}",
             limit_s=CALL_TIMEOUT_S,
@@ -105,7 +100,7 @@ class PublishSession:
         return report
 
     async def abort(self, reason: str) -> None:
-        """Abort the open round, if there is one, and release the lease."""
+        """Abort the open round, if any, and release the lease."""
         round_id, self.round_id = self.round_id, None
         if round_id is not None and self._lease is not None:
             aborting = self._controller.abort_round.remote(self._lease.token, round_id, reason)
@@ -113,14 +108,13 @@ class PublishSession:
         await self.release()
 
     async def release(self) -> None:
-        """Release the lease, if there is one, so that others can publish."""
         lease, self._lease = self._lease, None
         if lease is not None:
             await self._clean_up(self._controller.release.remote(lease.token), "release of the lease")
 
     async def leave(self, *, renew: bool) -> None:
-        """Release the lease unless a round is open. Asks the controller, because another call of the same
-        publisher may have opened or ended a round."""
+        """Release the lease unless a round is open. The controller knows: a concurrent call of the same
+        publisher may have opened or ended one."""
 
         async def leaving() -> None:
             left: JoinedLease = await self._controller.join_lease.remote(self._publisher, renew)
@@ -130,7 +124,7 @@ class PublishSession:
         await self._clean_up(leaving(), "release of the lease")
 
     async def renewing(self, work: Awaitable[Result]) -> Result:
-        """Wait for what may outlast the lease, and renew that meanwhile."""
+        """Await work and renew the lease meanwhile."""
         task = asyncio.ensure_future(work)
         try:
             while (lease := self._lease) is not None:
@@ -142,22 +136,21 @@ class PublishSession:
             task.cancel()
 
     async def _renew(self, lease: Lease) -> None:
-        """A renewal without an answer is not the end: the call that it is for has one."""
         try:
-            await once(self._controller.renew.remote(lease.token), "renew", lease.duration_s / 3)
+            await bounded(self._controller.renew.remote(lease.token), "renew", lease.duration_s / 3)
         except StalePublisher:
             raise
-        except Exception as error:
+        except Exception as error:  # the call that it is for reports the loss
             if not (is_lost(error) or isinstance(error, SlipstreamError)):
                 raise
             logger.warning("the lease of %r is not renewed: %s", self._publisher, error)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """A call that must not be repeated: if it is lost, so is the round."""
+        """A call that must not be repeated: losing it loses the round."""
         lease = await self.acquire()
         call = getattr(self._controller, method).remote(lease.token, *args)
         try:
-            return await once(self.renewing(call), method, CALL_TIMEOUT_S)
+            return await bounded(self.renewing(call), method, CALL_TIMEOUT_S)
         except Exception as error:
             lost = is_lost(error)
             if lost or isinstance(error, StalePublisher):
@@ -170,9 +163,9 @@ class PublishSession:
             ) from error
 
     async def _clean_up(self, call: Awaitable[object], what: str) -> None:
-        """The round has an outcome already, which a failure here must not hide."""
+        """A failure here must not hide the round's outcome."""
         try:
-            await once(call, what, CLEAN_UP_TIMEOUT_S)
+            await bounded(call, what, CLEAN_UP_TIMEOUT_S)
         except Exception as error:
             if not (is_lost(error) or isinstance(error, SlipstreamError)):
                 raise
@@ -183,19 +176,15 @@ class PublishSession:
 async def joined(
     controller: CallHandle, publisher: str, *, of_round: bool = False
 ) -> AsyncIterator[PublishSession]:
-    """The session of a publisher whose calls carry no token, for one of its calls.
+    """The session for one call of a publisher whose calls carry no token.
 
-    Between calls the lease is held only while a round is open. A call that fails does not renew it, unless it
-    belongs to the round: a trainer that was restarted and tries again and again would keep the round of its
-    predecessor alive.
-
-    Args:
-        of_round: the call belongs to the open round.
+    Between calls the lease is held only while a round is open. A failed call renews it only if it belongs to
+    the round (`of_round`): a restarted trainer that retries would keep its predecessor's round alive.
 
     Raises:
         Conflict: another publisher holds the lease.
     """
-    found: JoinedLease = await answered(
+    found: JoinedLease = await retried(
         lambda: controller.join_lease.remote(publisher, of_round), "join_lease"
     )
     session, renew = PublishSession(controller, publisher, found), of_round

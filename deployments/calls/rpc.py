@@ -3,13 +3,16 @@
     CallHandle.method.remote(...) ──► first: the address, over Serve's handle
                                   ──► POST /method, pickled arguments ──► CallServer ──► the method
 
-Serve's own calls do not suffice, for two reasons. `DeploymentHandle.remote` sends a streaming generator
-(`handle_request_with_rejection`), at whose end Ray 2.60 waits on the event loop of the process that answers
-until the caller has confirmed what it got (`TaskGeneratorBackpressureWaiter::WaitAllObjectsReported`): one
-caller that is stopped during a call stops the controller for everybody. And an actor call costs the
-controller about a millisecond, while each of a thousand replicas polls eight times a round.
+Serve's own calls do not suffice. `DeploymentHandle.remote` sends a streaming generator
+(`handle_request_with_rejection`); when it ends, Ray 2.60 blocks the callee's event loop until the caller has
+confirmed what it got (`TaskGeneratorBackpressureWaiter::WaitAllObjectsReported`), so one stopped caller stops
+the controller for all. And an actor call costs the controller about a millisecond, while each of a thousand
+replicas polls eight times a round.
 
-The key is random, and Serve tells it with the address. Nothing is unpickled before it has been checked.
+Serve passes the random key along with the address. Nothing is unpickled before the key has been checked.
+
+When the process dies, Serve starts a successor. `retried` sends the call again: only for calls whose
+repetition changes nothing, such as a query, or `close_round`, which the controller answers from its record.
 """
 
 import asyncio
@@ -20,7 +23,7 @@ import pickle
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -28,18 +31,22 @@ from typing import Any, TypeVar
 
 import aiohttp
 import ray.util
+from ray.exceptions import RayActorError, RayTaskError
+from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.calls.http_server import HttpServer
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, PayloadTooLarge, SlipstreamError
 
-MAX_BODY_BYTES = 1 << 30  # a directive carries what a publisher sends, as a request's body does
+MAX_BODY_BYTES = 1 << 30  # a directive carries a publisher's payload
 CONNECT_TIMEOUT_S = 10.0
-IDLE_S = 3600.0  # the client closes an idle connection first: one that the server closes may lose a call
-BACKLOG = 4096  # a fleet that registers with a new controller at once
+IDLE_S = 3600.0  # the client closes idle connections first: a server that does may lose a call
+BACKLOG = 4096  # a whole fleet registers with a new controller at once
 UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}  # the process may be alive
-KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # notices a host that is gone
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # detects a host that is gone
+RESTART_WAIT_S = 120.0  # on a busy host a successor takes many seconds to start
+RETRY_S = 0.2
 
 Result = TypeVar("Result")
 logger = serve_logger()
@@ -47,14 +54,14 @@ logger = serve_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallAddress:
-    """Where a `CallServer` listens, and the key that it asks for."""
+    """Where a `CallServer` listens, and its key."""
 
     url: str
     key: str
 
 
 class CallServer:
-    """Serves the public coroutine methods of an object, on a port of its own.
+    """Serves the public coroutine methods of an object on a port of its own.
 
     It starts with the first `address()`, in the event loop of that call.
 
@@ -69,7 +76,6 @@ class CallServer:
         self._server: HttpServer | None = None
 
     async def address(self) -> CallAddress:
-        """Where it listens."""
         if self._server is None:
             self._server = HttpServer(
                 self._answer, self._host(), keep_alive_s=int(2 * IDLE_S), backlog=BACKLOG
@@ -98,15 +104,15 @@ class CallServer:
 
 
 async def _outcome(method: Callable[..., Coroutine[Any, Any, Any]], receive: Any) -> bytes:
-    """What the method returns or raises, pickled; both are told apart by their type."""
+    """The pickled result or `SlipstreamError` of the method; the caller tells them apart by type."""
     try:
         args, kwargs = pickle.loads(await _body(receive))
         return pickle.dumps(await method(*args, **kwargs), pickle.HIGHEST_PROTOCOL)
     except SlipstreamError as error:
-        if not isinstance(error, FleetUnavailable):  # a poll is superseded all the time
+        if not isinstance(error, FleetUnavailable):  # polls are superseded all the time
             logger.warning("%s: %s", error.type, error.message)
         return pickle.dumps(error)
-    except Exception as error:  # a fault of the method: its caller is told, and other calls are served
+    except Exception as error:  # a bug in the method must not end the server
         logger.exception("%s failed", getattr(method, "__name__", method))
         return pickle.dumps(SlipstreamError(f"{type(error).__name__}: {error}"))
 
@@ -136,11 +142,11 @@ class CallMethod:
 
 
 class CallHandle:
-    """A deployment of one replica that has `call_address`, called as a `DeploymentHandle` is:
+    """Calls a deployment of one replica that has `call_address`, with a `DeploymentHandle`'s syntax:
     `handle.method.remote(...)`.
 
     Args:
-        where: the deployment, or an address of a process that has no successor.
+        where: the deployment, or the address of a process that has no successor.
     """
 
     def __init__(self, where: DeploymentHandle | CallAddress) -> None:
@@ -148,7 +154,7 @@ class CallHandle:
         self._address: CallAddress | None = None  # of the process that answered last
 
     def __getattr__(self, name: str) -> CallMethod:
-        if name.startswith("_"):  # what pickle asks for
+        if name.startswith("_"):  # pickle looks for special methods
             raise AttributeError(name)
         method = CallMethod(self, name)
         setattr(self, name, method)
@@ -161,17 +167,17 @@ class CallHandle:
         """Call a method by its name.
 
         Raises:
-            FleetUnavailable: the process that was to answer is gone, or cannot be reached and may have
-            done it ({"unreachable": true}); the next call asks for its successor.
-            SlipstreamError: what the method raises.
-            Exception: Serve's, of a deployment without a replica.
+            FleetUnavailable: the process is gone, or unreachable and may have done it
+                ({"unreachable": true}); the next call finds its successor.
+            SlipstreamError: raised by the method.
+            Exception: raised by Serve if the deployment has no replica.
         """
         body = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
         if (address := self._address) is None:
             address = self._address = await self._find()
         try:
             return await self._post(address, name, body)
-        except aiohttp.ClientConnectorError as error:  # nothing was sent: its successor may be there already
+        except aiohttp.ClientConnectorError as error:  # nothing was sent: a successor may be up already
             address = self._address = await self._find()
             try:
                 return await self._post(address, name, body)
@@ -193,7 +199,7 @@ class CallHandle:
             reason = f"{type(error).__name__}: {error}"
             unreachable = getattr(error, "errno", None) in UNREACHABLE
         finally:
-            # Also after a caller's own deadline: a connection does not say that its other end hangs.
+            # Also after the caller's own deadline: an open connection may lead to a process that hangs.
             if answer is None and self._address is address:
                 self._address = None
         if answer is None:
@@ -204,9 +210,9 @@ class CallHandle:
         return outcome
 
     async def _find(self) -> CallAddress:
-        """A call to a replica on which a place was reserved is an ordinary one, which nobody waits for."""
         if isinstance(self._where, CallAddress):
             return self._where
+        # A call to a reserved replica is an ordinary actor call, without the generator's wait.
         method = self._where.options(method_name="call_address")
         async with method.choose_replica() as chosen:
             found: CallAddress = await method.dispatch(chosen)
@@ -214,16 +220,73 @@ class CallHandle:
 
 
 def _lost(name: str, reason: str, *, unreachable: bool = False) -> FleetUnavailable:
-    state = "cannot be reached" if unreachable else "is gone; another one is being started, try again"
-    text = f"{name}: the process that was to answer {state} ({reason})"
+    state = "cannot be reached" if unreachable else "is gone; a successor is starting, try again"
+    text = f"{name}: the process {state} ({reason})"
     return FleetUnavailable(text, {"restarting": True, **({"unreachable": True} if unreachable else {})})
 
+
+# -- deadlines and successors ----------------------------------------------------------------------
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the called process is gone or about to be replaced; its own errors are False."""
+    if isinstance(error, FleetUnavailable):
+        return error.detail.get("restarting") is True
+    if isinstance(error, RayTaskError | RequestCancelledError):
+        return False
+    return isinstance(error, RayActorError | RayServeException)
+
+
+async def bounded(call: Awaitable[Result], what: str, limit_s: float) -> Result:
+    """Wait for a call within a deadline.
+
+    Raises:
+        FleetUnavailable: there was no answer in time; names `what`.
+    """
+    try:
+        async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
+            return await call
+    except TimeoutError as error:
+        raise _no_answer(what, limit_s) from error
+
+
+async def retried(
+    call: Callable[[], Awaitable[Result]], what: str, *, limit_s: float = RESTART_WAIT_S
+) -> Result:
+    """Wait for a call that may be repeated; a successor is asked if the process dies.
+
+    Args:
+        limit_s: for each attempt. A successor has `RESTART_WAIT_S` from the first loss on.
+
+    Raises:
+        FleetUnavailable: there was no answer in time; names `what`.
+    """
+    loop, deadline = asyncio.get_running_loop(), None
+    while True:
+        try:
+            return await bounded(call(), what, limit_s)
+        except Exception as error:
+            if not is_lost(error):
+                raise
+            if deadline is None:
+                logger.warning("%s: the process is gone; retrying with its successor", what)
+                deadline = loop.time() + RESTART_WAIT_S
+            if loop.time() >= deadline:
+                raise _no_answer(what, RESTART_WAIT_S) from error
+        await asyncio.sleep(RETRY_S)
+
+
+def _no_answer(what: str, limit_s: float) -> FleetUnavailable:
+    return FleetUnavailable(f"{what}: no answer within {limit_s:g} s; try again")
+
+
+# -- the client's connections ----------------------------------------------------------------------
 
 _sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
 
 def _session() -> aiohttp.ClientSession:
-    """The event loop's. A process has one or two loops that call."""
+    """The event loop's session. One or two loops of a process make calls."""
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
         for closed in [each for each in _sessions if each.is_closed()]:
@@ -236,7 +299,7 @@ def _session() -> aiohttp.ClientSession:
 
 @atexit.register
 def _close_sessions() -> None:
-    """aiohttp prints a line for each one that is left."""
+    """aiohttp would print a line for each open one."""
     with suppress(Exception), closing(asyncio.new_event_loop()) as loop:
         for session in _sessions.values():
             loop.run_until_complete(session.close())
@@ -257,7 +320,6 @@ def run_sync(work: Coroutine[Any, Any, Result]) -> Result:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """An event loop for the calls of threads that have none."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="calls", daemon=True).start()
     return loop

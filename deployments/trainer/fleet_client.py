@@ -3,9 +3,8 @@
 import asyncio
 from typing import Any
 
-from deployments.calls.lost_calls import REPEAT_S, RESTART_WAIT_S, answered
 from deployments.calls.publish_session import PublishSession
-from deployments.calls.rpc import CallHandle, run_sync
+from deployments.calls.rpc import RESTART_WAIT_S, RETRY_S, CallHandle, retried, run_sync
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
@@ -46,11 +45,11 @@ class FleetWeightSyncClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + RESTART_WAIT_S
         while True:
-            status: FleetStatus = await answered(lambda: self._controller.fleet.remote(), "fleet")
+            status: FleetStatus = await retried(lambda: self._controller.fleet.remote(), "fleet")
             returning = [each for each in status.members if each.state == _RETURNING]
             if not returning or loop.time() >= deadline:
                 return status
-            await asyncio.sleep(REPEAT_S)
+            await asyncio.sleep(RETRY_S)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         run_sync(self._session.connect(init_info))

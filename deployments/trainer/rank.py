@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
-from deployments.calls.lost_calls import answered
-from deployments.calls.rpc import CallHandle, run_sync
+from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.responses import FleetStatus
@@ -145,4 +144,4 @@ class TrainerRank:
         return policy
 
     def _fleet(self) -> FleetStatus:
-        return run_sync(answered(lambda: self._controller.fleet.remote(), "fleet"))
+        return run_sync(retried(lambda: self._controller.fleet.remote(), "fleet"))

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
-from deployments.calls.lost_calls import answered
 from deployments.calls.publish_session import PublishSession
-from deployments.calls.rpc import CallAddress, CallHandle, CallServer
+from deployments.calls.rpc import CallAddress, CallHandle, CallServer, retried
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import (
     FleetUnavailable,
@@ -178,7 +177,7 @@ async def end_former_session(controller: CallHandle, *, shares_memory: bool = Fa
     """
     try:
         if not shares_memory:
-            fleet: FleetStatus = await answered(lambda: controller.fleet.remote(), "fleet")
+            fleet: FleetStatus = await retried(lambda: controller.fleet.remote(), "fleet")
             if fleet.lease is None or fleet.lease.publisher != PUBLISHER:
                 return
             if fleet.round is not None and fleet.round.phase != _OPEN:
@@ -227,7 +226,7 @@ class Trainer:
         self._last_round: RoundReport | None = None
         self._lora = spec.config.published_adapter
         self._last_adapter: AdapterReport | None = None
-        plan = None if slots is None else await answered(lambda: slots.plan.remote(), "slots")
+        plan = None if slots is None else await retried(lambda: slots.plan.remote(), "slots")
         if self._lora is None:  # an adapter needs no lease and no connection
             shares_memory = TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE
             await end_former_session(fleet, shares_memory=shares_memory)
@@ -239,7 +238,7 @@ class Trainer:
         if self._lora is None:
             self._watch = asyncio.create_task(
                 watch(
-                    lambda: answered(lambda: fleet.fleet.remote(), "fleet"),
+                    lambda: retried(lambda: fleet.fleet.remote(), "fleet"),
                     self.publish,
                     lambda: self._version,
                 )
@@ -377,7 +376,7 @@ class Trainer:
         return saved
 
     async def _go_back(self, version: int) -> RoundReport:
-        await answered(lambda: self._controller.rollback_source.remote(version), "rollback_source")
+        await retried(lambda: self._controller.rollback_source.remote(version), "rollback_source")
         await self._group.call(TrainerWorkerActor.load_version, version, timeout_s=self._step_timeout_s)
         return await self._publish(f"rollback to {version}")
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from pydantic import JsonValue
 
-from deployments.calls.lost_calls import answered
-from deployments.calls.rpc import CallHandle, run_sync
+from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
 from deployments.host.thread_priority import YieldingThread
 from deployments.protocol.errors import InvalidRequest
@@ -277,4 +276,4 @@ class TrainerWorker(TrainerRank):
 
     def _report(self, method: str, *args: Any) -> None:
         report = getattr(self._controller, method)
-        run_sync(answered(lambda: report.remote(*args), method, limit_s=STORED_TIMEOUT_S))
+        run_sync(retried(lambda: report.remote(*args), method, limit_s=STORED_TIMEOUT_S))

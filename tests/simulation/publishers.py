@@ -6,8 +6,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from deployments.calls.lost_calls import answered
 from deployments.calls.publish_session import PublishSession, joined
+from deployments.calls.rpc import retried
 from deployments.protocol.errors import (
     Conflict,
     InvalidRequest,
@@ -52,7 +52,7 @@ class Trainer:
     async def _publish(self, attempt: str) -> None:
         closing = False
         try:
-            fleet: FleetStatus = await answered(lambda: self._controller.fleet.remote(), "fleet")
+            fleet: FleetStatus = await retried(lambda: self._controller.fleet.remote(), "fleet")
             async with PublishSession(self._controller, "trainer") as session:  # type: ignore[arg-type]
                 connected = fleet.connection is not None and fleet.connection.publisher == "trainer"
                 if not connected or fleet.epoch != self._epoch:

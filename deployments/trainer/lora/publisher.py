@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from deployments.calls.lost_calls import answered, is_lost, once
-from deployments.calls.rpc import CallHandle, run_sync
+from deployments.calls.rpc import CallHandle, bounded, is_lost, retried, run_sync
 from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import Adapter as LoadedAdapter
 from deployments.protocol.adapters import AdapterStatus
@@ -191,7 +190,7 @@ class AdapterPublisher:
         load = self._controller.load_adapter.remote(
             self._name, directory, True, False, before, load_id, digest
         )
-        return await once(load, "load_adapter", LOAD_TIMEOUT_S)
+        return await bounded(load, "load_adapter", LOAD_TIMEOUT_S)
 
     def _own_version(self) -> int:
         """The newest live version, which is this trainer's; 0: there is none."""
@@ -208,7 +207,7 @@ class AdapterPublisher:
 
     def _adapters(self) -> Sequence[AdapterStatus]:
         adapters = self._controller.adapters
-        return run_sync(answered(lambda: adapters.remote(), "adapters", limit_s=CALL_TIMEOUT_S))
+        return run_sync(retried(lambda: adapters.remote(), "adapters", limit_s=CALL_TIMEOUT_S))
 
 
 def adapter_files(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments.calls.lost_calls import RESTART_WAIT_S
 from deployments.calls.publish_session import CALL_TIMEOUT_S, CLEAN_UP_TIMEOUT_S, PublishSession, joined
+from deployments.calls.rpc import RESTART_WAIT_S
 from deployments.protocol.errors import (
     Conflict,
     FleetUnavailable,
@@ -175,7 +175,7 @@ async def test_a_clean_up_that_fails_does_not_hide_the_outcome(
 @virtual_time
 async def test_a_controller_that_hangs_ends_the_call(controller: FakeController, method: str) -> None:
     controller.delay_s[method] = 10 * CALL_TIMEOUT_S
-    with pytest.raises(FleetUnavailable, match=rf"{method}.*: nobody answered within 600 s"):
+    with pytest.raises(FleetUnavailable, match=rf"{method}.*: no answer within 600 s"):
         await one_round(session_of(controller))
     assert now() == CALL_TIMEOUT_S and controller.lease is None
 
@@ -217,7 +217,7 @@ async def test_a_decided_round_is_not_reported_as_failed_when_its_controller_die
         report = await one_round(session, "mine")
     assert (report.version, report.label) == (4, "mine") and controller.calls.count("close_round") == 2
     assert [each.getMessage() for each in caplog.records] == [
-        "close_round of round 1: who was to answer is gone; its successor is asked"
+        "close_round of round 1: the process is gone; retrying with its successor"
     ]
     assert (await one_round(session)).version == 5
 
@@ -247,7 +247,7 @@ async def test_the_wait_for_a_successor_is_bounded(controller: FakeController) -
         async def acquire(self, publisher: str) -> Any:
             raise ActorDiedError
 
-    with pytest.raises(FleetUnavailable, match="acquire: nobody answered within 120 s"):
+    with pytest.raises(FleetUnavailable, match="acquire: no answer within 120 s"):
         await session_of(Dead()).acquire()
     assert now() == pytest.approx(RESTART_WAIT_S, abs=0.5)
 

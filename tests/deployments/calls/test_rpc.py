@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.calls.lost_calls import is_lost
-from deployments.calls.rpc import CallAddress, CallHandle, CallServer, run_sync
+from deployments.calls.rpc import CallAddress, CallHandle, CallServer, is_lost, retried, run_sync
 from deployments.protocol.errors import Conflict, FleetUnavailable, SlipstreamError
 
 
@@ -192,3 +191,26 @@ def test_a_thread_without_an_event_loop_waits_for_the_answer(elsewhere: CallHand
     assert run_sync(ask("echo")) == ("first", (), {})
     with pytest.raises(Conflict):
         run_sync(ask("refuses"))
+
+
+# -- deadlines and successors; see also `test_publish_session` --------------------------------------
+
+
+async def test_a_cancellation_beside_the_answer_is_not_lost() -> None:
+    """`asyncio.wait_for` of Python 3.11 returns the answer then, and its caller lives on."""
+    answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def call() -> int:
+        return await answer
+
+    asking = asyncio.create_task(retried(call, "a question"))
+    await asyncio.sleep(0.01)
+    answer.set_result(1)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+async def test_a_silent_process_ends_the_wait() -> None:
+    with pytest.raises(FleetUnavailable, match=r"a question: no answer within 0\.05 s"):
+        await retried(asyncio.Event().wait, "a question", limit_s=0.05)
