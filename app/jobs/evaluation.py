@@ -1,29 +1,28 @@
-"""Evaluation on held-out problems, all of it at one version of the weights."""
+"""Evaluation on held-out problems, at one version of the weights."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
-from app.jobs.attempts import Attempt
-from app.jobs.environments.environment import HELD_OUT, Environment, all_of
-from app.jobs.rollouts import Policy, Unanswered
-
-# Problems from this number on are never trained on.
+from app.jobs.environments.environment import HELD_OUT, Environment
+from app.jobs.groups import Rollout
+from app.jobs.policy import Policy, Unanswered
+from app.jobs.task_groups import all_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What one version is worth."""
+    """The result of one version; a part of the run's record."""
 
     version: int
     problems: int  # that were answered
-    reward: float  # the mean over all attempts
+    reward: float  # the mean over all rollouts
     pass_at: dict[int, float]  # k -> the share of problems that k attempts solve
     kept_in: str | None = None  # the directory of the version, if it was the best so far
 
     def line(self) -> str:
-        """For a person."""
+        """For logs."""
         shares = "  ".join(f"pass@{k} {value:.3f}" for k, value in self.pass_at.items())
         return (
             f"version {self.version}, {self.problems} held-out problems: reward {self.reward:.3f}  {shares}"
@@ -35,15 +34,8 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
 
     The unbiased estimator 1 - C(n - c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models
     Trained on Code", https://arxiv.org/abs/2107.03374, section 2.1.
-
-    Raises:
-        ValueError: not 0 <= solved <= attempts, or not 1 <= k <= attempts.
     """
-    if not 0 <= solved <= attempts or not 1 <= k <= attempts:
-        raise ValueError(
-            f"pass@k needs 0 <= solved <= attempts and 1 <= k <= attempts, "
-            f"got {solved}, {attempts} and k = {k}"
-        )
+    assert 0 <= solved <= attempts and 1 <= k <= attempts
     return 1.0 - comb(attempts - solved, k) / comb(attempts, k)
 
 
@@ -56,43 +48,42 @@ async def evaluate(
     in_flight: int,
     solved_from: float,
 ) -> Evaluation:
-    """Attempts at held-out problems, by the policy's version alone.
+    """Attempts at held-out problems by the policy, which must have a version.
 
     Args:
-        solved_from: an attempt with this reward or more is right.
+        in_flight: problems at a time.
+        solved_from: the reward from which a rollout counts as right.
 
     Raises:
         Moved: the fleet serves another version.
-        Unanswered: no problem was.
-        ValueError: the policy has no version.
+        Unanswered: no problem was answered.
         FleetError: the fleet refuses.
     """
-    if policy.version is None:
-        raise ValueError("an evaluation needs a policy of one version")
+    assert policy.version is not None
     free = asyncio.Semaphore(in_flight)
     reasons: list[str] = []
 
-    async def one(number: int) -> Sequence[Attempt]:
+    async def one(number: int) -> Sequence[Rollout]:
         async with free:
             try:
-                return await environment.attempts(HELD_OUT + number, attempts, policy)
+                return await environment.rollouts(HELD_OUT + number, attempts, policy)
             except Unanswered as error:
                 reasons.append(str(error))
                 return ()
 
     found = await all_of(one(number) for number in range(problems))
-    answered = [made for made in found if made]
+    answered = [rollouts for rollouts in found if rollouts]
     if not answered:
         raise Unanswered(f"none of {problems} held-out problems was answered; the last one: {reasons[-1]}")
     return summarized(answered, policy.version, solved_from)
 
 
-def summarized(answered: Sequence[Sequence[Attempt]], version: int, solved_from: float) -> Evaluation:
-    """The evaluation of these attempts, as many at each problem; k are powers of two, and all."""
-    counts = [(len(made), sum(attempt.reward >= solved_from for attempt in made)) for made in answered]
+def summarized(answered: Sequence[Sequence[Rollout]], version: int, solved_from: float) -> Evaluation:
+    """The evaluation of these rollouts of each problem; k are powers of two, and the number of rollouts."""
+    counts = [(len(made), sum(rollout.reward >= solved_from for rollout in made)) for made in answered]
     most = min(made for made, _ in counts)
     ks = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
-    rewards = [attempt.reward for made in answered for attempt in made]
+    rewards = [rollout.reward for made in answered for rollout in made]
     return Evaluation(
         version=version,
         problems=len(answered),

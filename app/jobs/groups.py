@@ -1,95 +1,110 @@
-"""Groups of attempts on their way from the fleet to the trainer, and how old they may be.
+"""Rollouts on their way from the fleet to the trainer, and how stale they may be.
 
-    producers ── put (waits while full) ──► GroupQueue ── take (drops stale groups) ──► trainer
+    producers ── put (waits while full) ──► GroupQueue ── take (drops stale groups) ──► learner
 
-Generation continues while the trainer works. The queue's capacity bounds how far it runs ahead, and
-`max_staleness` how stale a batch can be.
+The queue's capacity bounds how far generation runs ahead, and `max_staleness` how stale a batch can be.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from app.jobs.attempts import Attempt
 from trainers.advantages import OF_BATCHES, AdvantageEstimator, batch_advantages, has_signal
 from trainers.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Attempts at one problem."""
+class Rollout:
+    """What the model said about a problem, over one turn or more, and its reward.
 
-    number: int  # of the problem
-    attempts: Sequence[Attempt]
+    Attributes:
+        trajectories: as the engine saw the tokens; their advantages come with the batch.
+        penalty: added to the reward before advantages, 0.0 or less; see `overlong_penalty`.
+        text: what the model said, for logs.
+    """
 
-    @property
-    def oldest_version(self) -> int:
-        """Of the weights behind any of its tokens."""
-        return min(sample.oldest_version for attempt in self.attempts for sample in attempt.samples)
+    trajectories: Sequence[Trajectory]
+    reward: float
+    text: str
+    penalty: float = 0.0
 
     @property
     def tokens(self) -> int:
-        """That the model said."""
-        return sum(attempt.sampled_tokens for attempt in self.attempts)
+        """How many tokens the model sampled."""
+        return sum(trajectory.learned_tokens for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The rollouts of one problem."""
+
+    number: int  # the problem's
+    rollouts: Sequence[Rollout]
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights behind any of its tokens."""
+        return min(
+            span.version
+            for rollout in self.rollouts
+            for trajectory in rollout.trajectories
+            for span in trajectory.weight_versions
+        )
+
+    @property
+    def tokens(self) -> int:
+        return sum(rollout.tokens for rollout in self.rollouts)
 
     @property
     def mean_reward(self) -> float:
-        return sum(attempt.reward for attempt in self.attempts) / len(self.attempts)
+        return sum(rollout.reward for rollout in self.rollouts) / len(self.rollouts)
 
     @property
     def shaped_rewards(self) -> list[float]:
-        """With what attempts lose for their length."""
-        return [attempt.reward + attempt.penalty for attempt in self.attempts]
+        """Rewards and penalties."""
+        return [rollout.reward + rollout.penalty for rollout in self.rollouts]
 
     @property
     def has_signal(self) -> bool:
-        """Whether its rewards differ; if not, there is nothing to learn but by comparison with others."""
+        """Whether its rewards differ."""
         return has_signal(self.shaped_rewards)
 
 
 def trajectories(groups: Sequence[Group], estimator: AdvantageEstimator) -> list[Trajectory]:
-    """What the trainer learns from.
+    """The batch that the trainer learns from; groups with equal rewards are left out.
 
-    Groups whose rewards are equal are left out, except where advantages are those of the whole batch; then
-    the result is empty if all rewards of the batch are equal.
+    Where advantages are relative to the whole batch, no group is left out, unless all rewards are equal: then
+    the result is empty.
 
     Raises:
         ValueError: a reward is not finite.
     """
     advantages = batch_advantages([group.shaped_rewards for group in groups], estimator)
-    whole = estimator in OF_BATCHES and any(any(group) for group in advantages)
+    whole = estimator in OF_BATCHES and any(any(of_group) for of_group in advantages)
     return [
-        sample.trajectory(advantage)
+        replace(trajectory, advantage=advantage)
         for group, of_group in zip(groups, advantages, strict=True)
         if whole or any(of_group)
-        for attempt, advantage in zip(group.attempts, of_group, strict=True)
-        for sample in attempt.samples
+        for rollout, advantage in zip(group.rollouts, of_group, strict=True)
+        for trajectory in rollout.trajectories
     ]
 
 
 @dataclass
 class GroupQueue:
-    """A bounded queue of groups: one trainer takes, any number of producers put.
+    """A bounded queue with one consumer and any number of producers.
 
     Args:
-        capacity: groups in the queue; a producer waits while it is full.
-        max_staleness: a group is dropped when its oldest token is more than this many versions behind the
-            current one. The importance weights correct younger ones.
+        capacity: in groups; a producer waits while it is full.
+        max_staleness: a group is dropped when its oldest token is more than this many versions behind.
     """
 
     capacity: int
     max_staleness: int
-    dropped: list[int] = field(default_factory=list)  # numbers of the problems
+    dropped: list[int] = field(default_factory=list)  # problem numbers
     _waiting: deque[Group] = field(default_factory=deque)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    def __post_init__(self) -> None:
-        if self.capacity < 1 or self.max_staleness < 0:
-            raise ValueError(
-                "a queue needs capacity of at least 1 and max_staleness of at least 0, "
-                f"got {self.capacity} and {self.max_staleness}"
-            )
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -102,13 +117,8 @@ class GroupQueue:
             self._changed.notify_all()
 
     async def take(self, count: int, version: int) -> list[Group]:
-        """The `count` oldest groups that are fresh enough for `version`; waits until there are that many.
-
-        Raises:
-            ValueError: the queue never holds that many.
-        """
-        if count > self.capacity:
-            raise ValueError(f"a queue of {self.capacity} groups never holds {count}")
+        """The `count` oldest groups that are fresh enough for `version`; waits until there are that many."""
+        assert count <= self.capacity, "the queue never holds that many"
         async with self._changed:
             while True:
                 self._drop_stale(version)

@@ -2,16 +2,14 @@
 
     write_pending ─► /train/step ─► /train/publish ─► evaluation ─► the step's record
 
-A job may be killed between any two of them. The next one asks the trainer what it has done: a step that was
-done is published and recorded, and its problems are consumed; one that was not is forgotten, and its problems
-are sampled again.
+A job may be killed between any two of them. The next one asks the trainer what was done: a step that was done
+is published and recorded, and its problems are consumed; one that was not is forgotten, and its problems are
+sampled again.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-
-from pydantic import JsonValue
 
 from app.client import calls
 from app.client.connection import FleetError
@@ -19,20 +17,20 @@ from app.jobs import metrics
 from app.jobs.evaluation import Evaluation, evaluate
 from app.jobs.groups import Group, trajectories
 from app.jobs.metrics import Pending, StepRecord, Tracker
+from app.jobs.policy import Moved, Unanswered
 from app.jobs.progress import Progress
-from app.jobs.rollouts import Moved, Unanswered
-from app.jobs.run import Run
-from app.jobs.training import StepLost
+from app.jobs.run import Positions, Run
+from app.jobs.training import StepLost, Training, last_publish
 from trainers.trajectory import Trajectory
 
-ATTEMPTS = 3  # at a step that the trainer loses before its round
+STEP_ATTEMPTS = 3  # when the trainer loses a step before its round
 
 
 async def learn(run: Run, progress: Progress, trackers: Sequence[Tracker]) -> None:
     """Step after step until the wanted number is done.
 
     Raises:
-        FleetError: the fleet refuses a step, or a round aborts again and again.
+        FleetError: the fleet refuses a step, or rounds abort repeatedly.
     """
     while run.step < run.options.steps:
         record = await learn_once(run)
@@ -45,11 +43,11 @@ async def learn(run: Run, progress: Progress, trackers: Sequence[Tracker]) -> No
 
 
 def track(run: Run, trackers: Sequence[Tracker], record: StepRecord) -> None:
-    """Give the numbers of a step to the trackers; one that fails does not end the run."""
+    """Log a step; a tracker that fails does not end the run."""
     for tracker in trackers:
         try:
             tracker.log(record.step, record.values())
-        except Exception as error:  # a service of other people's may raise anything
+        except Exception as error:  # an external service may raise anything
             name = type(tracker).__name__
             run.say(f"step {record.step} is in the record only: {name}: {error}")
 
@@ -63,13 +61,11 @@ async def learn_once(run: Run) -> StepRecord:
     began, tokens_before = time.monotonic(), run.generated_tokens
     run.doing = "waiting for answers"
     groups = await run.queue.take(run.options.groups_per_step, run.version)
-    waited_s = time.monotonic() - began
-    sampled = [*groups, *run.filtered]
     batch = trajectories(groups, run.options.advantage)
     run.positions.consume([group.number for group in groups] + run.queue.dropped)
-    record = recorded(run, groups, sampled, waited_s)
+    record = recorded(run, groups, [*groups, *run.filtered], waited_s=time.monotonic() - began)
     run.filtered = []
-    if batch:  # else there is nothing to learn, and nothing to publish
+    if batch:  # else there is nothing to learn or publish
         record = await trained(run, batch, record)
     if record.step == run.options.steps:
         run.sampling.clear()
@@ -85,7 +81,7 @@ async def learn_once(run: Run) -> StepRecord:
 
 
 def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited_s: float) -> StepRecord:
-    """The record of the next step, but for what the trainer says; `sampled` has those that were left out."""
+    """The next step's record without the trainer's part; `sampled` includes groups without signal."""
     staleness = [run.version - group.oldest_version for group in groups]
     return StepRecord(
         step=run.step + 1,
@@ -97,7 +93,7 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
         groups_with_signal=sum(group.has_signal for group in groups),
         groups_dropped=len(run.queue.dropped),
         groups_filtered=len(sampled) - len(groups),
-        answer_tokens_mean=sum(g.tokens for g in groups) / sum(len(g.attempts) for g in groups),
+        answer_tokens_mean=sum(g.tokens for g in groups) / sum(len(g.rollouts) for g in groups),
         tokens_per_s=0.0,
         step_s=waited_s,
         wait_s=waited_s,
@@ -107,43 +103,40 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
         consumed_ahead=tuple(sorted(run.positions.ahead)),
         seed=run.options.seed,
         trainer={},
-        example=groups[0].attempts[0].text,
+        example=groups[0].rollouts[0].text,
     )
 
 
 async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> StepRecord:
-    """A step and a round; its record. A step that the trainer loses before its round is made again.
+    """The record after a step and a round; a step that the trainer loses before its round is repeated.
 
     Raises:
         FleetError: as `learn`; or the step was lost each time.
     """
-    training = run.training()
-    for _ in range(ATTEMPTS):
+    training = Training(run.policy.client, run.say)
+    for _ in range(STEP_ATTEMPTS):
         run.doing = f"the trainer learns from {len(batch)} answers"
-        status = await training.settled()
+        status = await training.idle()
         metrics.write_pending(run.path, Pending(record=record, trainer_step=status.step))
-        made: dict[str, JsonValue] = await training.step(batch)
+        made = await training.step(batch)
         began = time.monotonic()
         run.doing = "the fleet is updated"
+        step = made.get("step")
         try:
             run.version = await training.publish(
-                f"step {record.step}", newer_than=run.version, step=steps_done(made)
+                f"step {record.step}",
+                newer_than=run.version,
+                step=step if isinstance(step, int) else None,
             )
         except StepLost as lost:
             run.say(f"step {record.step} was lost before it was published, it is made again: {lost}")
             continue
         return replace(record, version=run.version, trainer=made, publish_s=time.monotonic() - began)
-    raise FleetError(f"step {record.step} was lost {ATTEMPTS} times before it was published")
-
-
-def steps_done(made: Mapping[str, JsonValue]) -> int | None:
-    """Optimizer steps that a trainer had done after a step with these metrics."""
-    step = made.get("step")
-    return step if isinstance(step, int) else None
+    raise FleetError(f"step {record.step} was lost {STEP_ATTEMPTS} times before it was published")
 
 
 async def evaluated(run: Run, step: int) -> Evaluation | None:
-    """The evaluation of the served version, if it is due after this step; the best one is kept.
+    """The evaluation of the served version, if it is due after this step; the best version is kept.
 
     Raises:
         FleetError: as `learn`.
@@ -161,11 +154,9 @@ async def evaluated(run: Run, step: int) -> Evaluation | None:
             in_flight=run.options.groups_in_flight,
             solved_from=run.options.solved_from,
         )
-    except Moved as error:
-        run.say(f"no evaluation after step {step}: another program publishes too: {error}")
-        return None
-    except Unanswered as error:  # the run learns from other problems, which are answered
-        run.say(f"no evaluation after step {step}: {error}")
+    except (Moved, Unanswered) as error:
+        cause = "another program publishes too: " if isinstance(error, Moved) else ""
+        run.say(f"no evaluation after step {step}: {cause}{error}")
         return None
     run.say(made.line())
     if run.best is not None and made.reward <= run.best.reward:
@@ -175,7 +166,7 @@ async def evaluated(run: Run, step: int) -> Evaluation | None:
 
 
 async def keep(run: Run, best: Evaluation, step: int) -> str | None:
-    """Save the version where `--keep-best` says, in a directory of its own; the directory."""
+    """Save the version in its own directory below `--keep-best`; the directory."""
     if run.options.keep_best is None:
         return None
     place = run.options.keep_best.absolute() / f"{run.path.stem}-step-{step}"
@@ -190,7 +181,7 @@ async def keep(run: Run, best: Evaluation, step: int) -> str | None:
 
 
 async def publish_best(run: Run) -> None:
-    """Move the fleet to the best version, with a label that says which it is.
+    """Move the fleet to the best version, labelled with its reward.
 
     Raises:
         FleetError: the fleet refuses the directory.
@@ -211,37 +202,38 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
         ValueError: the record is of other problems.
         FleetError: the fleet has no trainer, or does not answer.
     """
-    left = metrics.pending(run.path)
     if past:
         continue_after(run, past[-1])
         evaluations = [each.evaluation for each in past if each.evaluation is not None]
         run.best = max(evaluations, key=lambda made: made.reward, default=None)
+    left = metrics.pending(run.path)
     if left is None or left.record.step != run.step + 1:
         return
-    training = run.training()
-    status = await training.settled()
-    if status.step != left.trainer_step + 1:
-        run.say(f"step {left.record.step} was not done: its problems are sampled again")
-        return
+    training = Training(run.policy.client, run.say)
+    status = await training.idle()
     label = f"step {left.record.step}"
-    last = status.last_round if status.adapter is None else status.last_adapter
-    if last is not None and last.label == label and last.version > left.record.version:
-        version = last.version
-    else:
-        try:
-            version = await training.publish(label, newer_than=run.version, step=status.step)
-        except StepLost as lost:
-            run.say(f"{label} was lost, its problems are sampled again: {lost}")
-            return
+    if status.step != left.trainer_step + 1:
+        run.say(f"{label} was not done: its problems are sampled again")
+        return
+    published = last_publish(status, label, newer_than=left.record.version)
+    try:
+        version = (
+            published.version
+            if published is not None
+            else await training.publish(label, newer_than=run.version, step=status.step)
+        )
+    except StepLost as lost:
+        run.say(f"{label} was lost, its problems are sampled again: {lost}")
+        return
     record = replace(left.record, version=version, trainer=dict(status.last_step))
     metrics.append(run.path, record)
     continue_after(run, record)
     run.version = max(run.version, version)
-    run.say(f"step {record.step} was done when the job was killed: version {version}")
+    run.say(f"{label} was done when the job was killed: version {version}")
 
 
 def continue_after(run: Run, last: StepRecord) -> None:
-    """Go on after this step.
+    """Continue after this step.
 
     Raises:
         ValueError: it is of other problems.
@@ -249,4 +241,4 @@ def continue_after(run: Run, last: StepRecord) -> None:
     if last.seed != run.options.seed:
         raise ValueError(f"the run to resume has --seed {last.seed}, got {run.options.seed}")
     run.step = last.step
-    run.positions = type(run.positions)(last.next_problem, set(last.consumed_ahead))
+    run.positions = Positions(last.next_problem, set(last.consumed_ahead))

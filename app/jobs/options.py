@@ -1,7 +1,7 @@
 """The RL job's options: each one is a field of `Options`, and typer makes the command line of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from app.jobs.environments.environment import (
 )
 from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
 from app.jobs.metrics import Tracking
-from app.jobs.tasks import EXTRACTORS, Extraction, PromptFileTask, ReasoningGymTask, Task, load_reward
+from app.jobs.tasks import EXTRACTORS, Extraction, PromptFileTask, ReasoningGymTask, load_reward
 from trainers.advantages import AdvantageEstimator
 
 DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
@@ -31,24 +31,23 @@ class Options:
 
     url: Url = LOCAL_URL
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps, those before a --resume included")] = 20
-    groups_per_step: Annotated[int, typer.Option(min=1, help="prompts of one batch")] = 12
+    groups_per_step: Annotated[int, typer.Option(min=1, help="prompts per batch")] = 12
     answers_per_group: Annotated[
-        int, typer.Option(min=2, help="answers to each prompt; they are judged by each other")
+        int, typer.Option(min=2, help="group size: rollouts of each prompt, which are compared")
     ] = 8
-    groups_in_flight: Annotated[int, typer.Option(min=1, help="prompts that the fleet answers at a time")] = 6
-    max_tokens: Annotated[int, typer.Option(min=1, help="of an answer, or of a turn in --environment")] = 16
+    groups_in_flight: Annotated[int, typer.Option(min=1, help="prompts in flight")] = 6
+    max_tokens: Annotated[int, typer.Option(min=1, help="per answer, or per turn in --environment")] = 16
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="ends an answer; may be given more than once", show_default="a line break"),
+        typer.Option(help="stop string; repeatable", show_default="a line break"),
     ] = None
-    max_staleness: Annotated[
-        int, typer.Option(min=0, help="versions that a batch may be behind the trainer")
-    ] = 2
-    advantage: Annotated[AdvantageEstimator, typer.Option(help="its formula")] = AdvantageEstimator.GRPO
+    max_staleness: Annotated[int, typer.Option(min=0, help="versions that a batch may be behind")] = 2
+    advantage: Annotated[AdvantageEstimator, typer.Option(help="formula")] = AdvantageEstimator.GRPO
     task: Annotated[str, typer.Option(help="a data set of reasoning-gym")] = "chain_sum"
-    task_settings: Annotated[str, typer.Option(help="of the data set, as JSON")] = DEFAULT_TASK_SETTINGS
+    task_settings: Annotated[str, typer.Option(help="settings of the data set, as JSON")] = (
+        DEFAULT_TASK_SETTINGS
+    )
     instruction: Annotated[str, typer.Option(help="the system message of --task")] = "Solve the problem."
-    shots: Annotated[int, typer.Option(min=0, help="solved examples in the prompt")] = 0
     extract: Annotated[Extraction, typer.Option(help="the part of an answer that is graded")] = (
         Extraction.LAST_NUMBER
     )
@@ -66,24 +65,27 @@ class Options:
         ),
     ] = None
     environment_settings: Annotated[
-        str, typer.Option(help="of --environment, as JSON; verifiers needs 'command': what vf-eval takes")
+        str,
+        typer.Option(
+            help="arguments of --environment, as JSON; verifiers needs 'command': what vf-eval takes"
+        ),
     ] = "{}"
-    max_turns: Annotated[int, typer.Option(min=1, help="of an attempt in --environment")] = 8
+    max_turns: Annotated[int, typer.Option(min=1, help="per rollout in --environment")] = 8
     dynamic_sampling: Annotated[
         bool,
-        typer.Option("--dynamic-sampling", help="leave groups of equal rewards out, and sample others"),
+        typer.Option("--dynamic-sampling", help="replace groups with equal rewards"),
     ] = False
     overlong_buffer: Annotated[
         int,
         typer.Option(min=0, help="tokens before --max-tokens in which the reward falls by up to 1; 0: no"),
     ] = 0
-    eval_every: Annotated[int, typer.Option(min=0, help="steps; 0: no evaluation")] = 0
-    eval_problems: Annotated[int, typer.Option(min=1, help="held out, attempted in an evaluation")] = 64
-    eval_attempts: Annotated[int, typer.Option(min=1, help="at each of them, for pass@k")] = 4
+    eval_every: Annotated[int, typer.Option(min=0, help="steps between evaluations; 0: none")] = 0
+    eval_problems: Annotated[int, typer.Option(min=1, help="held-out problems per evaluation")] = 64
+    eval_attempts: Annotated[int, typer.Option(min=1, help="rollouts of each, for pass@k")] = 4
     eval_prompts: Annotated[
         Path | None, typer.Option(help="held-out prompts for --prompts, a file of the same form")
     ] = None
-    solved_from: Annotated[float, typer.Option(help="the reward from which an attempt is right")] = 1.0
+    solved_from: Annotated[float, typer.Option(help="the reward from which a rollout is right")] = 1.0
     keep_best: Annotated[
         Path | None,
         typer.Option(help="a directory on the trainer's host for the version that evaluates best"),
@@ -96,9 +98,9 @@ class Options:
     ] = False
     log: Annotated[
         list[Tracking] | None,
-        typer.Option(help="also write the metrics there; may be given more than once", show_default="none"),
+        typer.Option(help="also write metrics there; repeatable", show_default="none"),
     ] = None
-    seed: Annotated[int, typer.Option(help="of the problems")] = 0
+    seed: Annotated[int, typer.Option(help="seed of the problems")] = 0
     metrics: Annotated[
         Path | None,
         typer.Option(help="the run's record, JSON Lines", show_default="a new one in the cache"),
@@ -113,15 +115,27 @@ class Options:
 
     @property
     def longest(self) -> int:
-        """Tokens that an attempt may say."""
+        """Tokens that the model may sample in a rollout."""
         return self.max_tokens * (1 if self.environment is None else self.max_turns)
 
     def load_environments(self) -> tuple[Environment, Environment]:
-        """Where the problems come from, and the held-out ones.
+        """The environment that is learned from, and that of the held-out problems.
 
         Raises:
-            ValueError: as `load_task`; or the environment, its settings or the held-out prompts are.
+            ValueError: options are wrong or do not go together.
         """
+        self._check()
+        if self.environment is None:
+            return self._single_turn()
+        settings = json_object(self.environment_settings, "--environment-settings")
+        if self.environment == "verifiers":
+            return self._verifiers(settings)
+        if self.environment in BUILT_IN:
+            settings = {"seed": self.seed} | settings
+        talks = Conversations(load_environment(self.environment, settings), self.max_turns)
+        return talks, talks
+
+    def _check(self) -> None:
         if self.eval_every == 0 and (self.keep_best is not None or self.publish_best):
             raise ValueError("--keep-best and --publish-best need --eval-every")
         if self.publish_best and self.keep_best is None:
@@ -130,24 +144,12 @@ class Options:
             raise ValueError(
                 f"--overlong-buffer must be at most {self.longest} tokens, got {self.overlong_buffer}"
             )
-        if self.environment is not None:
-            if self.prompts is not None or self.reward is not None:
-                raise ValueError("--environment has prompts and rewards of its own: leave --prompts out")
-            settings = json_object(self.environment_settings, "--environment-settings")
-            if self.environment == "verifiers":
-                return self._verifiers(settings)
-            if self.environment in BUILT_IN:
-                settings = {"seed": self.seed} | settings
-            talks = Conversations(load_environment(self.environment, settings), self.max_turns)
-            return talks, talks
-        task = self.load_task()
-        if self.prompts is None:
-            return Single(task), Single(task)
-        if self.eval_every and self.eval_prompts is None:
+        if self.environment is not None and (self.prompts is not None or self.reward is not None):
+            raise ValueError("--environment has prompts and rewards of its own: leave --prompts out")
+        if (self.prompts is None) != (self.reward is None):
+            raise ValueError("--prompts and --reward go together, got only one of them")
+        if self.eval_every and self.prompts is not None and self.eval_prompts is None:
             raise ValueError("--eval-every with --prompts needs held-out prompts: --eval-prompts")
-        if self.eval_prompts is None:
-            return Single(task), Single(task)
-        return Single(task), Single(replace(self, prompts=self.eval_prompts).load_task())
 
     def _verifiers(self, given: Mapping[str, Any]) -> tuple[Environment, Environment]:
         try:
@@ -158,22 +160,16 @@ class Options:
         learned = Verifiers(settings)
         return learned, Verifiers(settings.held_out()) if self.eval_every else learned
 
-    def load_task(self) -> Task:
-        """Where the prompts come from, and what scores their answers.
-
-        Raises:
-            ValueError: the task, its settings, the prompts or the reward are missing or wrong.
-        """
+    def _single_turn(self) -> tuple[Environment, Environment]:
         extract = EXTRACTORS[self.extract]
-        if (self.prompts is None) != (self.reward is None):
-            raise ValueError("--prompts and --reward go together, got only one of them")
-        if self.prompts is not None and self.reward is not None:
-            return PromptFileTask(self.prompts, load_reward(self.reward), extract=extract)
-        return ReasoningGymTask(
-            self.task,
-            json_object(self.task_settings, "--task-settings"),
-            instruction=self.instruction,
-            shots=self.shots,
-            seed=self.seed,
-            extract=extract,
-        )
+        if self.prompts is None or self.reward is None:
+            settings = json_object(self.task_settings, "--task-settings")
+            task = ReasoningGymTask(
+                self.task, settings, instruction=self.instruction, seed=self.seed, extract=extract
+            )
+            return Single(task), Single(task)
+        reward = load_reward(self.reward)
+        learned = Single(PromptFileTask(self.prompts, reward, extract=extract))
+        if self.eval_prompts is None:
+            return learned, learned
+        return learned, Single(PromptFileTask(self.eval_prompts, reward, extract=extract))

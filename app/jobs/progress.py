@@ -1,7 +1,7 @@
-"""What a job shows while it runs: never silent for more than a few seconds, in a terminal or in a log file.
+"""What a job prints while it runs: never silent for more than a few seconds.
 
-In a terminal there is a bar, with the state beside it. A log file cannot be overwritten: there the state is a
-line, whenever nothing else was printed for a while.
+In a terminal there is a bar with the state beside it. In a log file the state is a line, whenever nothing
+else was printed for a while.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from typing import Self
 
 from tqdm import tqdm
 
-QUIET_S = 4.0  # without a line
-LOOK_S = 0.5
+QUIET_S = 4.0  # longest time without a line
+CHECK_S = 0.5
 
 
 @contextmanager
@@ -43,14 +43,14 @@ class Progress:
     """The bar of a run, and its lines.
 
     Args:
+        done: steps of an earlier job that this one resumes.
         state: what the job is doing, in one line.
-        done: of `steps`, before it began.
     """
 
     def __init__(self, *, steps: int, done: int, state: Callable[[], str], quiet_s: float = QUIET_S) -> None:
         self._state = state
         self._quiet_s = quiet_s
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
         self._bar = tqdm(total=steps, initial=done, unit="step", desc="grpo", disable=not sys.stderr.isatty())
 
     def __enter__(self) -> Self:
@@ -63,17 +63,17 @@ class Progress:
         """Print a line, above the bar."""
         tqdm.write(line)
         sys.stdout.flush()
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
 
     def advance(self) -> None:
-        """One step is done."""
+        """Count one step."""
         self._bar.update()
 
     async def watch(self) -> None:
-        """Show the state while nothing else is printed; ends only by cancellation."""
+        """Show the state while nothing else is printed; runs until cancelled."""
         while True:
-            await asyncio.sleep(min(LOOK_S, self._quiet_s))
+            await asyncio.sleep(min(CHECK_S, self._quiet_s))
             if not self._bar.disable:
                 self._bar.set_postfix_str(self._state())
-            elif time.monotonic() - self._said >= self._quiet_s:
+            elif time.monotonic() - self._printed >= self._quiet_s:
                 self.say(self._state())

@@ -1,10 +1,8 @@
 """Tasks: where prompts come from, and how their answers are scored.
 
 The default is reasoning-gym's `chain_sum` with two one-digit terms. The small built-in model gets about one
-in ten right: it discusses the problem, or guesses. Within minutes it learns to write the sum out
-("6 + 2 = 8"), and then to get it right. The reward is the task's own score of the last number in the answer,
-and nothing else. Solved examples in the prompt would make the model imitate their form at once, but then all
-answers of a group are alike, and there is nothing to learn from.
+in ten right, and within minutes it learns to write the sum out ("6 + 2 = 8"). There are no solved examples in
+the prompt: the model would imitate their form, and all answers of a group would be alike.
 """
 
 import inspect
@@ -17,11 +15,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from app.jobs.own_code import blamed, imported
+from app.jobs.user_code import blamed, imported
 
 # (one line of the prompt file, or reasoning-gym's entry; the graded part of the answer) -> the reward
 Reward = Callable[[Mapping[str, Any], str], float]
 Extractor = Callable[[str], str]
+Message = dict[str, str]
 
 # In "-2" the minus is a sign; in "5 - 3" and "7-8" it is not.
 _NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
@@ -33,7 +32,7 @@ def whole(text: str) -> str:
 
 
 def last_number(text: str) -> str:
-    """The last number of the answer, as is usual for arithmetic: "6 + 2 = 8." is graded as "8"."""
+    """The last number of the answer: "6 + 2 = 8." is graded as "8"."""
     found = _NUMBER.findall(text)
     return found[-1] if found else ""
 
@@ -84,11 +83,6 @@ def checked(reward: Any, source: str) -> float:
     raise ValueError(f"{source} must return a finite number, got {reward!r}")
 
 
-Message = dict[str, str]
-
-EXAMPLES_SEED = 5  # the examples in the prompt are the same in every run
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A prompt, and what its score depends on."""
@@ -113,42 +107,28 @@ class Task(Protocol):
 
 
 class ReasoningGymTask:
-    """A data set of reasoning-gym, with some of its own problems solved in the prompt.
+    """A data set of reasoning-gym.
 
     Args:
-        settings: of the data set, see reasoning-gym.
         instruction: the system message; an empty one is left out, and the chat template's own may apply.
-        shots: solved examples before the question.
-        extract: the part of an answer that is graded.
 
     Raises:
         ValueError: reasoning-gym does not know the data set, or refuses its settings.
     """
 
     def __init__(
-        self,
-        name: str,
-        settings: Mapping[str, Any],
-        *,
-        instruction: str,
-        shots: int,
-        seed: int,
-        extract: Extractor,
+        self, name: str, settings: Mapping[str, Any], *, instruction: str, seed: int, extract: Extractor
     ) -> None:
         import reasoning_gym
 
+        # reasoning-gym draws problem i from Random(seed + i): adjacent seeds give the same problems, shifted.
+        spread = (seed + 1) * 1_000_003
         try:
-            self._problems = reasoning_gym.create_dataset(name, seed=_spread(seed), size=1 << 40, **settings)
-            examples = reasoning_gym.create_dataset(name, seed=EXAMPLES_SEED, size=max(1, shots), **settings)
+            self._problems = reasoning_gym.create_dataset(name, seed=spread, size=1 << 40, **settings)
         except (ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"reasoning-gym refuses {name!r} with {dict(settings)}: {error}") from error
         self._extract = extract
         self._head = [_message("system", instruction)] if instruction else []
-        for number in range(shots):
-            self._head += [
-                _message("user", examples[number]["question"]),
-                _message("assistant", examples[number]["answer"]),
-            ]
 
     def problem(self, number: int) -> Problem:
         entry = self._problems[number]
@@ -159,10 +139,9 @@ class ReasoningGymTask:
 
 
 class PromptFileTask:
-    """Prompts from a JSON Lines file, again and again, scored by the user's own function.
+    """Prompts from a JSON Lines file, which repeats, scored by the user's own function.
 
-    Each line has `messages` (a conversation) or `prompt` (a user's message), and any other fields that the
-    reward needs.
+    Each line has `messages` (a conversation) or `prompt` (a user's message), and whatever the reward needs.
 
     Raises:
         ValueError: no prompts, or a line without one; the message has the line's number.
@@ -201,8 +180,3 @@ def _line(path: Path, number: int, line: str) -> Problem:
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
-
-
-def _spread(seed: int) -> int:
-    # reasoning-gym draws problem i from Random(seed + i): adjacent seeds give the same problems, shifted.
-    return (seed + 1) * 1_000_003

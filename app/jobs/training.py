@@ -1,9 +1,9 @@
-"""A step and a round of the trainer, each done once although its answer may be lost.
+"""Steps and rounds of the trainer, each done once although its answer may be lost.
 
-the trainer dies     Serve starts another one, which resumes from the newest stored version: ask again; if it
-                     died after a step and before its round, learn from the batch again
-the router dies      the call goes on: the trainer's status says whether it was done
-a round is aborted   the fleet serves what it served: publish again
+the trainer dies     Serve starts another, which resumes from the newest stored version: ask again; if it died
+                     between a step and its round, repeat the step with the same batch
+the router dies      the call continues: the trainer's status says whether it was done
+a round is aborted   the fleet still serves the version before: publish again
 """
 
 import asyncio
@@ -19,29 +19,24 @@ from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import AdapterReport, TrainerStatus
 from trainers.trajectory import Trajectory
 
+PATIENCE_S = 300.0  # how long calls are repeated: the fleet may be replacing a replica
 PUBLISH_ATTEMPTS = 3
-LOOK_S = 1.0  # how often the trainer is asked whether it still does what it was asked for
-BUSY_S = 3600.0  # the trainer's own limits (`step_timeout_s`) end what it does long before
+POLL_S = 1.0
+BUSY_S = 3600.0  # the trainer's own limits (`step_timeout_s`) end its work long before
 
 Result = TypeVar("Result")
 Say = Callable[[str], object]
 
 
 class StepLost(Exception):
-    """The trainer went back since its step: a successor resumed from an older version."""
+    """A new trainer resumed from a version before its predecessor's last step."""
 
 
 class Training:
-    """The trainer behind a fleet's address.
+    """The trainer behind a fleet's address."""
 
-    Args:
-        patience_s: how long a call is repeated whose answer was lost.
-        say: takes one line for a person.
-    """
-
-    def __init__(self, client: AsyncFleetClient, *, patience_s: float, say: Say) -> None:
+    def __init__(self, client: AsyncFleetClient, say: Say) -> None:
         self._client = client
-        self._patience_s = patience_s
         self._say = say
 
     async def step(self, trajectories: Sequence[Trajectory]) -> dict[str, JsonValue]:
@@ -53,29 +48,25 @@ class Training:
         before = (await self._client.send(calls.train_status())).step
 
         async def metrics() -> dict[str, JsonValue] | None:
-            status = await self.settled()
+            status = await self.idle()
             return dict(status.last_step) if status.step == before + 1 else None
 
         return await self._once(calls.step(trajectories), metrics)
 
     async def publish(self, label: str, newer_than: int, step: int | None = None) -> int:
-        """One round, or the next version of the adapter that is trained; the version that the fleet serves
-        after it.
+        """One round, or the next version of the trained adapter; the version that the fleet serves after it.
 
         Args:
             newer_than: the version before.
-            step: optimizer steps that the trainer must have done; None: however many.
+            step: optimizer steps that the trainer must have done; None: any number.
 
         Raises:
             StepLost: the trainer has done another number of steps.
-            FleetError: the fleet refuses, every attempt was aborted, or nobody answers for too long.
+            FleetError: the fleet refuses, every attempt was aborted, or nothing answers for too long.
         """
 
         async def report() -> RoundReport | AdapterReport | None:
-            status = await self.settled()
-            last = status.last_round if status.adapter is None else status.last_adapter
-            own = last is not None and last.label == label and last.version > newer_than
-            return last if own else None
+            return last_publish(await self.idle(), label, newer_than)
 
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
             try:
@@ -89,24 +80,25 @@ class Training:
         raise AssertionError("unreachable")
 
     async def _once(self, call: Call[Result], outcome: Callable[[], Awaitable[Result | None]]) -> Result:
-        """Send a call that must be done once; `outcome` says what came of it, None if it was not done."""
-        deadline = time.monotonic() + self._patience_s
+        """Send a call that must be carried out once; `outcome` finds its result, None if it was not."""
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 return await self._client.send(call)
             except FleetError as error:
-                if not is_unanswered(error) or time.monotonic() >= deadline:
+                is_lost = error.status is None or error.type == "answer_lost"
+                if not is_lost or time.monotonic() >= deadline:
                     raise
                 self._say(f"{error}; asking the trainer whether it was done")
             found = await outcome()
             if found is not None:
                 return found
 
-    async def settled(self) -> TrainerStatus:
-        """The trainer's status when it does nothing.
+    async def idle(self) -> TrainerStatus:
+        """The trainer's status once it is idle.
 
         Raises:
-            FleetError: it is busy for too long, or nobody answers.
+            FleetError: it is busy for too long, or does not answer.
         """
         deadline = time.monotonic() + BUSY_S
         while True:
@@ -116,11 +108,12 @@ class Training:
             if status.doing_s > BUSY_S or time.monotonic() > deadline:
                 raise FleetError(
                     f"the trainer is not free, and has been busy with {status.doing!r} for "
-                    f"{status.doing_s:.0f} s: look at its logs, and go on with --resume when it is free"
+                    f"{status.doing_s:.0f} s: look at its logs, and continue with --resume when it is free"
                 )
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
-def is_unanswered(error: FleetError) -> bool:
-    """Whether nobody knows if the call was carried out."""
-    return error.status is None or error.type == "answer_lost"
+def last_publish(status: TrainerStatus, label: str, newer_than: int) -> RoundReport | AdapterReport | None:
+    """The trainer's last publish if it has this label and made a newer version."""
+    last = status.last_round if status.adapter is None else status.last_adapter
+    return last if last is not None and last.label == label and last.version > newer_than else None

@@ -1,8 +1,6 @@
-"""A small environment of two turns with a tool: sums that are too large for the model, and a calculator.
+"""A small environment with a tool: sums that are too large for the model, and a calculator.
 
-The model writes a sum in its first turn, and is told what it comes to. The answer of its second turn alone is
-rewarded. The built-in model can copy numbers and hardly add them: it has to learn to write the sum down
-for the tool, and to believe the tool.
+The model writes a sum in its first turn and is told the result; only its second turn is rewarded.
 """
 
 import re
@@ -22,13 +20,13 @@ class CalculatorConversation:
 
     messages: Sequence[Message]
     expected: int
-    _asked: bool = False
+    _calculated: bool = False
 
     async def reply(self, answer: str) -> Reply:
         """The calculator's line after the first turn, the reward after the second."""
-        if self._asked:
+        if self._calculated:
             return Reply(reward=1.0 if last_number(answer) == str(self.expected) else 0.0, done=True)
-        self._asked = True
+        self._calculated = True
         told = {"role": "user", "content": f"Calculator: {calculated(answer)}. What is the answer?"}
         return Reply(messages=[told])
 
@@ -48,12 +46,12 @@ class Calculator:
         draw = Random(f"{self.seed} {number}")
         low, high = 10 ** (self.digits - 1), 10**self.digits - 1
         a, b = draw.randint(low, high), draw.randint(low, high)
-        asked = f"What is {a} + {b}? Write the sum for the calculator."
-        return CalculatorConversation(messages=[{"role": "user", "content": asked}], expected=a + b)
+        question = f"What is {a} + {b}? Write the sum for the calculator."
+        return CalculatorConversation(messages=[{"role": "user", "content": question}], expected=a + b)
 
 
 def calculated(text: str) -> str:
-    """What the last sum of a text comes to, as the calculator writes it."""
+    """The result of the last sum in a text, as the calculator writes it."""
     found = _SUM.findall(text)
     if not found:
         return "no sum was given"

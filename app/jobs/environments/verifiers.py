@@ -1,11 +1,11 @@
-"""Environments of verifiers, rolled out by its own program in a Python of its own, since its pins fight ours.
+"""Environments of verifiers, rolled out in a Python of its own, since its pins conflict with ours.
 
     Verifiers ── task, address ──► verifiers_program.py ── chat, generate ──► Relay ──► fleet
         ▲                                │                                      │
         └──────── reward, session ───────┘        tokens, versions, values ─────┘
 
-verifiers plays the agent, with its tools and its harness, and judges it. What is learned from is what the
-relay saw: tokens as the engine sampled them, each with its log-probability and version.
+verifiers plays the agent, with its tools and its harness, and judges it. The job learns from what the relay
+recorded: tokens as the engine sampled them, each with its log-probability and version.
 """
 
 import asyncio
@@ -20,31 +20,32 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from app.jobs.attempts import Attempt
-from app.jobs.environments.environment import HELD_OUT, all_of
-from app.jobs.environments.program import Ended, Program
-from app.jobs.environments.relay import Relay, Rollout, samples
+from app.jobs.environments.environment import HELD_OUT
+from app.jobs.environments.program import Exited, Program
+from app.jobs.environments.relay import AgentSession, Relay, trajectories
+from app.jobs.groups import Rollout
+from app.jobs.policy import ATTEMPTS, Policy, Unanswered
 from app.jobs.progress import announced
-from app.jobs.rollouts import ATTEMPTS, Policy, Unanswered
+from app.jobs.task_groups import all_of
 from app.jobs.tasks import checked
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 START_TIMEOUT_S = 600.0  # imports, and data sets that are downloaded
-MAX_FAILURES = 20  # of problems in a row, after which the environment is called broken
-# An environment runs other people's code, and what a model wrote: the fleet's token is the relay's alone.
+MAX_FAILURES = 20  # consecutive failed problems that end the run
+# An environment runs other people's code, and what a model wrote: only the relay has the fleet's token.
 SECRETS = ("SLIPSTREAM_TOKEN", "SLIPSTREAM_TOKEN_FILE", "SLIPSTREAM_USER_TOKEN")
 NO_PROXY = ("no_proxy", "NO_PROXY")  # the relay is on this host
 
 
 class VerifiersSettings(BaseModel):
-    """What `--environment-settings` says for verifiers.
+    """`--environment-settings` of verifiers.
 
     Attributes:
         command: what `vf-eval` takes, such as `gsm8k @ config.toml --select.limit 100`.
         eval_command: the same for the held-out tasks.
-        python: of an environment that has verifiers.
-        rollout_timeout_s: of one attempt; verifiers has limits of its own.
-        variables: of that Python's environment, beside those of this process.
+        python: an interpreter that has verifiers.
+        rollout_timeout_s: per rollout; verifiers has its own limits.
+        variables: added to the program's environment.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,7 +69,7 @@ class VerifiersSettings(BaseModel):
         return command
 
     def held_out(self) -> Self:
-        """Those of the held-out tasks.
+        """The settings of the held-out tasks.
 
         Raises:
             ValueError: there are none.
@@ -79,12 +80,12 @@ class VerifiersSettings(BaseModel):
 
 
 class Failed(Exception):
-    """A rollout went wrong, which says nothing about the model."""
+    """A rollout failed, which says nothing about the model."""
 
 
 @dataclass(slots=True)
 class Verifiers:
-    """Attempts at the tasks of a verifiers environment."""
+    """Rollouts of a verifiers environment."""
 
     settings: VerifiersSettings
     _relay: Relay = field(init=False, default_factory=Relay)
@@ -107,26 +108,25 @@ class Verifiers:
         Raises:
             ValueError: the program does not start.
         """
-        await self._relay.start()
-        try:
-            with announced(f"RL job: starting verifiers' {self.settings.arguments[0]}"):
-                await self._started()
-            yield
-        finally:
-            if self._program is not None:
-                await self._program.close()
-            await self._relay.close()
+        async with self._relay.listening():
+            try:
+                with announced(f"RL job: starting verifiers' {self.settings.arguments[0]}"):
+                    await self._started()
+                yield
+            finally:
+                if self._program is not None:
+                    await self._program.close()
 
-    async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
+    async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         """`count` rollouts of this task.
 
         Raises:
-            Unanswered: a rollout failed again and again, or the fleet did not answer it.
+            Unanswered: a rollout failed each time, or the fleet did not answer it.
             Moved, FleetError: as the policy.
-            ValueError: the program does not start again, or nothing but failures.
+            ValueError: the program does not restart, or too many problems in a row failed.
         """
         try:
-            made = await all_of(self._attempt(number, policy) for _ in range(count))
+            made = await all_of(self._rollout(number, policy) for _ in range(count))
         except Unanswered as error:
             self._failures += 1
             if self._failures >= MAX_FAILURES:
@@ -137,52 +137,47 @@ class Verifiers:
         self._failures = 0
         return made
 
-    async def _attempt(self, number: int, policy: Policy) -> Attempt:
+    async def _rollout(self, number: int, policy: Policy) -> Rollout:
         reason = ""
         for _ in range(ATTEMPTS):
-            async with self._relay.rollout(policy) as rollout:
+            async with self._relay.session(policy) as session:
                 try:
-                    return await self._roll_out(number, rollout)
+                    return await self._run_agent(number, session)
                 except Failed as error:
                     reason = str(error)
-                except Ended as error:
+                except Exited as error:
                     reason = self._explained(error)
-            if rollout.refused is not None:
-                break  # it would be again
+            if session.refused is not None:
+                break  # the next attempt would be refused too
         raise Unanswered(f"verifiers: {reason}")
 
-    async def _roll_out(self, number: int, rollout: Rollout) -> Attempt:
+    async def _run_agent(self, number: int, session: AgentSession) -> Rollout:
         program = await self._started()
-        asked = program.ask(task=number % HELD_OUT, url=rollout.url, model=rollout.policy.name)
+        asked = program.ask(task=number % HELD_OUT, url=session.url, model=session.policy.name)
         try:
             async with asyncio.timeout(self.settings.rollout_timeout_s):
-                result = await rollout.unless_failed(asked)
+                result = await session.unless_failed(asked)
         except TimeoutError:
             raise Failed(f"a rollout took longer than {self.settings.rollout_timeout_s:g} s") from None
-        rollout.over = True
-        played = [each for each in rollout.exchanges if each.session in result.get("sessions", ())]
-        if "error" not in result and played:
+        session.over = True
+        turns = [turn for turn in session.turns if turn.session in result.get("sessions", ())]
+        if "error" not in result and turns:
             reward = checked(result["reward"], "the environment")
-            return Attempt(samples=samples(played), reward=reward, text=result["text"])
-        if played and rollout.refused is not None:
-            # It has become longer than the engine takes: that is the model's doing.
-            return Attempt(
-                samples=samples(played), reward=0.0, text=" | ".join(each.answer.text for each in played)
-            )
+            return Rollout(trajectories=trajectories(turns), reward=reward, text=result["text"])
+        if turns and session.refused is not None:
+            # The conversation exceeds the engine's context: that is the model's doing.
+            text = " | ".join(turn.answer.text for turn in turns)
+            return Rollout(trajectories=trajectories(turns), reward=0.0, text=text)
         raise Failed(str(result.get("error", "the agent asked the model nothing")))
 
     async def _started(self) -> Program:
         async with self._starting:
-            if self._program is None or self._program.ended is not None:
-                command = [
-                    self.settings.python,
-                    "-P",  # else this directory would shadow packages of the same names
-                    str(PROGRAM),
-                    *self.settings.arguments,
-                ]
+            if self._program is None or self._program.exited is not None:
+                # -P: without it this directory would shadow packages of the same names
+                command = [self.settings.python, "-P", str(PROGRAM), *self.settings.arguments]
                 try:
                     self._program = await Program.start(command, self._environment(), START_TIMEOUT_S)
-                except Ended as error:
+                except Exited as error:
                     raise ValueError(f"verifiers does not start: {self._explained(error)}") from error
             return self._program
 
@@ -191,8 +186,8 @@ class Verifiers:
         direct = {name: ",".join(filter(None, (kept.get(name), "127.0.0.1"))) for name in NO_PROXY}
         return {**kept, **direct, "PYTHONPATH": "", **self.settings.variables}
 
-    def _explained(self, error: Ended) -> str:
-        """Why the program ended; the end of its log stays in a file."""
+    def _explained(self, error: Exited) -> str:
+        """Why the program exited; the end of its log stays in a file."""
         if not error.log.strip():
             return str(error)
         if self._log is None:

@@ -1,11 +1,11 @@
-"""Runs rollouts of a verifiers environment for an RL job; a program of the Python that has verifiers.
+"""Runs rollouts of a verifiers environment for an RL job, in a Python that has verifiers.
 
     python verifiers_program.py [what vf-eval takes: TASKSET @ FILE.toml --select... --client...]
 
-Lines of JSON come in, each with `id`, `task` (its position in the task set), `url` and `model`; one goes out
-for each: `id`, and `reward`, `sessions` and `text`, or `error`. A line with `id` and `cancel` ends that
-rollout. The first one out says how many `tasks` there are (null: no end). The program ends with its input, so
-also when the job is killed, and everything that it started ends with it.
+stdin has lines of JSON: `id`, `task` (its position in the task set), `url` and `model`; stdout has one for
+each: `id`, and `reward`, `sessions` and `text`, or `error`. The first line of stdout says that it is ready,
+or has an `error`. A line with `id` and `cancel` cancels that rollout. The program exits when stdin ends, so
+also when the job is killed, and kills everything that it started.
 """
 
 import asyncio
@@ -22,33 +22,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-MARK = "SLIPSTREAM_ROLLOUTS"  # a variable that all processes of the program inherit
-STOP_TIMEOUT_S = 20.0  # of verifiers' servers, when the input has ended
-KILL_TIMEOUT_S = 5.0  # until processes that were killed are gone
+MARK = "SLIPSTREAM_ROLLOUTS"  # an environment variable that all processes of the program inherit
+STOP_TIMEOUT_S = 20.0  # for verifiers' servers, once stdin has ended
+KILL_TIMEOUT_S = 5.0  # until killed processes are gone
 
 
-class Rollouts(Protocol):
-    """What is rolled out."""
-
-    @property
-    def tasks(self) -> int | None:
-        """How many there are, None if they have no end."""
+class RolloutRunner(Protocol):
+    """Runs rollouts of one environment."""
 
     async def roll_out(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a line, but for its `id`."""
+        """The answer to a line, without its `id`."""
 
 
-class VerifiersRollouts:
+class VerifiersRunner:
     """Rollouts of a verifiers environment that is being served."""
 
     def __init__(self, environment: Any, config: Any) -> None:
         self._environment = environment
         self._config = config
         self._tasks = Tasks(environment.taskset.select(config.select))
-
-    @property
-    def tasks(self) -> int | None:
-        return self._tasks.count
 
     async def roll_out(self, asked: dict[str, Any]) -> dict[str, Any]:
         from verifiers.v1.clients import ModelContext
@@ -66,13 +58,13 @@ class VerifiersRollouts:
             )
             return {"error": wrong.partition("\n")[0][:500], "sessions": sessions}
         (trace,) = episode.traces
-        text = " | ".join(_said(message) for message in trace.assistant_messages)
+        text = " | ".join(_text(message) for message in trace.assistant_messages)
         return {"reward": float(trace.reward), "sessions": sessions, "text": text}
 
 
 @asynccontextmanager
-async def opened(arguments: list[str]) -> AsyncIterator[Rollouts]:
-    """The environment that these arguments of verifiers' own command name, with its servers."""
+async def opened(arguments: list[str]) -> AsyncIterator[RolloutRunner]:
+    """The environment that these arguments of `vf-eval` name, with its servers."""
     from pydantic_config import cli
     from verifiers.v1.cli.resolve import narrow_config, with_positional_taskset
     from verifiers.v1.configs.cli.eval import EvalConfig
@@ -83,63 +75,58 @@ async def opened(arguments: list[str]) -> AsyncIterator[Rollouts]:
     sys.argv = ["vf-eval", *named]
     config = cli(config_type)
     environment = load_environment(config.env)
-    rollouts = VerifiersRollouts(environment, config)
+    runner = VerifiersRunner(environment, config)
     async with environment.serving():
-        yield rollouts
+        yield runner
 
 
 class Tasks:
-    """The tasks of a set by position, read when they are asked for; a set that ends begins anew."""
+    """The tasks of a set by position, read on demand; a bounded set repeats."""
 
     def __init__(self, taskset: Any) -> None:
         self._iterator: Iterator[Any] = iter(taskset)
-        self._read: list[Any] = []
-        self.count: int | None = None
-        if taskset.bounded:
-            self._read = list(self._iterator)
-            self.count = len(self._read)
-            if not self._read:
-                raise ValueError("the task set has no tasks; look at --select")
+        self._bounded = bool(taskset.bounded)
+        self._read: list[Any] = list(self._iterator) if self._bounded else []
+        if self._bounded and not self._read:
+            raise ValueError("the task set has no tasks; look at --select")
 
     def __getitem__(self, number: int) -> Any:
-        position = number if self.count is None else number % self.count
-        missing = position + 1 - len(self._read)
-        self._read += itertools.islice(self._iterator, max(0, missing))
+        position = number % len(self._read) if self._bounded else number
+        self._read += itertools.islice(self._iterator, max(0, position + 1 - len(self._read)))
         return self._read[position]
 
 
-def run(opened: Callable[[list[str]], AbstractAsyncContextManager[Rollouts]]) -> None:
-    """The program, with these rollouts."""
+Opened = Callable[[list[str]], AbstractAsyncContextManager[RolloutRunner]]
+
+
+def run(opened: Opened) -> None:
+    """The program, with rollouts of this environment."""
     asked, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # a tool that reads its input would take the job's lines
+        os.dup2(nothing.fileno(), 0)  # a tool that reads stdin would take the job's lines
     os.dup2(2, 1)  # what the environment prints is no answer
     try:
         asyncio.run(serve(asked, answers, opened))
     except Exception as error:
         with suppress(OSError):
-            say(answers, {"error": _one_line(error)})
+            write(answers, {"error": _one_line(error)})
         raise SystemExit(1) from error
     finally:
-        end_marked(os.environ.get(MARK, ""))
+        kill_marked(os.environ.get(MARK, ""))
 
 
-async def serve(
-    asked: TextIO,
-    answers: TextIO,
-    opened: Callable[[list[str]], AbstractAsyncContextManager[Rollouts]],
-) -> None:
-    """Answer each line, many at once, until there are no more."""
+async def serve(asked: TextIO, answers: TextIO, opened: Opened) -> None:
+    """Answer all lines concurrently until stdin ends."""
     lines: asyncio.Queue[str] = asyncio.Queue()
     _read_lines(asked, asyncio.get_running_loop(), lines.put_nowait)
     running: dict[int, asyncio.Task[None]] = {}
-    async with opened(sys.argv[1:]) as rollouts:
-        say(answers, {"tasks": rollouts.tasks})
+    async with opened(sys.argv[1:]) as runner:
+        write(answers, {})
         while text := await lines.get():
             line = json.loads(text)
             number = line["id"]
             if "cancel" not in line:
-                running[number] = task = asyncio.create_task(_respond(answers, line, rollouts))
+                running[number] = task = asyncio.create_task(_respond(answers, line, runner))
                 task.add_done_callback(partial(_forget, running, number))
             elif number in running:
                 running[number].cancel()
@@ -153,39 +140,37 @@ def _forget(running: dict[int, asyncio.Task[None]], number: int, task: asyncio.T
     del running[number]
 
 
-async def _respond(answers: TextIO, asked: dict[str, Any], rollouts: Rollouts) -> None:
+async def _respond(answers: TextIO, asked: dict[str, Any], runner: RolloutRunner) -> None:
     try:
-        result = await rollouts.roll_out(asked)
-    except Exception as error:  # of the environment's own code, which may raise anything
+        result = await runner.roll_out(asked)
+    except Exception as error:  # the environment's code may raise anything
         result = {"error": _one_line(error)}
-    say(answers, {"id": asked["id"], **result})
+    write(answers, {"id": asked["id"], **result})
 
 
 def _read_lines(asked: TextIO, loop: asyncio.AbstractEventLoop, put: Callable[[str], None]) -> None:
     def read() -> None:
         for line in asked:
             loop.call_soon_threadsafe(put, line)
+        # The job may be gone: a write to its pipes would fail and end the clean-up.
         with open(os.devnull, "w") as nothing:
-            for descriptor in (
-                1,
-                2,
-            ):  # nobody reads them any more, and a write that fails would end the clean-up
+            for descriptor in (1, 2):
                 os.dup2(nothing.fileno(), descriptor)
-        last = threading.Timer(STOP_TIMEOUT_S, _end_at_once)
-        last.daemon = True
-        last.start()
+        watchdog = threading.Timer(STOP_TIMEOUT_S, _exit_now)
+        watchdog.daemon = True
+        watchdog.start()
         loop.call_soon_threadsafe(put, "")
 
     threading.Thread(target=read, daemon=True).start()
 
 
-def _end_at_once() -> None:
-    end_marked(os.environ.get(MARK, ""))
+def _exit_now() -> None:
+    kill_marked(os.environ.get(MARK, ""))
     os._exit(1)
 
 
-def end_marked(mark: str) -> None:
-    """Kill the processes that inherited this mark, this one excepted; they may start others meanwhile."""
+def kill_marked(mark: str) -> None:
+    """Kill the processes that inherited this mark, except this one; they may start others meanwhile."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while mark and (found := list(_marked(mark))) and time.monotonic() < deadline:
         for pid in found:
@@ -199,18 +184,18 @@ def _marked(mark: str) -> Iterator[int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue
-        with suppress(OSError):  # it has ended, or belongs to another user and so is none of ours
+        with suppress(OSError):  # it has exited, or belongs to another user and is none of ours
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 yield int(entry.name)
 
 
-def _said(message: Any) -> str:
+def _text(message: Any) -> str:
     calls = [f"{call.name}({call.arguments})" for call in message.tool_calls or ()]
     return " ".join([str(message.content or ""), *calls]).strip()
 
 
-def say(answers: TextIO, line: dict[str, Any]) -> None:
-    """One line, at once."""
+def write(answers: TextIO, line: dict[str, Any]) -> None:
+    """Write one line at once."""
     answers.write(json.dumps(line) + "\n")
     answers.flush()
 

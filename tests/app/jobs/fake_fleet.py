@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,16 +13,12 @@ import httpx
 from app.client.connection import AsyncFleetClient
 from app.client.options import parse
 from app.jobs import metrics
-from app.jobs.attempts import Attempt
 from app.jobs.environments.environment import Single
-from app.jobs.groups import GroupQueue
-from app.jobs.grpo import require_fleet, run_together
-from app.jobs.learning import learn, publish_best, resume
+from app.jobs.groups import Rollout
+from app.jobs.grpo import loop, prepared
 from app.jobs.metrics import StepRecord, Tracker
 from app.jobs.options import Options
-from app.jobs.progress import Progress
-from app.jobs.rollouts import Policy, Sampling
-from app.jobs.run import Run, produce
+from app.jobs.policy import Policy
 from app.jobs.tasks import Problem
 from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS
@@ -139,41 +136,30 @@ class FakeFleet:
 
 @dataclass
 class Watched:
-    """An environment that says when it is asked."""
+    """An environment that notes when it is asked."""
 
     environment: Single
     asked: Callable[[], None]
 
-    async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
+    async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         self.asked()
-        return await self.environment.attempts(number, count, policy)
+        return await self.environment.rollouts(number, count, policy)
 
 
 async def run_job(
     fleet: FakeFleet,
     path: Path,
     *arguments: str,
-    resuming: bool = False,
     trackers: Sequence[Tracker] = (),
     seen: list[str] | None = None,
 ) -> list[StepRecord]:
-    """`seen`: what the run says of itself whenever it asks for a held-out problem, and whether it samples."""
-    given = ["--groups-per-step", "2", "--answers-per-group", "3", "--metrics", str(path), *arguments]
-    options = parse(Options, given)
+    """`seen`: the run's state whenever a held-out problem is asked for, and whether it samples."""
+    given = ["--groups-per-step", "2", "--answers-per-group", "3", "--groups-in-flight", "2"]
+    options = parse(Options, [*given, "--metrics", str(path), *arguments])
+    environment = Single(CountingTask())
     async with fleet.client() as client:
-        model, version, is_adapter = await require_fleet(client)
-        queue = GroupQueue(capacity=2, max_staleness=options.max_staleness)
-        sampling = Sampling(answers=3, max_tokens=options.max_tokens)
-        policy = Policy(client=client, model=model, sampling=sampling, is_adapter=is_adapter)
-        environment = Single(CountingTask())
-        run = Run(options, environment, environment, policy, path, queue, version)
+        run = await prepared(client, options, (environment, environment), path, time.monotonic())
         if seen is not None:
             run.held_out = Watched(environment, lambda: seen.append(f"{run.state()} {run.sampling.is_set()}"))
-        if resuming:
-            await resume(run, metrics.records(path))
-        with Progress(steps=options.steps, done=run.step, state=run.state) as progress:
-            run.say = progress.say
-            others = [produce(run) for _ in range(2)]
-            await asyncio.wait_for(run_together(learn(run, progress, trackers), others), 20)
-            await publish_best(run)
+        await asyncio.wait_for(loop(run, trackers), 20)
     return metrics.records(path)

@@ -95,6 +95,6 @@ async def test_a_resumed_run_knows_which_version_was_best(tmp_path: Path) -> Non
     given = [*BEST, "--keep-best", str(tmp_path / "best")]
     await run_job(fleet, tmp_path / "m.jsonl", *given, "--steps", "2")
     fleet.published.clear()
-    await run_job(fleet, tmp_path / "m.jsonl", *given, resuming=True)
+    await run_job(fleet, tmp_path / "m.jsonl", *given, "--resume")
     assert len(fleet.saved) == 1
     assert [body["path"] for body in fleet.published] == fleet.saved

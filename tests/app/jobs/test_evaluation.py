@@ -5,11 +5,10 @@ from typing import Any, cast
 
 import pytest
 
-from app.client.completions import Answer
-from app.jobs.attempts import Attempt
-from app.jobs.evaluation import HELD_OUT, evaluate, pass_at_k, summarized
-from app.jobs.rollouts import Moved, Policy, Sampling, Unanswered
-from trainers.trajectory import VersionSpan
+from app.jobs.environments.environment import HELD_OUT
+from app.jobs.evaluation import evaluate, pass_at_k, summarized
+from app.jobs.groups import Rollout
+from app.jobs.policy import Moved, Policy, Unanswered
 
 
 @pytest.mark.parametrize(("attempts", "solved"), [(4, 0), (4, 1), (5, 3), (4, 4)])
@@ -21,20 +20,12 @@ def test_pass_at_k_is_the_share_of_all_draws_of_k_that_have_a_right_one(
     assert pass_at_k(attempts, solved, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
 
 
-@pytest.mark.parametrize(("attempts", "solved", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
-def test_numbers_that_cannot_be_are_refused(attempts: int, solved: int, k: int) -> None:
-    with pytest.raises(ValueError, match="pass@k needs"):
-        pass_at_k(attempts, solved, k)
-
-
-def attempt(reward: float, version: int = 3) -> Attempt:
-    spans = [VersionSpan(version=version, start=0, end=1)]
-    answer = Answer(text="x", token_ids=[1], logprobs=[-1.0], weight_versions=spans)
-    return Attempt.of_answer([1], answer, reward)
+def rollout(reward: float) -> Rollout:
+    return Rollout(trajectories=[], reward=reward, text="x")
 
 
 def test_a_summary_has_the_reward_and_pass_at_k_for_powers_of_two_and_all() -> None:
-    made = summarized([[attempt(1.0), attempt(0.5), attempt(0.0)], [attempt(0.0)] * 3], 3, solved_from=0.5)
+    made = summarized([[rollout(1.0), rollout(0.5), rollout(0.0)], [rollout(0.0)] * 3], 3, solved_from=0.5)
     assert made.reward == pytest.approx(0.25) and made.problems == 2
     assert made.pass_at == {1: pytest.approx(1 / 3), 2: pytest.approx(0.5), 3: pytest.approx(0.5)}
     assert "pass@3 0.500" in made.line()
@@ -48,7 +39,7 @@ class Exam:
         self.most = self.now = 0
         self.moved = False
 
-    async def attempts(self, number: int, count: int, policy: Policy) -> Sequence[Attempt]:
+    async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         self.asked.append(number)
         self.now += 1
         self.most = max(self.most, self.now)
@@ -58,12 +49,11 @@ class Exam:
             raise Moved("expected answers of version 3")
         if number == HELD_OUT:
             raise Unanswered("deadly")
-        return [attempt(1.0)] * count
+        return [rollout(1.0)] * count
 
 
-def policy(version: int | None) -> Policy:
-    sampling = Sampling(answers=1, max_tokens=1)
-    return Policy(client=cast(Any, None), model="m", sampling=sampling, version=version)
+def policy(version: int) -> Policy:
+    return Policy(client=cast(Any, None), model="m", max_tokens=1, version=version)
 
 
 async def test_held_out_problems_are_attempted_so_many_at_a_time() -> None:
@@ -77,5 +67,3 @@ async def test_held_out_problems_are_attempted_so_many_at_a_time() -> None:
     exam.moved = True
     with pytest.raises(Moved):
         await evaluate(exam, policy(3), **options, solved_from=1.0)
-    with pytest.raises(ValueError, match="of one version"):
-        await evaluate(exam, policy(None), **options, solved_from=1.0)

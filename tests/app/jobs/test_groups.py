@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.client.completions import Answer
-from app.jobs.attempts import Attempt
-from app.jobs.groups import Group, GroupQueue, trajectories
+from app.jobs.groups import Group, GroupQueue, Rollout, trajectories
 from trainers.advantages import AdvantageEstimator
 from trainers.trajectory import VersionSpan, problems
 
@@ -16,8 +15,9 @@ def group(number: int, *versions: int, rewards: tuple[float, ...] = (0.0, 1.0)) 
     spans = [VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(versions)]
     tokens = len(versions)
     answer = Answer(token_ids=[3] * tokens, logprobs=[-1.0] * tokens, text="", weight_versions=spans)
-    attempts = [Attempt.of_answer((1, 2), answer, reward) for reward in rewards]
-    return Group(number=number, attempts=attempts)
+    trajectory = answer.trajectory((1, 2), advantage=0.0)
+    made = [Rollout(trajectories=[trajectory], reward=reward, text="") for reward in rewards]
+    return Group(number=number, rollouts=made)
 
 
 async def test_groups_come_out_in_order() -> None:
@@ -55,13 +55,6 @@ async def test_a_dropped_group_makes_room_for_a_waiting_producer() -> None:
     taken = await asyncio.wait_for(queue.take(1, version=2), 5)
     await waiting
     assert [g.number for g in taken] == [1] and queue.dropped == [0]
-
-
-async def test_more_than_the_queue_holds_cannot_be_taken() -> None:
-    with pytest.raises(ValueError, match="a queue of 2 groups never holds 3"):
-        await GroupQueue(capacity=2, max_staleness=0).take(3, version=0)
-    with pytest.raises(ValueError, match="capacity of at least 1"):
-        GroupQueue(capacity=0, max_staleness=0)
 
 
 @settings(deadline=None)  # other processes share the cores
@@ -110,6 +103,6 @@ def test_over_the_whole_batch_a_group_of_equal_rewards_is_compared_with_the_othe
 
 def test_what_an_attempt_loses_for_its_length_counts_for_its_advantage_and_not_for_its_reward() -> None:
     one = group(0, 1, rewards=(1.0, 1.0))
-    long = replace(one, attempts=[one.attempts[0], replace(one.attempts[1], penalty=-0.5)])
+    long = replace(one, rollouts=[one.rollouts[0], replace(one.rollouts[1], penalty=-0.5)])
     assert long.mean_reward == 1.0 and long.has_signal
     assert [t.advantage for t in trajectories([long], AdvantageEstimator.DR_GRPO)] == [0.25, -0.25]

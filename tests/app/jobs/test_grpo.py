@@ -13,11 +13,11 @@ import pytest
 from app.client.connection import AsyncFleetClient, FleetError
 from app.client.options import parse
 from app.jobs.environments.environment import Single
-from app.jobs.groups import GroupQueue
-from app.jobs.grpo import require_fleet, run_together
+from app.jobs.grpo import require_fleet
 from app.jobs.options import Options
-from app.jobs.rollouts import Policy, Sampling
+from app.jobs.policy import Policy
 from app.jobs.run import Run
+from app.jobs.task_groups import run_beside
 from tests.app.http.fake_trainer import STATUS, adapter_report
 from tests.app.jobs.fake_fleet import CountingTask, FakeFleet, run_job
 from trainers.trajectory import VersionSpan
@@ -90,11 +90,11 @@ async def test_a_batch_of_which_little_is_left_is_spoken_of(
 async def test_a_resumed_run_goes_on_after_its_last_step(tmp_path: Path) -> None:
     fleet = FakeFleet()
     first = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
-    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4", resuming=True)
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4", "--resume")
     assert [record.step for record in records] == [1, 2, 3, 4]
     assert records[2].next_problem > first[-1].next_problem
     with pytest.raises(ValueError, match="has --seed 0, got 1"):
-        await run_job(fleet, tmp_path / "m.jsonl", "--seed", "1", resuming=True)
+        await run_job(fleet, tmp_path / "m.jsonl", "--seed", "1", "--resume")
 
 
 class BrokenTracker:
@@ -169,7 +169,7 @@ async def test_a_fault_of_ours_keeps_its_place() -> None:
         raise TypeError("a fault")
 
     with pytest.raises(TypeError) as raised:
-        await run_together(asyncio.sleep(600), [faulty()])
+        await run_beside(asyncio.sleep(600), [faulty()])
     assert "faulty" in [entry.name for entry in raised.traceback]
 
 
@@ -182,7 +182,7 @@ async def test_a_missing_fleet_is_named_with_what_to_do() -> None:
         with pytest.raises(
             FleetError, match=r"no fleet answers at http://fleet \(refused\); start a fleet with `make serve`"
         ):
-            await require_fleet(client)
+            await require_fleet(client, Options())
 
 
 async def test_a_group_without_signal_is_replaced_and_counts_in_the_reward(tmp_path: Path) -> None:
@@ -219,10 +219,9 @@ async def test_what_is_too_long_loses_reward_for_its_advantage_alone(tmp_path: P
 
 def test_the_state_says_what_is_in_flight_and_ready(tmp_path: Path) -> None:
     options = parse(Options, [])
-    policy = Policy(client=FakeFleet().client(), model="m", sampling=Sampling(answers=8, max_tokens=1))
-    queue = GroupQueue(capacity=12, max_staleness=2)
+    policy = Policy(client=FakeFleet().client(), model="m", max_tokens=1)
     environment = Single(CountingTask())
-    run = Run(options, environment, environment, policy, tmp_path / "m", queue, version=4, in_flight=6)
+    run = Run(options, environment, environment, policy, tmp_path / "m", version=4, in_flight=6)
     shown = run.state()
-    assert "step 1 of 20: waiting for answers; 6 prompts in flight (48 answers), 0 of 12 groups" in shown
+    assert "step 1 of 20: waiting for answers; 6 prompts in flight (48 rollouts), 0 of 12 groups" in shown
     assert "version 4" in shown

@@ -57,8 +57,8 @@ async def test_a_trainer_that_loses_each_step_ends_the_run(tmp_path: Path) -> No
 async def test_a_step_that_takes_longer_than_the_runs_patience_is_not_made_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.jobs.run.PATIENCE_S", 0.05)
-    monkeypatch.setattr("app.jobs.training.LOOK_S", 0.02)
+    monkeypatch.setattr("app.jobs.training.PATIENCE_S", 0.05)
+    monkeypatch.setattr("app.jobs.training.POLL_S", 0.02)
     fleet = BusyFleet()
     fleet.loses["step"] = 1
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
@@ -69,7 +69,7 @@ async def test_a_trainer_that_is_never_free_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.jobs.training.BUSY_S", 0.1)
-    monkeypatch.setattr("app.jobs.training.LOOK_S", 0.02)
+    monkeypatch.setattr("app.jobs.training.POLL_S", 0.02)
     fleet = FakeFleet()
     fleet.busy = 1000
     with pytest.raises(FleetError, match="the trainer is not free, and has been busy with 'step' for"):
@@ -117,7 +117,7 @@ async def test_a_job_that_was_killed_in_a_step_learns_from_each_problem_once(
     with pytest.raises(Killed):
         await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4")
     assert len(metrics.records(tmp_path / "m.jsonl")) == 1
-    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4", resuming=True)
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4", "--resume")
     assert [record.step for record in records] == [1, 2, 3, 4]
     assert len(fleet.batches) == 4, "one batch a step, and none twice"
     assert fleet.labels == ["step 1", "step 2", "step 3", "step 4"]

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from app.jobs.environments.calculator import Calculator
 from app.jobs.environments.environment import Conversations, Single
 from app.jobs.environments.verifiers import Verifiers
 from app.jobs.options import Options
-from app.jobs.tasks import EXTRACTORS, Extraction, ReasoningGymTask
+from app.jobs.tasks import ReasoningGymTask
 
 
 @pytest.mark.slow
@@ -20,7 +19,8 @@ def test_the_defaults_are_those_of_the_class(monkeypatch: pytest.MonkeyPatch) ->
     options = parse(Options, [])
     assert options == Options()
     assert options.url == LOCAL_URL and options.stop_strings == ("\n",)
-    assert isinstance(options.load_task(), ReasoningGymTask)
+    learned, _ = options.load_environments()
+    assert isinstance(learned, Single) and isinstance(learned.task, ReasoningGymTask)
 
 
 def test_every_option_is_read() -> None:
@@ -30,10 +30,6 @@ def test_every_option_is_read() -> None:
     assert options.stop_strings == ["a", "b"] and options.resume
     assert (options.steps, options.groups_in_flight, options.max_staleness, options.seed) == (3, 9, 0, -1)
     assert (str(options.prompts), options.reward) == ("p.jsonl", "a:b")
-
-
-def test_every_way_to_grade_has_its_function() -> None:
-    assert set(EXTRACTORS) == set(Extraction)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +43,6 @@ def test_a_wrong_option_ends_the_job_with_its_name(
     assert f"Invalid value for '{arguments[0]}'" in capsys.readouterr().err
 
 
-def test_options_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="go together"):
-        Options(reward="a:b").load_task()
-    with pytest.raises(ValueError, match="--task-settings: expected a JSON object"):
-        dataclasses.replace(Options(), task_settings="[]").load_task()
-
-
 def verifiers(**settings: object) -> list[str]:
     return ["--environment", "verifiers", "--environment-settings", json.dumps(settings)]
 
@@ -61,6 +50,8 @@ def verifiers(**settings: object) -> list[str]:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (["--reward", "a:b"], "go together"),
+        (["--task-settings", "[]"], "--task-settings: expected a JSON object"),
         (["--keep-best", "/x"], "need --eval-every"),
         (["--eval-every", "2", "--publish-best"], "--publish-best needs --keep-best"),
         (["--overlong-buffer", "17"], "at most 16 tokens, got 17"),
@@ -76,7 +67,7 @@ def verifiers(**settings: object) -> list[str]:
         ([*verifiers(command="a", python=sys.executable), "--eval-every", "2"], "needs 'eval_command'"),
     ],
 )
-def test_environments_that_cannot_be_are_refused(given: list[str], message: str) -> None:
+def test_options_that_do_not_go_together_are_refused(given: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(Options, given).load_environments()
 

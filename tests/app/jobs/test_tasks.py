@@ -72,10 +72,8 @@ def test_a_reward_must_be_a_finite_number(reward: object) -> None:
 SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
-def sums(seed: int = 0, shots: int = 2) -> ReasoningGymTask:
-    return ReasoningGymTask(
-        "chain_sum", SETTINGS, instruction="Solve it.", shots=shots, seed=seed, extract=last_number
-    )
+def sums(seed: int = 0) -> ReasoningGymTask:
+    return ReasoningGymTask("chain_sum", SETTINGS, instruction="Solve it.", seed=seed, extract=last_number)
 
 
 def test_a_problem_is_the_same_every_time_and_differs_between_seeds() -> None:
@@ -86,11 +84,10 @@ def test_a_problem_is_the_same_every_time_and_differs_between_seeds() -> None:
     assert first[1:] != other[:-1]
 
 
-def test_solved_examples_come_before_the_question() -> None:
+def test_the_instruction_comes_before_the_question() -> None:
     messages = sums().problem(3).messages
-    assert [message["role"] for message in messages] == ["system", *["user", "assistant"] * 2, "user"]
+    assert [message["role"] for message in messages] == ["system", "user"]
     assert messages[0]["content"] == "Solve it."
-    assert len(sums(shots=0).problem(3).messages) == 2
 
 
 def test_the_score_is_the_tasks_own_of_the_last_number() -> None:
@@ -106,7 +103,7 @@ def test_the_score_is_the_tasks_own_of_the_last_number() -> None:
 @pytest.mark.parametrize(("name", "settings"), [("no_such_set", {}), ("chain_sum", {"min_terms": 0})])
 def test_a_data_set_that_cannot_be_made_is_named(name: str, settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"reasoning-gym refuses '{name}'"):
-        ReasoningGymTask(name, settings, instruction="", shots=0, seed=0, extract=whole)
+        ReasoningGymTask(name, settings, instruction="", seed=0, extract=whole)
 
 
 def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_path: Path) -> None:

@@ -19,16 +19,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from app.jobs.environments.verifiers_program import Rollouts, run
+from app.jobs.environments.verifiers_program import RolloutRunner, run
 
 
-class FakeRollouts:
+class FakeRunner:
     """Two turns; the reward is the number of the task."""
 
     def __init__(self, how: str, folder: Path) -> None:
         self.how = how
         self.folder = folder
-        self.tasks = 7
 
     async def roll_out(self, asked: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -85,7 +84,7 @@ class FakeRollouts:
 
 
 @asynccontextmanager
-async def opened(arguments: list[str]) -> AsyncIterator[Rollouts]:
+async def opened(arguments: list[str]) -> AsyncIterator[RolloutRunner]:
     _, _, how, folder = arguments
     if how == "refuses":
         print("╭─ Errors ─╮\n│ --env.taskset.id: no such task set │\n╰──────────╯", file=sys.stderr)
@@ -94,7 +93,7 @@ async def opened(arguments: list[str]) -> AsyncIterator[Rollouts]:
         raise ValueError("the task set has no tasks")
     (Path(folder) / "pid").write_text(str(os.getpid()))
     atexit.register((Path(folder) / "ended").touch)
-    yield FakeRollouts(how, Path(folder))
+    yield FakeRunner(how, Path(folder))
 
 
 if __name__ == "__main__":

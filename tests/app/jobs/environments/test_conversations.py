@@ -9,8 +9,9 @@ import pytest
 
 from app.client.connection import AsyncFleetClient
 from app.jobs.environments.calculator import Calculator, calculated
-from app.jobs.environments.environment import Conversations, Reply, between, load_environment
-from app.jobs.rollouts import Moved, Policy, Sampling, Unanswered
+from app.jobs.environments.environment import Conversations, Reply, load_environment
+from app.jobs.environments.transcript import between
+from app.jobs.policy import Moved, Policy, Unanswered
 from trainers.trajectory import VersionSpan, problems
 
 END, START = 2, 1  # of a turn
@@ -34,8 +35,7 @@ class ChattingFleet:
 
     def policy(self, version: int | None = None) -> Policy:
         http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://fleet")
-        sampling = Sampling(answers=2, max_tokens=8)
-        return Policy(client=AsyncFleetClient(http), model="m", sampling=sampling, version=version)
+        return Policy(client=AsyncFleetClient(http), model="m", max_tokens=8, version=version)
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
         made: list[int] = []
@@ -73,38 +73,37 @@ CALCULATOR = Conversations(Calculator(digits=2, seed=3), max_turns=4)
 
 async def test_a_turns_prompt_is_what_was_sampled_and_what_came_after_it() -> None:
     fleet = ChattingFleet("11 + 22", "so 33")
-    (attempt,) = await CALCULATOR.attempts(0, 1, fleet.policy())
+    (rollout,) = await CALCULATOR.rollouts(0, 1, fleet.policy())
     first, second = fleet.asked
     assert second["prompt"][: len(first["prompt"])] == first["prompt"]
     sampled = [*tokens("11 + 22"), END]
     rest = second["prompt"][len(first["prompt"]) :]
     told = fleet.render([{"role": "user", "content": "Calculator: 11+22 = 33. What is the answer?"}])
     assert rest == [*sampled, *told], "the end of the turn is there once"
-    (sample,) = attempt.samples
-    assert list(sample.token_ids) == [*rest, *tokens("so 33"), END]
-    said = [t for t, mine in zip(sample.token_ids, sample.loss_mask or (), strict=True) if mine]
+    (trajectory,) = rollout.trajectories
+    assert list(trajectory.token_ids) == [*rest, *tokens("so 33"), END]
+    said = [t for t, mine in zip(trajectory.token_ids, trajectory.loss_mask or (), strict=True) if mine]
     assert said == [*sampled, *tokens("so 33"), END]
-    assert (sample.oldest_version, sample.newest_version) == (7, 8)
-    assert sample.weight_versions == (
+    assert trajectory.weight_versions == (
         VersionSpan(version=7, start=0, end=len(sampled)),
-        VersionSpan(version=8, start=len(rest), end=len(sample.token_ids)),
+        VersionSpan(version=8, start=len(rest), end=len(trajectory.token_ids)),
     )
-    assert problems(sample.trajectory(1.0), vocabulary_size=300, max_length=300) == []
+    assert problems(trajectory, vocabulary_size=300, max_length=300) == []
 
 
 async def test_a_turn_that_did_not_end_itself_is_ended_for_the_model_and_that_is_not_learned_from() -> None:
     fleet = ChattingFleet("11 + 22", "33")
     fleet.last_token = 9  # a stop string's
-    (attempt,) = await CALCULATOR.attempts(0, 1, fleet.policy())
-    (sample,) = attempt.samples
+    (rollout,) = await CALCULATOR.rollouts(0, 1, fleet.policy())
+    (trajectory,) = rollout.trajectories
     end = len(tokens("11 + 22")) + 1
-    assert sample.loss_mask is not None
-    assert sample.token_ids[end] == END and not sample.loss_mask[end]
+    assert trajectory.loss_mask is not None
+    assert trajectory.token_ids[end] == END and not trajectory.loss_mask[end]
 
 
 async def test_the_turns_of_an_attempt_are_one_session_and_attempts_are_several() -> None:
     fleet = ChattingFleet("1", "2", "3", "4")
-    await CALCULATOR.attempts(0, 2, fleet.policy())
+    await CALCULATOR.rollouts(0, 2, fleet.policy())
     sessions = [headers["x-session-id"] for headers in fleet.headers]
     assert sorted(sessions.count(each) for each in set(sessions)) == [2, 2]
 
@@ -113,7 +112,7 @@ async def test_a_template_that_changes_earlier_turns_is_refused_with_a_sentence(
     fleet = ChattingFleet("1", "2")
     fleet.drops_words = True
     with pytest.raises(ValueError, match="needs a chat template that writes each message after"):
-        await CALCULATOR.attempts(0, 1, fleet.policy())
+        await CALCULATOR.rollouts(0, 1, fleet.policy())
     assert between([5, 8, 2, 3], [5, 9, 2, 3]) == [2, 3]
     with pytest.raises(ValueError, match="renders 3 and 4 tokens"):
         between([8, 2, 3], [5, 9, 2, 3])
@@ -121,19 +120,19 @@ async def test_a_template_that_changes_earlier_turns_is_refused_with_a_sentence(
 
 async def test_answers_of_another_version_are_asked_again_and_then_refused() -> None:
     fleet = ChattingFleet("1", "2", "3", "4", "5", "6")
-    assert (await fleet.policy(version=8).turn([1], "s")).newest_version == 8
+    assert (await fleet.policy(version=8).complete([1], "s")).newest_version == 8
     assert fleet.headers[0]["x-min-weight-version"] == "8"
     with pytest.raises(Moved, match="expected answers of version 4"):
-        await fleet.policy(version=4).turn([1], "s")
+        await fleet.policy(version=4).complete([1], "s")
 
 
 async def test_a_conversation_that_gets_too_long_ends() -> None:
     fleet = ChattingFleet("1")
     fleet.too_long_from = 80
-    (attempt,) = await CALCULATOR.attempts(0, 1, fleet.policy())
-    assert attempt.reward == 0.0 and attempt.text == "1"
-    (sample,) = attempt.samples
-    assert sample.token_ids[-1] == END and all(sample.loss_mask or ())
+    (rollout,) = await CALCULATOR.rollouts(0, 1, fleet.policy())
+    assert rollout.reward == 0.0 and rollout.text == "1"
+    (trajectory,) = rollout.trajectories
+    assert trajectory.token_ids[-1] == END and all(trajectory.loss_mask or ())
 
 
 def test_the_calculator_computes_the_last_sum_that_it_is_given() -> None:
@@ -172,13 +171,13 @@ async def test_a_fault_of_the_environment_is_named_with_its_place() -> None:
     with pytest.raises(
         ValueError, match=r"^the environment raised KeyError: 'no such tool' \(test_conversations.py:\d+\)$"
     ):
-        await Conversations(BadTools(hangs=False), 3).attempts(0, 1, ChattingFleet("1").policy())
+        await Conversations(BadTools(hangs=False), 3).rollouts(0, 1, ChattingFleet("1").policy())
 
 
 async def test_a_tool_that_hangs_leaves_the_problem_out() -> None:
     hanging = Conversations(BadTools(hangs=True), 3, reply_timeout_s=0.05)
     with pytest.raises(Unanswered, match=r"reply took longer than 0\.05 s"):
-        await hanging.attempts(0, 1, ChattingFleet("1").policy())
+        await hanging.rollouts(0, 1, ChattingFleet("1").policy())
 
 
 def test_environments_are_found_by_name_and_path() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.jobs.environments.program import MAX_LOG_BYTES, Ended, Program
+from app.jobs.environments.program import MAX_LOG_BYTES, Exited, Program
 
 READY = "print('{}', flush=True)\n"
 ECHO = "import sys\n" + READY + "for line in sys.stdin: sys.stdout.write(line); sys.stdout.flush()"
@@ -20,11 +20,11 @@ async def started(code: str, timeout_s: float = 60.0) -> Program:
 async def asked(code: str) -> str:
     """Why a question to this program was not answered."""
     made = await started(code)
-    with pytest.raises(Ended) as raised:
+    with pytest.raises(Exited) as raised:
         await asyncio.wait_for(made.ask(task=1), 60)
-    with pytest.raises(Ended) as second:
+    with pytest.raises(Exited) as second:
         await made.ask(task=2)
-    assert str(second.value) == made.ended
+    assert str(second.value) == made.exited
     await made.close()
     return str(raised.value)
 
@@ -72,14 +72,14 @@ async def test_all_that_a_program_writes_for_people_is_read_and_its_end_is_kept(
     ],
 )
 async def test_a_program_that_does_not_start_is_ended_and_says_why(code: str, said: str) -> None:
-    with pytest.raises(Ended, match=said):
+    with pytest.raises(Exited, match=said):
         await started(code, timeout_s=1.0 if "sleep" in code else 60.0)
 
 
 async def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
     file = tmp_path / "python"
     file.touch()
-    with pytest.raises(Ended, match="python cannot be run: Permission denied"):
+    with pytest.raises(Exited, match="python cannot be run: Permission denied"):
         await Program.start([str(file)], os.environ, 60.0)
 
 
@@ -98,4 +98,4 @@ async def test_a_question_that_nobody_waits_for_is_cancelled_there_too() -> None
 async def test_a_program_that_does_not_end_is_killed() -> None:
     made = await started(f"{READY}import time; time.sleep(600)")
     await asyncio.wait_for(made.close(grace_s=0.1), 60)
-    assert made.ended == "it was closed"
+    assert made.exited == "it was closed"

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from app.client.connection import AsyncFleetClient, FleetError
-from app.jobs.environments.relay import CHAT, GENERATE, Relay, Rollout
-from app.jobs.rollouts import DISTRIBUTION, Policy, Sampling
+from app.jobs.environments.relay import GENERATE, AgentSession, Relay
+from app.jobs.policy import CHAT, DISTRIBUTION, Policy
 
 Respond = Callable[[httpx.Request], httpx.Response | Awaitable[httpx.Response]]
 
@@ -29,22 +29,17 @@ def choice(*token_ids: int, finish_reason: str = "stop") -> dict[str, Any]:
 @asynccontextmanager
 async def relayed(
     respond: Respond, *, version: int | None = None
-) -> AsyncIterator[tuple[Rollout, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[AgentSession, httpx.AsyncClient]]:
     relay = Relay()
-    await relay.start()
     transport = httpx.MockTransport(respond)
     async with (
+        relay.listening(),
         httpx.AsyncClient(transport=transport, base_url="http://fleet") as http,
         httpx.AsyncClient(trust_env=False) as agent,
     ):
         client = AsyncFleetClient(http, patience_s=0.0)
-        sampling = Sampling(answers=8, max_tokens=50)
-        policy = Policy(client=client, model="m", sampling=sampling, version=version)
-        try:
-            async with relay.rollout(policy) as rollout:
-                yield rollout, agent
-        finally:
-            await relay.close()
+        async with relay.session(Policy(client=client, model="m", max_tokens=50, version=version)) as session:
+            yield session, agent
 
 
 async def test_requests_are_sampled_as_the_policy_wants_and_their_tokens_are_kept() -> None:
@@ -54,10 +49,10 @@ async def test_requests_are_sampled_as_the_policy_wants_and_their_tokens_are_kep
         seen.append(request)
         return httpx.Response(200, json={"choices": [choice(5, 6)], "prompt_token_ids": [1, 2], "id": "x"})
 
-    async with relayed(respond, version=3) as (rollout, agent):
+    async with relayed(respond, version=3) as (session, agent):
         body = {"model": "other", "messages": [], "temperature": 0.1, "n": 4, "max_tokens": 9, "tools": ["t"]}
         body["seed"] = 1  # of all attempts, which would be the same
-        got = await agent.post(f"{rollout.url}{CHAT}", json=body, headers={"X-Session-ID": "s"})
+        got = await agent.post(f"{session.url}{CHAT}", json=body, headers={"X-Session-ID": "s"})
     assert got.json()["id"] == "x"
     sent = json.loads(seen[0].content)
     assert (
@@ -66,7 +61,7 @@ async def test_requests_are_sampled_as_the_policy_wants_and_their_tokens_are_kep
     )
     assert sent["return_token_ids"] and sent["logprobs"] and not {"max_tokens", "seed"} & set(sent)
     assert seen[0].headers["x-session-id"] == "s" and seen[0].headers["x-min-weight-version"] == "3"
-    (kept,) = rollout.exchanges
+    (kept,) = session.turns
     assert (kept.session, list(kept.prompt_token_ids), kept.answer.token_ids) == ("s", [1, 2], [5, 6])
 
 
@@ -85,8 +80,8 @@ async def test_an_agent_that_streams_gets_the_whole_answer_in_one_event(with_usa
         choices = [choice(5, 6, finish_reason="tool_calls") | {"index": 0, "message": message}]
         return httpx.Response(200, json={**whole, "choices": choices, "usage": usage})
 
-    async with relayed(respond) as (rollout, agent):
-        client = openai.AsyncOpenAI(base_url=f"{rollout.url}/v1", api_key="none", http_client=agent)
+    async with relayed(respond) as (session, agent):
+        client = openai.AsyncOpenAI(base_url=f"{session.url}/v1", api_key="none", http_client=agent)
         options: Any = {"stream_options": {"include_usage": True}} if with_usage else {}
         stream = await client.chat.completions.create(model="other", messages=[], stream=True, **options)
         events = [event async for event in stream]
@@ -96,7 +91,7 @@ async def test_an_agent_that_streams_gets_the_whole_answer_in_one_event(with_usa
     (called,) = chosen.delta.tool_calls
     assert called.index == 0 and called.function is not None and called.function.arguments == '{"amount": 5}'
     assert [event.usage.total_tokens for event in events if event.usage] == ([3] if with_usage else [])
-    (kept,) = rollout.exchanges
+    (kept,) = session.turns
     assert kept.answer.token_ids == [5, 6]
 
 
@@ -122,18 +117,12 @@ async def test_answers_that_a_grammar_constrained_are_marked(
     settings: dict[str, Any], constrained: bool
 ) -> None:
     answers = {"choices": [choice(5)], "prompt_token_ids": [1]}
-    async with relayed(lambda _: httpx.Response(200, json=answers)) as (rollout, agent):
-        await agent.post(f"{rollout.url}{CHAT}", json={"messages": [], **settings})
-    assert [each.constrained for each in rollout.exchanges] == [constrained]
-
-
-async def test_token_ids_that_a_grammar_constrained_are_marked() -> None:
-    async with relayed(lambda _: httpx.Response(200, json={"choices": [choice(5)]})) as (rollout, agent):
-        for sampling in ({}, {"structured_outputs": {"regex": "a"}}):
-            await agent.post(
-                f"{rollout.url}{GENERATE}", json={"token_ids": [1, 2], "sampling_params": sampling}
-            )
-    assert [each.constrained for each in rollout.exchanges] == [False, True]
+    generate = {"token_ids": [1], "sampling_params": settings}
+    async with relayed(lambda _: httpx.Response(200, json=answers)) as (session, agent):
+        await agent.post(f"{session.url}{CHAT}", json={"messages": [], **settings})
+        if "structured_outputs" in settings or not settings:
+            await agent.post(f"{session.url}{GENERATE}", json=generate)
+    assert {each.constrained for each in session.turns} == {constrained}
 
 
 async def test_token_ids_go_in_and_out() -> None:
@@ -146,31 +135,31 @@ async def test_token_ids_go_in_and_out() -> None:
         }  # as vLLM writes it
         return httpx.Response(200, json={"choices": [labelled]})
 
-    async with relayed(respond) as (rollout, agent):
+    async with relayed(respond) as (session, agent):
         body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 500, "logprobs": 1, "seed": 2}}
-        assert (await agent.post(f"{rollout.url}{GENERATE}", json=body)).status_code == 200
+        assert (await agent.post(f"{session.url}{GENERATE}", json=body)).status_code == 200
     assert sent[0]["sampling_params"] == {**DISTRIBUTION, "max_tokens": 50, "logprobs": 1, "n": 1}
-    assert [list(each.prompt_token_ids) for each in rollout.exchanges] == [[1, 2, 3]]
-    assert rollout.exchanges[0].answer.newest_version == 3
+    assert [list(each.prompt_token_ids) for each in session.turns] == [[1, 2, 3]]
+    assert session.turns[0].answer.newest_version == 3
 
 
 async def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
     answers = [choice(5, finish_reason="abort"), choice(6)]
     async with relayed(
         lambda _: httpx.Response(200, json={"choices": [answers.pop(0)], "prompt_token_ids": [1]})
-    ) as (rollout, agent):
-        await agent.post(f"{rollout.url}{CHAT}", json={"messages": []})
-    assert [each.answer.token_ids for each in rollout.exchanges] == [[6]]
+    ) as (session, agent):
+        await agent.post(f"{session.url}{CHAT}", json={"messages": []})
+    assert [each.answer.token_ids for each in session.turns] == [[6]]
 
 
 @pytest.mark.parametrize(("status", "is_failure"), [(400, False), (503, True)])
 async def test_what_the_fleet_refuses_reaches_the_agent(status: int, is_failure: bool) -> None:
     refusal = {"error": {"message": "too long", "type": "x"}}
-    async with relayed(lambda _: httpx.Response(status, json=refusal)) as (rollout, agent):
-        got = await agent.post(f"{rollout.url}{CHAT}", json={"messages": []})
+    async with relayed(lambda _: httpx.Response(status, json=refusal)) as (session, agent):
+        got = await agent.post(f"{session.url}{CHAT}", json={"messages": []})
     assert got.status_code == status and got.json()["error"]["message"] == "too long"
-    assert (rollout.failure is not None) is is_failure and not rollout.exchanges
-    assert rollout.refused == (None if is_failure else "too long")
+    assert (session.failure is not None) is is_failure and not session.turns
+    assert session.refused == (None if is_failure else "too long")
 
 
 async def test_a_failed_request_ends_the_rollout_and_the_fleet_is_not_asked_again() -> None:
@@ -180,15 +169,15 @@ async def test_a_failed_request_ends_the_rollout_and_the_fleet_is_not_asked_agai
         asked.append(request)
         return httpx.Response(503, json={"error": {"message": "no replica", "type": "x"}})
 
-    async with relayed(respond) as (rollout, agent):
+    async with relayed(respond) as (session, agent):
 
         async def run() -> None:
-            await agent.post(f"{rollout.url}{CHAT}", json={"messages": []})
+            await agent.post(f"{session.url}{CHAT}", json={"messages": []})
             await asyncio.sleep(600)
 
         with pytest.raises(FleetError, match="no replica"):
-            await asyncio.wait_for(rollout.unless_failed(run()), 60)
-        again = await agent.post(f"{rollout.url}{CHAT}", json={"messages": []})
+            await asyncio.wait_for(session.unless_failed(run()), 60)
+        again = await agent.post(f"{session.url}{CHAT}", json={"messages": []})
     assert again.status_code == 409 and "has failed" in again.json()["error"]["message"]
     assert len(asked) == 1
 
@@ -205,25 +194,25 @@ async def test_an_agent_that_hangs_up_is_not_learned_from() -> None:
             raise
         return httpx.Response(200, json={"choices": [choice(5)], "prompt_token_ids": [1]})
 
-    async with relayed(respond) as (rollout, agent):
-        asking = asyncio.create_task(agent.post(f"{rollout.url}{CHAT}", json={"messages": []}))
+    async with relayed(respond) as (session, agent):
+        asking = asyncio.create_task(agent.post(f"{session.url}{CHAT}", json={"messages": []}))
         await asyncio.wait_for(began.wait(), 60)
         asking.cancel()
         await asyncio.wait_for(goes_on.wait(), 60)
-    assert not rollout.exchanges
+    assert not session.turns
 
 
-async def test_an_address_is_used_again_once_its_rollout_is_over() -> None:
+async def test_an_address_is_reused_once_its_rollout_is_over_and_answers_nothing_in_between() -> None:
     relay = Relay()
-    await relay.start()
-    async with httpx.AsyncClient() as http:
-        policy = Policy(client=AsyncFleetClient(http), model="m", sampling=Sampling(answers=1, max_tokens=5))
-        async with relay.rollout(policy) as first, relay.rollout(policy) as second:
+    async with relay.listening(), httpx.AsyncClient(trust_env=False) as agent:
+        policy = Policy(client=AsyncFleetClient(agent), model="m", max_tokens=5)
+        async with relay.session(policy) as first, relay.session(policy) as second:
             first.over = True
-        async with relay.rollout(policy) as third:
+        got = await asyncio.wait_for(agent.post(f"{first.url}{CHAT}", json={"messages": []}), 10)
+        assert got.status_code == 404
+        async with relay.session(policy) as third:
             pass
     assert third.url == first.url != second.url and not third.over
-    await relay.close()
 
 
 @pytest.mark.parametrize(
@@ -240,20 +229,6 @@ async def test_an_address_is_used_again_once_its_rollout_is_over() -> None:
     ],
 )
 async def test_anything_else_is_refused(path: str, content: bytes, status: int) -> None:
-    async with relayed(lambda _: httpx.Response(500)) as (rollout, agent):
-        assert (await agent.post(f"{rollout.url}{path}", content=content)).status_code == status
-    assert rollout.failure is None
-
-
-async def test_the_address_of_a_rollout_that_is_over_answers_nothing() -> None:
-    relay = Relay()
-    await relay.start()
-    sampling = Sampling(answers=1, max_tokens=5)
-    async with httpx.AsyncClient(trust_env=False) as agent:
-        client = AsyncFleetClient(agent, patience_s=0.0)
-        policy = Policy(client=client, model="m", sampling=sampling)
-        async with relay.rollout(policy) as rollout:
-            pass
-        got = await asyncio.wait_for(agent.post(f"{rollout.url}{CHAT}", json={"messages": []}), 10)
-        assert got.status_code == 404
-    await relay.close()
+    async with relayed(lambda _: httpx.Response(500)) as (session, agent):
+        assert (await agent.post(f"{session.url}{path}", content=content)).status_code == status
+    assert session.failure is None

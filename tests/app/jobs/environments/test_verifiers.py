@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from app.client.connection import AsyncFleetClient, FleetError
-from app.jobs.environments.environment import HELD_OUT, running
+from app.jobs.environments.environment import HELD_OUT
 from app.jobs.environments.verifiers import MAX_FAILURES, Verifiers, VerifiersSettings
-from app.jobs.rollouts import Policy, Sampling, Unanswered
+from app.jobs.policy import Policy, Unanswered
 from tests.app.jobs.environments import rollouts_program
 
 ROOT = Path(__file__).parents[4]
@@ -79,20 +79,20 @@ class ChattingFleet:
             yield Policy(
                 client=AsyncFleetClient(http, patience_s=0.0),
                 model="m",
-                sampling=Sampling(answers=2, max_tokens=8),
+                max_tokens=8,
             )
 
 
 async def test_a_rollout_of_several_turns_is_one_sample_with_its_tokens_and_versions(tmp_path: Path) -> None:
     made = environment("plays", tmp_path)
-    async with ChattingFleet().policy() as policy, running((made, made)):
-        first, second = await made.attempts(HELD_OUT + 3, 2, policy)
+    async with ChattingFleet().policy() as policy, made.running():
+        first, second = await made.rollouts(HELD_OUT + 3, 2, policy)
     assert first.reward == second.reward == 3.0
-    (sample,) = first.samples
-    assert (list(sample.prompt_token_ids), list(sample.token_ids)) == ([1, 2], [10, 11, 3, 20, 21])
-    assert sample.loss_mask == (True, True, False, True, True)
-    assert sample.logprobs == (-0.25, -0.5, 0.0, -0.25, -0.5)
-    assert [(s.version, s.start, s.end) for s in sample.weight_versions] == [(5, 0, 2), (6, 3, 5)]
+    (trajectory,) = first.trajectories
+    assert (list(trajectory.prompt_token_ids), list(trajectory.token_ids)) == ([1, 2], [10, 11, 3, 20, 21])
+    assert trajectory.loss_mask == (True, True, False, True, True)
+    assert trajectory.logprobs == (-0.25, -0.5, 0.0, -0.25, -0.5)
+    assert [(s.version, s.start, s.end) for s in trajectory.weight_versions] == [(5, 0, 2), (6, 3, 5)]
 
 
 async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_without_a_proxy(
@@ -101,9 +101,9 @@ async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_w
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
     monkeypatch.setenv("NO_PROXY", "example.org")
     made = environment("plays", tmp_path)
-    async with ChattingFleet().policy() as policy, running([made]):
-        (attempt,) = await made.attempts(0, 1, policy)
-    seen = json.loads(attempt.text)
+    async with ChattingFleet().policy() as policy, made.running():
+        (rollout,) = await made.rollouts(0, 1, policy)
+    seen = json.loads(rollout.text)
     assert seen == {"SLIPSTREAM_TOKEN": None, "NO_PROXY": "example.org,127.0.0.1", "COLOUR": "blue"}
 
 
@@ -111,9 +111,9 @@ async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_w
 @pytest.mark.parametrize("how", ["raises once", "dies once", "reads"])
 async def test_one_rollout_that_fails_is_tried_again(how: str, tmp_path: Path) -> None:
     made = environment(how, tmp_path)
-    async with ChattingFleet().policy() as policy, running([made]):
-        attempts = await asyncio.wait_for(made.attempts(2, 3, policy), END_S)
-    assert [attempt.reward for attempt in attempts] == [2.0, 2.0, 2.0]
+    async with ChattingFleet().policy() as policy, made.running():
+        rollouts = await asyncio.wait_for(made.rollouts(2, 3, policy), END_S)
+    assert [rollout.reward for rollout in rollouts] == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.slow
@@ -129,29 +129,29 @@ async def test_a_problem_whose_rollouts_fail_is_left_out_with_the_reason(
     how: str, said: str, tmp_path: Path
 ) -> None:
     made = environment(how, tmp_path, rollout_timeout_s=0.5)
-    async with ChattingFleet().policy() as policy, running([made]):
+    async with ChattingFleet().policy() as policy, made.running():
         with pytest.raises(Unanswered, match=said):
-            await asyncio.wait_for(made.attempts(0, 2, policy), END_S)
+            await asyncio.wait_for(made.rollouts(0, 2, policy), END_S)
     assert (tmp_path / "cancelled").exists() is (how == "hangs")
 
 
 async def test_an_environment_that_only_fails_ends_the_run(tmp_path: Path) -> None:
     made = environment("raises", tmp_path)
-    async with ChattingFleet().policy() as policy, running([made]):
+    async with ChattingFleet().policy() as policy, made.running():
         for number in range(MAX_FAILURES - 1):
             with pytest.raises(Unanswered):
-                await made.attempts(number, 1, policy)
+                await made.rollouts(number, 1, policy)
         with pytest.raises(ValueError, match=f"{MAX_FAILURES} problems of verifiers in a row have failed"):
-            await made.attempts(MAX_FAILURES, 1, policy)
+            await made.rollouts(MAX_FAILURES, 1, policy)
 
 
 async def test_a_fleet_that_fails_is_no_fault_of_the_rollout_and_ends_it(tmp_path: Path) -> None:
     fleet = ChattingFleet()
     fleet.status[2] = 503
     made = environment("waits", tmp_path)
-    async with fleet.policy() as policy, running([made]):
+    async with fleet.policy() as policy, made.running():
         with pytest.raises(FleetError, match="maximum context length"):
-            await asyncio.wait_for(made.attempts(0, 1, policy), END_S)
+            await asyncio.wait_for(made.rollouts(0, 1, policy), END_S)
     assert (tmp_path / "cancelled").exists() and fleet.asked == 3
 
 
@@ -159,19 +159,19 @@ async def test_a_conversation_that_gets_too_long_has_no_reward_and_is_learned_fr
     fleet = ChattingFleet()
     fleet.status[2] = 400
     made = environment("plays", tmp_path)
-    async with fleet.policy() as policy, running([made]):
-        (attempt,) = await made.attempts(3, 1, policy)
-    assert attempt.reward == 0.0 and attempt.text == "turn 1"
-    assert [list(sample.token_ids) for sample in attempt.samples] == [[10, 11]]
+    async with fleet.policy() as policy, made.running():
+        (rollout,) = await made.rollouts(3, 1, policy)
+    assert rollout.reward == 0.0 and rollout.text == "turn 1"
+    assert [list(trajectory.token_ids) for trajectory in rollout.trajectories] == [[10, 11]]
 
 
 async def test_a_prompt_that_is_too_long_is_left_out_at_once(tmp_path: Path) -> None:
     fleet = ChattingFleet()
     fleet.status[1] = 400
     made = environment("plays", tmp_path)
-    async with fleet.policy() as policy, running([made]):
+    async with fleet.policy() as policy, made.running():
         with pytest.raises(Unanswered):
-            await made.attempts(3, 1, policy)
+            await made.rollouts(3, 1, policy)
     assert fleet.asked == 1
 
 
@@ -187,7 +187,7 @@ async def test_a_program_that_does_not_start_says_why(
 ) -> None:
     made = environment(how, tmp_path)
     with pytest.raises(ValueError, match=said) as raised:
-        async with running([made]):
+        async with made.running():
             pass
     if how == "refuses":
         (log,) = logs.iterdir()
@@ -205,8 +205,8 @@ def is_running(file: Path) -> bool:
 
 async def test_a_program_ends_in_order_with_all_that_it_started(tmp_path: Path) -> None:
     made = environment("starts another", tmp_path)
-    async with ChattingFleet().policy() as policy, running([made]):
-        await made.attempts(0, 1, policy)
+    async with ChattingFleet().policy() as policy, made.running():
+        await made.rollouts(0, 1, policy)
         assert is_running(tmp_path / "pid") and is_running(tmp_path / "other")
     assert (tmp_path / "ended").exists(), "it was not killed"
     assert not is_running(tmp_path / "pid") and not is_running(tmp_path / "other")
@@ -215,13 +215,12 @@ async def test_a_program_ends_in_order_with_all_that_it_started(tmp_path: Path) 
 JOB = """
 import asyncio, sys
 from pathlib import Path
-from app.jobs.environments.environment import running
 from tests.app.jobs.environments.test_verifiers import ChattingFleet, environment
 
 async def main():
     made = environment("starts another", Path(sys.argv[1]))
-    async with ChattingFleet().policy() as policy, running([made]):
-        await made.attempts(0, 1, policy)
+    async with ChattingFleet().policy() as policy, made.running():
+        await made.rollouts(0, 1, policy)
         print("it runs", flush=True)
         await asyncio.sleep(600)
 

@@ -1,4 +1,4 @@
-"""Code that is not ours (rewards, environments, trackers): found by its path, and named when it fails."""
+"""Code of others (rewards, environments, trackers): imported by its path, and named when it fails."""
 
 import importlib
 import traceback
@@ -11,10 +11,10 @@ SHOWN_FRAMES = 3
 
 
 def imported(path: str, option: str, expected: str = "package.module:function") -> Any:
-    """What is at this import path, which an option of the command line gave.
+    """The object at an import path that a command-line option gave.
 
     Raises:
-        ValueError: the path has another form, or there is nothing.
+        ValueError: the path has another form, or nothing is there.
     """
     module_name, _, name = path.partition(":")
     if not module_name or not name:
@@ -25,7 +25,7 @@ def imported(path: str, option: str, expected: str = "package.module:function") 
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Say in a sentence, instead of our frames, where such code raised.
+    """Turn an error of such code into a sentence with its place, without our own frames.
 
     Raises:
         ValueError: the code raised something.

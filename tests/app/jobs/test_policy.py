@@ -1,3 +1,4 @@
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -5,16 +6,16 @@ from typing import Any
 import httpx
 import pytest
 
-from app.client.completions import Answer, Completion
+from app.client.completions import Answer, Completion, chat
 from app.client.connection import AsyncFleetClient, FleetError
-from app.jobs.rollouts import ATTEMPTS, Sampling, Unanswered, require_complete, sample
+from app.jobs.policy import ATTEMPTS, Policy, Unanswered, require_complete, sample
 from trainers.trajectory import VersionSpan
 
 SPAN = VersionSpan(version=3, start=0, end=2)
 ANSWER = Answer(
     text="8", token_ids=[5, 2], logprobs=[-0.5, 0.0], weight_versions=[SPAN], finish_reason="stop"
 )
-CALL = Sampling(answers=1, max_tokens=9).call("m", [])
+CALL = chat({"model": "m", "messages": []})
 CHOICE: dict[str, Any] = {
     "message": {"content": "8"},
     "token_ids": [5],
@@ -58,18 +59,17 @@ def refusal(status: int, kind: str) -> httpx.Response:
     return httpx.Response(status, json={"error": error})
 
 
-def test_everything_that_changes_the_distribution_is_given() -> None:
-    call = Sampling(answers=4, max_tokens=9, stop=["\n"]).call("m", [{"role": "user", "content": "x"}])
-    request = call.body
-    assert request is not None and call.path == "/v1/chat/completions"
+async def test_everything_that_changes_the_distribution_is_given() -> None:
+    client, asked = fleet([CHOICE] * 4)
+    await Policy(client=client, model="m", max_tokens=9, stop=["\n"]).chat(
+        [{"role": "user", "content": "x"}], 4
+    )
+    request = json.loads(asked[0].content)
+    assert asked[0].url.path == "/v1/chat/completions"
     assert (request["n"], request["max_tokens"], request["stop"]) == (4, 9, ["\n"])
     assert request["temperature"] == request["top_p"] == request["repetition_penalty"] == 1.0
     assert request["top_k"] == -1 and request["min_p"] == 0.0
     assert request["logprobs"] is True and request["return_token_ids"] is True
-
-
-def test_answers_that_have_everything_are_passed_on() -> None:
-    require_complete(completion(ANSWER))
 
 
 @pytest.mark.parametrize("name", ["token_ids", "logprobs", "weight_versions", "finish_reason"])

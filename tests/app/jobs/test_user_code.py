@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.jobs.own_code import blamed, imported
+from app.jobs.user_code import blamed, imported
 
 
 def test_what_is_imported_is_what_the_path_names() -> None:
@@ -42,7 +42,7 @@ def test_the_last_places_of_a_fault_are_named_and_none_of_ours() -> None:
 
     with (
         pytest.raises(
-            ValueError, match=r"^the tool raised OSError: gone \(test_own_code.py:\d+, (test|,|\w)"
+            ValueError, match=r"^the tool raised OSError: gone \(test_user_code.py:\d+, (test|,|\w)"
         ),
         blamed("the tool"),
     ):

@@ -1,0 +1,152 @@
+"""How the job samples from the model behind the fleet's address, and what a trainer needs of each answer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from app.client import completions
+from app.client.calls import tokenize_chat
+from app.client.completions import Answer, Completion
+from app.client.connection import AsyncFleetClient, Call, FleetError
+
+CHAT = "/v1/chat/completions"
+ATTEMPTS = 3  # per request
+VERSION_TIMEOUT_S = "120"  # how long a replica may take to reach a version
+# The model's own distribution: log-probabilities must be the policy's. Every setting that changes it is
+# explicit, because vLLM takes defaults from the model's generation_config.json.
+DISTRIBUTION = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+class Unanswered(Exception):
+    """The fleet does not answer this prompt, though it may answer others; the text has the reason."""
+
+
+class Moved(Exception):
+    """The fleet no longer serves the requested version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The model that is sampled from, always with `DISTRIBUTION`.
+
+    Args:
+        max_tokens: per completion.
+        is_adapter: whether `model` is an adapter's name.
+        version: completions must be of exactly this version; None: any.
+    """
+
+    client: AsyncFleetClient
+    model: str
+    max_tokens: int
+    stop: Sequence[str] = ()
+    is_adapter: bool = False
+    version: int | None = None
+
+    async def chat(self, messages: Sequence[Mapping[str, str]], count: int) -> Completion:
+        """`count` answers to one conversation.
+
+        Raises:
+            Unanswered, FleetError: as `sample`.
+            Moved: the policy's version is no longer served.
+        """
+        body = self._sampling(count) | {"model": self.name, "messages": list(messages), "logprobs": True}
+        return await self._sample(completions.chat(body, self._headers()))
+
+    async def complete(self, prompt_token_ids: Sequence[int], session: str) -> Answer:
+        """What the model says after these tokens; the turns of a session go to one replica.
+
+        Raises:
+            Unanswered, FleetError, Moved: as `chat`.
+        """
+        settings = self._sampling(1) | {"headers": self._headers(session), "logprobs": 0, "ignore_eos": False}
+        return (await self._sample(completions.complete(self.name, prompt_token_ids, **settings))).answer
+
+    async def forward(self, call: Call[Completion], session: str) -> Completion:
+        """The answer to an agent's own request, at the policy's version.
+
+        Raises:
+            Unanswered, FleetError, Moved: as `chat`.
+        """
+        return await self._sample(replace(call, headers={**call.headers, **self._headers(session)}))
+
+    async def tokenize(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation, up to where the model answers."""
+        return await self.client.send(tokenize_chat(self.name, messages))
+
+    @property
+    def name(self) -> str:
+        """The model's name in requests; an adapter's has the version in it."""
+        pinned = self.is_adapter and self.version is not None
+        return f"{self.model}@{self.version}" if pinned else self.model
+
+    def _sampling(self, count: int) -> dict[str, Any]:
+        limits = {"n": count, "max_tokens": self.max_tokens, "stop": list(self.stop)}
+        return {**limits, **DISTRIBUTION, "return_token_ids": True}
+
+    def _headers(self, session: str = "") -> dict[str, str]:
+        headers = {"x-session-id": session} if session else {}
+        if self.version is not None and not self.is_adapter:
+            headers |= {"x-min-weight-version": str(self.version), "x-weight-timeout": VERSION_TIMEOUT_S}
+        return headers
+
+    async def _sample(self, call: Call[Completion]) -> Completion:
+        for _ in range(ATTEMPTS):
+            completion = await sample(self.client, call)
+            seen = {v for each in completion.answers for v in (each.oldest_version, each.newest_version)}
+            if self.version is None or seen == {self.version}:
+                return completion
+        raise Moved(f"expected answers of version {self.version}, got {sorted(seen)}, {ATTEMPTS} times")
+
+
+async def sample(client: AsyncFleetClient, call: Call[Completion]) -> Completion:
+    """A completion without aborted answers.
+
+    `in_flight: abort`, a pause or `/abort_requests` cut answers off, and a part of one has no reward. All
+    answers to the prompt are then sampled again: those that had finished would be mostly short ones.
+
+    Raises:
+        Unanswered: each attempt was aborted, or the fleet refuses this request for good.
+        FleetError: the fleet refuses, or an answer lacks something that a trainer needs.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            completion = await client.send(call)
+        except FleetError as error:
+            if error.type == "deadly_request":
+                raise Unanswered(error.message) from error
+            raise
+        if not any(answer.aborted for answer in completion.answers):
+            require_complete(completion, with_prompt=call.path == CHAT)
+            return completion
+    raise Unanswered(f"the fleet aborted its answers {ATTEMPTS} times")
+
+
+def require_complete(completion: Completion, *, with_prompt: bool = True) -> None:
+    """Check that each answer has everything that a trainer needs.
+
+    Raises:
+        FleetError: it names what is missing.
+    """
+    if with_prompt and not completion.prompt_token_ids:
+        raise FleetError("the fleet's answer has no prompt_token_ids")
+    for answer in completion.answers:
+        parts = {
+            "token_ids": answer.token_ids,
+            "logprobs": answer.logprobs,
+            "weight_versions": answer.weight_versions,
+            "finish_reason": answer.finish_reason,
+        }
+        if missing := [name for name, value in parts.items() if not value]:
+            raise FleetError(f"a choice of the fleet's answer has no {', '.join(missing)}")
+        if len(answer.token_ids) != len(answer.logprobs):
+            raise FleetError(
+                f"a choice has {len(answer.token_ids)} token ids but {len(answer.logprobs)} log-probabilities"
+            )

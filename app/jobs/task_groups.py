@@ -1,0 +1,31 @@
+"""asyncio's task groups, with the first error raised as it is, not in an exception group."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order, run concurrently; when one fails the others are cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in coroutines]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def run_beside(main: Coroutine[Any, Any, T], others: Iterable[Coroutine[Any, Any, object]]) -> T:
+    """The result of `main`; the others are cancelled when it ends, and `main` when one of them fails."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in others]
+            try:
+                return await main
+            finally:
+                for task in tasks:
+                    task.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
