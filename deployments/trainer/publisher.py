@@ -16,6 +16,7 @@ from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.trainer.snapshots import Snapshot, Snapshots
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.vllm_plugin import register
+from deployments.weights.transports.rank_agreement import PublishTarget, agree
 from deployments.weights.transports.registry import (
     TRANSPORTS,
     SameGpu,
@@ -23,7 +24,7 @@ from deployments.weights.transports.registry import (
     backend,
     trainer_init_info,
 )
-from deployments.weights.transports.sender import Membership, WeightSender, agree
+from deployments.weights.transports.weight_sender import WeightSender
 from deployments.weights.wire.digest import warm_up
 from trainers.sources import ParameterSource
 
@@ -149,11 +150,11 @@ class Publisher:
             return self._engine.is_current()
         return self._engine is not None
 
-    def _current_membership(self) -> Membership:
+    def _current_membership(self) -> PublishTarget:
         fleet = self._client.fleet()
         self.fleet_id = fleet.fleet_id
         connected = fleet.connection is not None and fleet.connection.publisher == PUBLISHER
-        return Membership(
+        return PublishTarget(
             epoch=fleet.epoch,
             workers=fleet.workers,
             changed=not connected or fleet.epoch != self._epoch,

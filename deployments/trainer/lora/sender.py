@@ -23,6 +23,7 @@ from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.fleet_client import FleetWeightSyncClient
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.vllm_plugin import register
+from deployments.weights.transports.rank_agreement import PublishTarget, agree, call_off
 from deployments.weights.transports.registry import (
     TRANSPORTS,
     SameGpu,
@@ -30,7 +31,6 @@ from deployments.weights.transports.registry import (
     backend,
     trainer_init_info,
 )
-from deployments.weights.transports.sender import Membership, agree, call_off
 
 ONE_CHUNK = 1 << 62  # so a transfer is one payload on every transport
 logger = serve_logger()
@@ -172,11 +172,11 @@ class AdapterSender:
         )
         self._epoch = membership.epoch
 
-    def _current_membership(self) -> Membership:
+    def _current_membership(self) -> PublishTarget:
         fleet = self._client.fleet()
         if fleet.connection is not None and fleet.connection.publisher != PUBLISHER:
             raise Conflict(f"{fleet.connection.publisher!r} is connected, and its connection is left to it")
-        return Membership(
+        return PublishTarget(
             epoch=fleet.epoch,
             workers=fleet.workers,
             changed=fleet.connection is None or fleet.epoch != self._epoch,

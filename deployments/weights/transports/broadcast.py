@@ -1,16 +1,22 @@
 """Both halves of a transport that broadcasts over a group of ranks (`gloo`, `nccl`), except the group itself.
 
 Rank 0 is the publisher; each replica's workers have a range of ranks of their own, assigned by the ledger.
-A group belongs to one membership: a lost peer breaks it for all members, and it is never used again.
+A group belongs to one epoch: a lost peer breaks it for all members, and it is never reused.
+
+    publisher   pack chunk i+1   | broadcast chunk i
+    worker      load chunk i     | receive chunk i+1
+
+A group has two buffers, which both sides fill in turn. On GPUs events order its stream and the caller's.
 """
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     WeightTransferInitInfo,
@@ -21,8 +27,11 @@ from deployments.protocol.errors import TransferFailed
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
 from deployments.weights.transports.rendezvous import RendezvousInfo
-from deployments.weights.transports.sender import OnePayloadSender
-from deployments.weights.wire.chunk_layout import Chunk, describe
+from deployments.weights.transports.weight_sender import OnePayloadSender
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, largest, packed_chunk
+
+BUFFERS = 2
+Check = Callable[[], None]  # raises to end a wait; called every few milliseconds
 
 
 @dataclass
@@ -40,7 +49,7 @@ class BroadcastTrainerInitInfo(TrainerInitInfo):
         timeout_s: of the rendezvous and of each broadcast.
     """
 
-    backend: ClassVar[str] = "broadcast"  # vLLM wants one of every class; each transport has its own
+    backend: ClassVar[str] = "broadcast"  # vLLM requires one of every class; each transport has its own
 
     master_address: str
     master_port: int
@@ -50,38 +59,59 @@ class BroadcastTrainerInitInfo(TrainerInitInfo):
 
 
 class Abortable(Protocol):
-    """What a group of ranks must offer here."""
+    """A group of ranks."""
 
     def abort(self) -> None:
         """End every wait. Any thread may call it; the group cannot be used afterwards."""
 
 
+class BroadcastGroup(Abortable, Protocol):
+    """A group that broadcasts chunks from rank 0, in their order.
+
+    `start` and `wait` raise TransferFailed if a member is gone or exceeds the timeout, or if `abort` was
+    called.
+
+    Attributes:
+        is_async: `start` only queues the broadcast, so that the next one may be queued ahead.
+    """
+
+    is_async: ClassVar[bool]
+
+    def reserve(self, size_bytes: int) -> None:
+        """Make the buffers at least this large."""
+
+    def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
+        """The buffer of broadcast `index` (uint8 [size_bytes])."""
+
+    def start(self, index: int, size_bytes: int, check: Check = ...) -> None:
+        """Broadcast the buffer, ordered after the current stream."""
+
+    def wait(self, index: int, check: Check = ...) -> None:
+        """Wait until the broadcast has finished; then the current stream may use the buffer."""
+
+    def finish(self) -> None:
+        """All broadcasts of a round are done on this member."""
+
+
 Group = TypeVar("Group", bound=Abortable)
-Init = TypeVar("Init", bound=TrainerInitInfo)
+Init = TypeVar("Init", bound=BroadcastTrainerInitInfo)
 WorkerInit = TypeVar("WorkerInit", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
 class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[WorkerInit, Update, Group]):
-    """A worker that is a member of a group, on whichever wire."""
+    """A worker that is a member of a group, on our wire or on vLLM's."""
 
     _group: Group | None = None
-    _aborted = threading.Event()  # of the present attempt to connect; each has its own
+    _aborted = threading.Event()  # each attempt to connect has its own
 
     @abstractmethod
-    def join(self, init_info: WorkerInit, check: Callable[[], None]) -> Group:
-        """Become a member; waits for the others.
-
-        Args:
-            check: raises to end the wait; called every few milliseconds.
-
-        Raises:
-            TransferFailed: a member did not join, or is gone.
-        """
+    def join(self, init_info: WorkerInit, check: Check) -> Group:
+        """Become a member; waits for the others. Raises TransferFailed."""
 
     def init_transfer_engine(self, init_info: WorkerInit) -> None:
         self._aborted.set()
-        # On the engine's thread, where `abort` is called too: it cannot miss a connection that is queued.
+        # On the engine's thread, as `abort`: an abort cannot miss a connection that is queued.
         self._aborted = threading.Event()
         super().init_transfer_engine(init_info)
 
@@ -112,7 +142,7 @@ class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[Work
             group.abort()
 
 
-class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo, Group], Generic[Group]):
+class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo, BroadcastGroup]):
     """The base of the workers' halves."""
 
     init_info_cls = RendezvousInfo
@@ -120,47 +150,46 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo, Group], Gen
 
     _chunks: tuple[Chunk, ...] = ()
 
-    def join(self, init_info: RendezvousInfo, check: Callable[[], None]) -> Group:
+    def join(self, init_info: RendezvousInfo, check: Check) -> BroadcastGroup:
         self._chunks = init_info.chunks()
         return self.join_group(init_info, init_info.rank_offset + self.worker_index, check)
 
     @abstractmethod
-    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> Group:
+    def join_group(self, info: RendezvousInfo, rank: int, check: Check) -> BroadcastGroup:
         """As `join`, with this worker's rank."""
 
-    def group_and_chunks(self) -> tuple[Group, tuple[Chunk, ...]]:
-        """The group, and the chunks of every round.
+    def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
+        group, chunks = self.group, self._chunks
+        group.reserve(largest(chunks))
+        finished = False
+        try:
+            # One broadcast ahead, ordered after the loads of chunk i-1, which used the same buffer, on the
+            # current stream. But where staging pauses between chunks, no broadcast may run in the pause.
+            ahead = 1 if group.is_async and self.share == 1.0 else 0
+            started = 0
+            for index, chunk in enumerate(chunks):
+                while started < min(index + 1 + ahead, len(chunks)):
+                    group.start(started, chunks[started].size_bytes)
+                    started += 1
+                group.wait(index)
+                yield packed_chunk(chunk, group.buffer(index, chunk.size_bytes))
+            group.finish()
+            finished = True
+        finally:
+            if not finished:  # peers wait in broadcasts that this worker will not join
+                self.abort()
 
-        Raises:
-            ValueError: not connected.
-        """
-        return self.group, self._chunks
 
-
-class BroadcastSender(OnePayloadSender[Init], Generic[Init, Group]):
+class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
     """The base of the trainer's halves."""
 
-    _group: Group | None = None
+    _group: BroadcastGroup | None = None
 
     @abstractmethod
-    def open_group(self, info: RendezvousInfo, check: Callable[[], None]) -> Group:
-        """Open the rendezvous and become rank 0; waits for the others.
+    def open_group(self, info: RendezvousInfo, check: Check) -> BroadcastGroup:
+        """Open the rendezvous and become rank 0; waits for the others. Raises TransferFailed."""
 
-        Args:
-            check: raises to end the wait; called every few milliseconds.
-
-        Raises:
-            TransferFailed: a member did not join, or is gone.
-        """
-
-    @property
-    def group(self) -> Group:
-        """Raises TransferFailed without a connection."""
-        if self._group is None:
-            raise TransferFailed("the transfer group is gone: connect again")
-        return self._group
-
-    def connect(self, init_info: Any) -> None:
+    def connect(self, init_info: Init) -> None:
         if not self.is_sender:
             return
         info = RendezvousInfo(
@@ -189,22 +218,27 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init, Group]):
 
     def send(self, receiving: Future[None] | None) -> None:
         try:
-            self.broadcast(lambda: raise_if_failed(receiving))
+            self._broadcast(lambda: raise_if_failed(receiving))
         except TransferFailed:
             # Leave the group, so that its other members stop waiting and the call ends: its result names the
             # replica that is gone, or shows that the others have received everything.
             self.shutdown()
 
-    @abstractmethod
-    def broadcast(self, check: Callable[[], None]) -> None:
-        """Send all chunks.
-
-        Args:
-            check: raises when nobody receives any more; called every few milliseconds.
-
-        Raises:
-            TransferFailed: a peer is gone.
-        """
+    def _broadcast(self, check: Check) -> None:
+        """Send all chunks. `check` raises once no replica receives any more."""
+        group, chunks = self._group, self.packer.chunks
+        if group is None:
+            raise TransferFailed("the transfer group is gone: connect again")
+        group.reserve(largest(chunks))
+        for index, chunk in enumerate(chunks):
+            if index >= BUFFERS:
+                group.wait(index - BUFFERS, check)
+            # On the caller's stream, that of the tensors: their memory may be freed right afterwards.
+            self.packer.pack(index, group.buffer(index, chunk.size_bytes))
+            group.start(index, chunk.size_bytes, check)
+        for index in range(max(len(chunks) - BUFFERS, 0), len(chunks)):
+            group.wait(index, check)
+        group.finish()
 
     def abandon_round(self) -> None:
         self.shutdown()  # broadcasts may be queued that no receiver will join

@@ -3,7 +3,6 @@
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,14 +13,13 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.broadcast import (
-    BroadcastInfo,
     BroadcastReceiver,
     BroadcastSender,
     BroadcastTrainerInitInfo,
+    Check,
 )
 from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.rendezvous import RendezvousInfo, RollCall, rendezvous
-from deployments.weights.wire.chunk_layout import ReceivedChunk, packed_chunk
 
 ABORTED = "the transfer group was aborted"
 _SLICE_S = 0.02  # waits are cut into slices, so that an abort from another thread can end them
@@ -46,20 +44,38 @@ class GlooGroup:
         TransferFailed: not all members joined within `info.timeout_s`.
     """
 
-    def __init__(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> None:
+    is_async: ClassVar[bool] = False
+
+    def __init__(self, info: RendezvousInfo, rank: int, check: Check) -> None:
         store, _ = rendezvous(info, rank, check)
         self._roll_call = RollCall(store, rank, info.world_size)
         self._started = 0
+        self._blocks: dict[int, torch.Tensor] = {}
         try:
             self._group: ProcessGroupGloo | None = create_process_group(store, info, rank)
         except RuntimeError as error:  # torch has no finer class
             raise TransferFailed(str(_failed(error)), self._roll_call.missing(0)) from error
 
-    def broadcast(self, block: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
-        """Send or receive one block (uint8, host memory) from rank 0.
+    def reserve(self, size_bytes: int) -> None:
+        """Nothing: each broadcast has a new block, because the staging may keep the received tensors."""
 
-        Args:
-            check: raises to end the wait; called every few milliseconds.
+    def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
+        if index not in self._blocks:
+            self._blocks = {index: torch.empty(size_bytes, dtype=torch.uint8)}
+        return self._blocks[index]
+
+    def start(self, index: int, size_bytes: int, check: Check = lambda: None) -> None:
+        """`broadcast` the buffer; it has finished when this returns."""
+        self.broadcast(self.buffer(index, size_bytes), check)
+
+    def wait(self, index: int, check: Check = lambda: None) -> None:
+        """Nothing, see `start`."""
+
+    def finish(self) -> None:
+        self._blocks = {}
+
+    def broadcast(self, block: torch.Tensor, check: Check = lambda: None) -> None:
+        """Send or receive one block (uint8, host memory) from rank 0.
 
         Raises:
             TransferFailed: a peer is gone or exceeded the group's timeout, or `abort` was called.
@@ -76,7 +92,7 @@ class GlooGroup:
                     raise TransferFailed(ABORTED)
                 if self._roll_call.is_called():
                     raise TransferFailed("the transfer group failed: at another member first")
-        except BaseException as error:  # whatever ends the wait, the group must outlive its broadcast
+        except BaseException as error:  # the group must outlive its broadcast
             if not work.is_completed():
                 threading.Thread(
                     target=_wait_abandoned, args=(group, work), name="gloo-abandoned", daemon=True
@@ -87,7 +103,6 @@ class GlooGroup:
         self._roll_call.finished(self._started)
 
     def abort(self) -> None:
-        """End the wait of a broadcast. Any thread may call it; the group cannot be used afterwards."""
         self._group = None
 
 
@@ -110,40 +125,26 @@ def _failed(error: RuntimeError) -> TransferFailed:
 def _wait_abandoned(group: ProcessGroupGloo, work: Work) -> None:
     """Hold an abandoned group until Gloo's thread leaves the broadcast, at the group's timeout.
 
-    The group's destructor waits for that thread, and would block whichever thread runs it.
+    The group's destructor waits for that thread, and would block the thread that runs it.
     """
     with suppress(RuntimeError):
         work.wait()
 
 
-class GlooWeightTransferEngine(BroadcastReceiver[GlooGroup]):
+class GlooWeightTransferEngine(BroadcastReceiver):
     """The worker's half."""
 
-    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> GlooGroup:
+    def join_group(self, info: RendezvousInfo, rank: int, check: Check) -> GlooGroup:
         return GlooGroup(info, rank, check)
 
-    def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
-        group, chunks = self.group_and_chunks()
-        for chunk in chunks:
-            block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-            group.broadcast(block)
-            yield packed_chunk(chunk, block)
 
-
-class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo, GlooGroup]):
+class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo]):
     """The trainer's half."""
 
     init_info_cls = GlooTrainerInitInfo
 
-    def open_group(self, info: RendezvousInfo, check: Callable[[], None]) -> GlooGroup:
+    def open_group(self, info: RendezvousInfo, check: Check) -> GlooGroup:
         return GlooGroup(info, 0, check)
-
-    def broadcast(self, check: Callable[[], None]) -> None:
-        for index, chunk in enumerate(self.packer.chunks):
-            block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-            self.packer.pack(index, block)
-            check()
-            self.group.broadcast(block, check)
 
 
 def create_process_group(store: PrefixStore, info: RendezvousInfo, rank: int) -> ProcessGroupGloo:
@@ -167,7 +168,7 @@ def _from_rank_0() -> Any:
 def _own_address(master_address: str) -> str:
     """The address of this host that the rendezvous host can reach.
 
-    Gloo's default is the address to which the host name resolves, which in containers is often none.
+    Gloo's default is what the host name resolves to, which containers often cannot reach.
     """
     if ipaddress.ip_address(socket.gethostbyname(master_address)).is_loopback:
         return "127.0.0.1"

@@ -1,15 +1,14 @@
 """Transport `ipc`: trainer ranks and workers on the GPUs of one host. CUDA IPC, opened once per connection.
 
-Each trainer rank has a channel, named by the GPU's UUID: a page of counters in shared memory, and either the
-model's own tensors (`ipc_tensors`) or, where tensors are gathered or cast for the round, two buffers for
-them. The workers on that GPU open it when they connect; a worker on a GPU without a trainer rank opens
-another one's and copies each chunk to its own GPU first. A round is one payload, without a call for a chunk:
+Each trainer rank has a channel (`ipc_channel`), named by the GPU's UUID. The workers on that GPU open it when
+they connect; a worker on a GPU without a trainer rank opens another one's and copies each chunk to its own
+GPU first. A round is one payload:
 
     trainer rank   waits until every worker has taken chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
-The model's own tensors go all at once: copying beside the digests is not faster. Every wait ends when the
-other side aborts or another trainer rank fails.
+The model's own tensors are published all at once: copying beside the digests is not faster. Every wait ends
+when the other side aborts or another trainer rank fails.
 """
 
 import threading
@@ -37,35 +36,36 @@ from deployments.weights.transports.ipc_channel import (
     TAKEN,
     Channel,
     IpcInitInfo,
+    LocalChunk,
+    OpenedTensors,
     PackedBuffers,
     Page,
     ResidentTensors,
+    SharedTensors,
     create_page,
     gpu_uuid,
     open_memory,
     open_page,
     share_memory,
 )
-from deployments.weights.transports.ipc_tensors import LocalChunk, OpenedTensors, SharedTensors
+from deployments.weights.transports.rank_agreement import gather_from_ranks
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS
-from deployments.weights.transports.sender import OnePayloadSender, gather_from_ranks
+from deployments.weights.transports.weight_sender import OnePayloadSender
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, largest, packed_chunk
-
-# What the trainer ranks of transport `ipc` tell each other during a round.
-#
-# Each rank waits for the workers that read from it, and rank 0 alone calls the fleet. The others cannot see
-# that a round has ended without their replica, and nobody can see that another rank has failed. So each rank
-# says it in its own page, which all map. A rank that is killed says nothing: every wait keeps its deadline.
 
 _ASK_S = 0.02
 
 
 class TrainerRanks:
-    """One rank's view of the others.
+    """One rank's view of the others during a round.
+
+    Each rank waits for the workers that read from it, and rank 0 alone calls the fleet. So each rank writes
+    into its own page, which all ranks map, that the round has ended or that it has failed. A rank that is
+    killed writes nothing: every wait keeps its deadline.
 
     Args:
         own: this rank's page.
-        names: of the pages of all ranks, in their order.
+        names: the pages of all ranks, in their order.
 
     Raises:
         ValueError: the page of a rank is not on this host.
@@ -73,7 +73,7 @@ class TrainerRanks:
 
     def __init__(self, rank: int, own: Page, names: Sequence[str]) -> None:
         self._own = own
-        # The deadlines are those of the waits for the workers, on the own page.
+        # Waits for the workers, on the own page, have the deadlines.
         self._others = {
             other: open_page(name, len(own) - TAKEN, timeout_s=0.0)
             for other, name in enumerate(names)
@@ -85,10 +85,10 @@ class TrainerRanks:
         self._own[FAILED] = round_id
 
     def have_ended(self, round_id: int) -> bool:
-        """Whether rank 0 has said that all replicas which remain have received everything.
+        """Whether all replicas that remain have received everything, as rank 0 reports.
 
         Raises:
-            TransferFailed: it has not, and another rank has failed.
+            TransferFailed: not yet, and another rank has failed.
         """
         if 0 in self._others and self._others[0][ENDED] == round_id:
             return True
@@ -98,7 +98,7 @@ class TrainerRanks:
         return False
 
     def finish(self, receiving: Future[None], round_id: int) -> None:
-        """On rank 0: wait for its call to the fleet, which has a deadline, and say that the round has ended.
+        """On rank 0: wait for its call to the fleet, which has a deadline, and report the end of the round.
 
         Raises:
             TransferFailed: another rank has failed before that.
@@ -133,7 +133,7 @@ class IpcTrainerInitInfo(TrainerInitInfo):
 
     Attributes:
         world_size: counts the publisher (rank 0) and every worker of every replica.
-        timeout_s: of every wait for the workers.
+        timeout_s: limits every wait for the workers.
     """
 
     backend: ClassVar[str] = "slipstream_ipc"
@@ -150,7 +150,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
     update_info_cls = IpcUpdateInfo
 
     _counters: Page | None = None  # `_page` is the base's
-    _slot = TAKEN  # of this worker's counter in the page
+    _slot = TAKEN  # this worker's counter in the page
     _chunks: tuple[Chunk, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -220,7 +220,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
 
     def _close(self) -> None:
         if self._stream is not None:
-            self._stream.synchronize()  # copies from what is unmapped now may still run
+            self._stream.synchronize()  # copies from memory that is unmapped below may still run
         self._buffers, self._tensors, self._local = [], None, None
 
     def _wait_published(self, page: Page, count: int) -> None:
@@ -248,7 +248,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         self._round_id += 1
         try:
             super().send_weights()
-        except BaseException:  # whatever it was, and however early: the other ranks wait for this one's part
+        except BaseException:  # the other ranks wait for this one's part
             self.abandon_round()
             raise
 
@@ -275,7 +275,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         return asdict(IpcUpdateInfo(round_id=self._round_id))
 
     def join_gathers(self) -> None:
-        self.send(None)  # every rank has a channel of its own, and packing takes part in the gathers
+        self.send(None)  # every rank has a channel of its own, and packing joins the gathers
 
     def send(self, receiving: Future[None] | None) -> None:
         page, start, chunks = self._page, self._round_id << 32, self.packer.chunks

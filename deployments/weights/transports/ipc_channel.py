@@ -1,14 +1,16 @@
 """The channel of transport `ipc`, between a trainer rank and workers on the same host.
 
-A channel is GPU memory that the trainer rank shares (two buffers, or the model's own tensors) and a page of
-counters in shared memory. `Channel` describes it to the workers in JSON types, once per connection.
+A channel is a page of counters in shared memory, and GPU memory that the trainer rank shares: the model's
+own tensors, which workers read in place (`SharedTensors`), or two buffers for tensors that are gathered or
+cast. `Channel` describes it to the workers in JSON types, once per connection.
 """
 
 import base64
 import mmap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +20,18 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from deployments.host.shared_memory import create_mapping, open_mapping
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
-from deployments.weights.wire.chunk_layout import DescribedTensors
+from deployments.weights.wire.chunk_layout import (
+    Chunk,
+    DescribedTensors,
+    Entry,
+    ReceivedChunk,
+    largest,
+    packed_chunk,
+    view,
+    write_digests,
+)
+from deployments.weights.wire.digest import prepare_inspection
+from deployments.weights.wire.digest_definition import DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +41,7 @@ class MemoryHandle:
     memory: str
     size_bytes: int
     offset_bytes: int
-    counter: str  # in shared memory: torch counts there who uses the storage
+    counter: str  # torch counts the users of the storage there, in shared memory
     counter_offset: int
     event: str
     sync: bool
@@ -41,7 +54,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 def share_memory(tensor: torch.Tensor) -> MemoryHandle:
     """The handle of a CUDA tensor's storage, which must outlive its users."""
-    # The first part is this process's index of the device.
+    # The first part is the index of the device in this process.
     _, memory, size, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
     return MemoryHandle(
         memory=base64.b64encode(memory).decode(),
@@ -141,9 +154,9 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
 
     Attributes:
         channels: by GPU UUID.
-        rank_offset: of a replica's first worker.
+        rank_offset: the rank of a replica's first worker.
         world_size: counts the publisher (rank 0) and every worker of every replica.
-        timeout_s: of every wait for the publisher.
+        timeout_s: limits every wait for the publisher.
 
     Raises:
         ValueError: the channels are not of this form, which names the first wrong field, or there is none.
@@ -160,12 +173,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
             raise ValueError("channels: expected that of one trainer rank at least, got none")
 
     def source_of(self, gpu: str, rank: int) -> str:
-        """The GPU whose channel a worker opens: its own one, else that of any trainer rank, in turn.
-
-        Args:
-            gpu: the worker's, by its UUID.
-            rank: of the worker, among those of all replicas.
-        """
+        """The GPU whose channel a worker opens: its own, else that of any trainer rank, in turn."""
         if gpu in self.channels:
             return gpu
         sources = sorted(self.channels)
@@ -188,7 +196,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
         return {**vars(self), "channels": encode_channels(self.channels)}
 
 
-# Slots of a page. From TAKEN on there is one for each rank; that of rank 0 is not used.
+# Slots of a page. From TAKEN on there is one for each rank; rank 0's is unused.
 PUBLISHED, ABANDONED, ENDED, FAILED, TAKEN = range(5)
 _ABSENT = -1  # until its writer has opened the page
 _COUNTER_BYTES = 8
@@ -198,15 +206,15 @@ _POLL_S = 0.0001  # each poll takes the interpreter's lock, for which the decodi
 class Page:
     """The counters of a channel, in shared memory that the trainer rank and its workers map.
 
-    Each counter has one writer. PUBLISHED and TAKEN are `round << 32 | chunks`, so that what an aborted round
-    left is never mistaken for the next round's. The other trainer ranks read ENDED and FAILED (`ipc_ranks`).
+    Each counter has one writer. PUBLISHED and TAKEN are `round << 32 | chunks`, so that a count left by an
+    aborted round is never mistaken for the next round's. The other trainer ranks read ENDED and FAILED.
 
         ABANDONED   the last round that the trainer rank abandoned, or after which it closed the channel
         ENDED       the last round in which all replicas that remained received everything; rank 0's page
         FAILED      the last round in which the trainer rank failed
 
     Args:
-        timeout_s: of every wait.
+        timeout_s: limits every wait.
     """
 
     def __init__(self, mapping: mmap.mmap, timeout_s: float) -> None:
@@ -264,3 +272,121 @@ def open_page(name: str, world_size: int, timeout_s: float) -> Page:
 
 def _page_bytes(world_size: int) -> int:
     return _COUNTER_BYTES * (TAKEN + world_size)
+
+
+class SharedTensors:
+    """The trainer's side of channels without buffers: its n tensors and the table of their digests.
+
+    They are shared once. In a round the trainer only writes their digests, and each worker copies what it
+    needs, once (on another GPU: twice).
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._inspection = prepare_inspection(tensors, ())
+        self._table = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
+
+    def describe(self) -> ResidentTensors:
+        """What another process needs to open them."""
+        storages = {_address(tensor): tensor for tensor in self.tensors if tensor.numel()}
+        indices = {address: index for index, address in enumerate(storages)}
+        return ResidentTensors(
+            storages=tuple(share_memory(tensor) for tensor in storages.values()),
+            tensors=tuple(
+                TensorLocation(indices[_address(tensor)], tensor.storage_offset() * tensor.itemsize)
+                if tensor.numel()
+                else TensorLocation(0, 0)
+                for tensor in self.tensors
+            ),
+            digests=share_memory(self._table),
+        )
+
+    def refresh_digests(self) -> None:
+        """Queue the digests of the tensors' present content into the table."""
+        self._table.copy_(self._inspection().digests)
+
+
+class OpenedTensors:
+    """A worker's side: the trainer's tensors, mapped.
+
+    Raises:
+        ValueError: the driver refuses a handle, or the table of digests is too short.
+    """
+
+    def __init__(self, described: ResidentTensors, device: torch.device) -> None:
+        size = DIGEST_BYTES * len(described.tensors)
+        if described.digests.size_bytes < size:
+            raise ValueError(
+                f"the digests of {len(described.tensors)} tensors need {size} bytes, "
+                f"got {described.digests.size_bytes}"
+            )
+        self._locations = described.tensors
+        self._storages = [open_memory(handle, device) for handle in described.storages]
+        self._storage_bytes = [storage.numel() for storage in self._storages]
+        self._table = open_memory(described.digests, device)[:size].view(torch.int64)
+        self._read: dict[Chunk, tuple[int, list[torch.Tensor]]] = {}  # memory key and tensors
+
+    def received(self, chunks: Sequence[Chunk]) -> list[ReceivedChunk]:
+        """The chunks in the trainer's memory. Together they have the opened tensors, in the same order.
+
+        Raises:
+            ValueError: the chunks have other tensors than were opened.
+        """
+        firsts = list(accumulate((len(chunk.entries) for chunk in chunks), initial=0))
+        if firsts[-1] != len(self._locations):
+            raise ValueError(f"the chunks have {firsts[-1]} tensors, and {len(self._locations)} were opened")
+        return [self._chunk(chunk, first) for chunk, first in zip(chunks, firsts, strict=False)]
+
+    def _chunk(self, chunk: Chunk, first: int) -> ReceivedChunk:
+        if chunk not in self._read:
+            tensors = [self._tensor(entry, first + index) for index, entry in enumerate(chunk.entries)]
+            self._read[chunk] = hash(tuple(tensor.data_ptr() for tensor in tensors)), tensors
+        memory_key, tensors = self._read[chunk]
+        return ReceivedChunk(
+            chunk=chunk,
+            memory_key=memory_key,
+            sent=self._table[first : first + len(tensors)],
+            read=lambda: tensors,
+        )
+
+    def _tensor(self, entry: Entry, index: int) -> torch.Tensor:
+        check_location(self._locations[index], entry, self._storage_bytes)
+        storage, offset = self._locations[index]
+        flat = self._storages[storage][offset : offset + entry.size_bytes]
+        return flat.view(entry.dtype).view(entry.shape)
+
+
+class LocalChunk:
+    """A worker's side, on another GPU than the trainer rank's: a chunk is copied here before it is read.
+
+    Copies between two GPUs run on a copy engine. A kernel that reads over the link, NCCL's too, holds
+    multiprocessors as long as the link takes (`benchmarks/RESULTS.md`, "A copy engine instead of NCCL").
+    Memory for one chunk is enough: readers of the previous one are queued ahead on the same stream.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
+        self._memory = torch.empty(largest(chunks), dtype=torch.uint8, device=device)
+
+    def block(self, remote: torch.Tensor) -> torch.Tensor:
+        """A copy of a packed chunk (uint8, at most the largest chunk's size)."""
+        return self._memory[: remote.numel()].copy_(remote, non_blocking=True)
+
+    def tensors(self, received: ReceivedChunk) -> ReceivedChunk:
+        """A copy of a chunk that is in the trainer's memory."""
+        chunk, block = received.chunk, self._memory[: received.chunk.size_bytes]
+        for entry, tensor in zip(chunk.entries, received.read(), strict=True):
+            view(entry, block).copy_(tensor, non_blocking=True)
+        assert received.sent is not None
+        write_digests(chunk, received.sent, block)
+        return packed_chunk(chunk, block)
+
+
+def check_location(location: TensorLocation, entry: Entry, storage_bytes: Sequence[int]) -> None:
+    """Raise ValueError unless a tensor is inside one of the opened storages, which have these sizes."""
+    storage, offset = location
+    if not (0 <= storage < len(storage_bytes) and 0 <= offset <= storage_bytes[storage] - entry.size_bytes):
+        raise ValueError(f"{entry.name!r} ({entry.size_bytes} bytes) is outside of the opened memory")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

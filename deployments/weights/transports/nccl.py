@@ -1,29 +1,402 @@
-"""Transport `nccl`: GPUs and hosts. A packed broadcast; rank 0 is the publisher.
+"""Transport `nccl`: GPUs and hosts. A packed broadcast over a communicator whose waits can all be aborted.
 
-Both sides have two buffers and a stream for NCCL:
+A thread waits for NCCL only by polling, with a deadline, and queues nothing behind a broadcast that has not
+finished: a dead peer leaves no stream stuck, and the group is aborted. Before each broadcast the members
+synchronize on the host: a kernel blocked on a peer occupies SMs that the model needs.
 
-    publisher   pack chunk i+1 (its own stream)   | broadcast chunk i (NCCL's stream)
-    worker      load chunk i (the staging stream) | receive chunk i+1 (NCCL's stream)
-
-Events order the streams on the device.
+NCCL forms a communicator inside one call, which waits for all members and cannot be aborted. That call runs
+on a thread of its own. Its caller gives up at a deadline and leaves the thread behind, which holds a socket
+and a little memory; a communicator that it returns later is aborted and never used.
 """
 
-from collections.abc import Callable, Iterator
+import ctypes
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
+from torch.distributed import PrefixStore
+from vllm import envs
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+from vllm.distributed.utils import StatelessProcessGroup
+from vllm.utils.nccl import find_nccl_library, unpinned_nccl_env
 
+from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.broadcast import (
-    BroadcastInfo,
+    BUFFERS,
     BroadcastReceiver,
     BroadcastSender,
     BroadcastTrainerInitInfo,
+    Check,
 )
-from deployments.weights.transports.nccl_communicator import BUFFERS, NcclGroup
 from deployments.weights.transports.registry import TRANSPORTS
-from deployments.weights.transports.rendezvous import RendezvousInfo
-from deployments.weights.wire.chunk_layout import ReceivedChunk, largest, packed_chunk
+from deployments.weights.transports.rendezvous import RendezvousInfo, RollCall, rendezvous
+
+MINIMUM_NCCL = (2, 29, 7)
+_CREATION_POLL_S = 0.01
+_OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
+
+Create = Callable[[type[PyNcclCommunicator]], PyNcclCommunicator]  # makes one of this class
+
+
+def create_in_time(
+    create: Create, info: RendezvousInfo, rank: int, roll_call: RollCall, check: Check
+) -> PyNcclCommunicator:
+    """The communicator of a group whose members have all joined the rendezvous.
+
+    Raises:
+        ValueError: vLLM has disabled it.
+        TransferFailed: a member is gone, or NCCL has not formed the group within the timeout.
+    """
+    attempt = _Attempt(create)
+    try:
+        # The environment is the process's: a thread that never returns would never restore it.
+        with unpinned_nccl_env():
+            threading.Thread(target=attempt.run, name="nccl-creation", daemon=True).start()
+            problem = _wait(attempt, info.timeout_s, roll_call, check)
+    except BaseException:  # the communicator will not be used
+        attempt.abandon()
+        raise
+    if problem:
+        attempt.abandon()
+        missing = roll_call.missing(0, check)
+        silent = f"; ranks {list(missing)} do not answer" if missing else ""
+        raise TransferFailed(
+            f"the transfer group failed: rank {rank} waited for NCCL to connect all {info.world_size} "
+            f"members ({info.master_address}:{info.master_port}): {problem}{silent}. Connect again; if it "
+            "fails again while all members live, NCCL_SOCKET_IFNAME names the network interface to use, and "
+            "NCCL_DEBUG=INFO shows what NCCL waits for",
+            missing,
+        )
+    roll_call.finished(0)  # it need not listen until the first broadcast
+    return attempt.result()
+
+
+def _wait(attempt: "_Attempt", timeout_s: float, roll_call: RollCall, check: Check) -> str:
+    deadline = time.monotonic() + timeout_s
+    while not attempt.over.wait(_CREATION_POLL_S):
+        check()
+        if time.monotonic() > deadline:
+            return f"no progress in {timeout_s:g} s"
+        if roll_call.is_called():
+            return "it failed at another member first"
+    return attempt.problem()
+
+
+class _Attempt:
+    """One call into NCCL, on a thread that may never return."""
+
+    def __init__(self, create: Create) -> None:
+        self.over = threading.Event()
+        self._create = create
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._communicator: PyNcclCommunicator | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.made(self._create(_announcing(self)))
+        except Exception as error:  # raised or reported by the thread that waits
+            self._error = error
+            self.abandon()
+        self.over.set()
+
+    def made(self, communicator: PyNcclCommunicator) -> None:
+        """NCCL has returned it, and may use it next. Raises TransferFailed if the attempt was abandoned."""
+        with self._lock:
+            known, self._communicator = self._communicator, communicator
+            abandoned = self._abandoned
+        if abandoned:
+            if known is None:  # else `abandon` has aborted it
+                communicator.destroy()
+            raise TransferFailed("the communicator came too late and was aborted")
+
+    def abandon(self) -> None:
+        """Abort the communicator: now if there is one, which ends its first collective; else later."""
+        with self._lock:
+            first, self._abandoned = not self._abandoned, True
+            communicator = self._communicator
+        if first and communicator is not None:
+            communicator.destroy()  # ncclCommAbort, given up after 5 s
+
+    def problem(self) -> str:
+        """Why NCCL has not formed the group; empty if it has, or if something else than NCCL failed."""
+        # Neither torch's store nor NCCL_CHECK has a finer class. A device fault is not a peer's fault.
+        if not isinstance(self._error, RuntimeError) or isinstance(self._error, _OF_THE_DEVICE):
+            return ""
+        return str(self._error).partition("\n")[0] or repr(self._error)
+
+    def result(self) -> PyNcclCommunicator:
+        """The communicator, once it is over. Raises what the attempt raised."""
+        if self._error is not None:
+            raise self._error
+        assert self._communicator is not None
+        return self._communicator
+
+
+def _announcing(attempt: _Attempt) -> type[PyNcclCommunicator]:
+    """vLLM's communicator, known to `attempt` before its first collective, which may wait for a dead peer."""
+
+    class Announcing(PyNcclCommunicator):
+        def all_reduce(self, *args: Any, **kwargs: Any) -> Any:  # vLLM's, when NCCL has formed the group
+            attempt.made(self)
+            return super().all_reduce(*args, **kwargs)
+
+    return Announcing
+
+
+def rendezvous_with_nccl(info: RendezvousInfo, rank: int, check: Check) -> PrefixStore:
+    """`rendezvous`, in which every member reports whether its NCCL works.
+
+    Otherwise its peers would wait until the deadline, and not know why.
+
+    Raises:
+        ValueError: NCCL does not work at a member; names each.
+        TransferFailed: as `rendezvous`.
+    """
+    store, problems = rendezvous(info, rank, check, payload=nccl_problem())
+    raise_problems(dict(enumerate(problems)))
+    return store
+
+
+def raise_problems(problems: dict[int, str]) -> None:
+    """Raise ValueError if NCCL does not work at a rank; names each."""
+    found = [f"rank {rank}: {problem}" for rank, problem in problems.items() if problem]
+    if found:
+        raise ValueError(f"transport 'nccl' does not work; {'; '.join(found)}")
+
+
+def by_store(store: PrefixStore, world_size: int, rank: int, device: torch.device) -> Create:
+    """Creates a communicator whose unique id rank 0 leaves in the store."""
+
+    def create(kind: type[PyNcclCommunicator]) -> PyNcclCommunicator:
+        group = StatelessProcessGroup(rank=rank, world_size=world_size, store=store)
+        with _own_stream(device):
+            return _enabled(kind(group, device=device))
+
+    return create
+
+
+def by_unique_id(unique_id: bytes, world_size: int, rank: int, device: torch.device) -> Create:
+    """Creates a communicator of a unique id."""
+
+    def create(kind: type[PyNcclCommunicator]) -> PyNcclCommunicator:
+        with _own_stream(device):
+            return _enabled(kind.from_unique_id_bytes(unique_id, rank, world_size, device))
+
+    return create
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """A stream of its own on the device: no other work waits behind a collective."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+
+
+def _enabled(communicator: PyNcclCommunicator) -> PyNcclCommunicator:
+    # A disabled communicator's broadcast does nothing and reports success: the fleet would serve garbage.
+    if communicator.disabled or not communicator.available:
+        raise ValueError("transport 'nccl' does not work: vLLM has disabled its NCCL communicator")
+    return communicator
+
+
+def nccl_problem() -> str:
+    """Why vLLM's NCCL communicator would disable itself here; empty if it would not."""
+    if envs.VLLM_DISABLE_PYNCCL:
+        return "VLLM_DISABLE_PYNCCL is set"
+    path = "libnccl"
+    try:
+        path = find_nccl_library()
+        NCCLLibrary(path)
+    except Exception as error:  # the loader has no error class of its own
+        minimum = ".".join(map(str, MINIMUM_NCCL))
+        return (
+            f"vLLM cannot use {path}, version {_version(path)}: {error}; NCCL {minimum} or newer is needed, "
+            "and VLLM_NCCL_SO_PATH names the library to use"
+        )
+    return ""
+
+
+def _version(path: str) -> str:
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return "unknown"
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+
+
+_POLL_S = 0.0001
+_CALL_S = 0.2  # an abort waits this long for a call in progress
+_STARTED = "started"  # key of the number of broadcasts that members have started, over all members
+_WATCH_S = 0.25
+_WARM_UP_BYTES = 4 << 20
+
+
+class NcclGroup:
+    """A communicator with its own stream and two buffers, whose waits can be aborted.
+
+    Raises:
+        ValueError: NCCL does not work here or at a peer.
+        TransferFailed: a member did not join, or is gone.
+    """
+
+    is_async: ClassVar[bool] = True
+
+    def __init__(self, info: RendezvousInfo, rank: int, device: torch.device, check: Check) -> None:
+        self._timeout_s = info.timeout_s
+        self._device = device
+        self._world_size = info.world_size
+        self._started = 0
+        self._store, create = self.meet(info, rank, device, check)
+        self._roll_call = RollCall(self._store, rank, info.world_size)
+        self._communicator: PyNcclCommunicator | None
+        self._communicator = create_in_time(create, info, rank, self._roll_call, check)
+        self._stream = torch.cuda.Stream(device)
+        # Allocated once: an allocation during a broadcast may make the driver wait for all streams.
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._done = [torch.cuda.Event() for _ in range(BUFFERS)]
+        self._calling = threading.Lock()
+        self._call_deadline = math.inf
+        # One watchdog thread for all calls: to start one for each would cost as much as the call.
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="nccl-watchdog", daemon=True).start()
+        self.warm_up()
+
+    def meet(
+        self, info: RendezvousInfo, rank: int, device: torch.device, check: Check
+    ) -> tuple[PrefixStore, Create]:
+        """Wait for the other members: the store that they share, and what creates the communicator."""
+        store = rendezvous_with_nccl(info, rank, check)
+        return store, by_store(store, info.world_size, rank, device)
+
+    def warm_up(self) -> None:
+        """Make NCCL connect now, when all members are present; in the first round one may be dead."""
+        self.reserve(_WARM_UP_BYTES)
+        self.start(0, _WARM_UP_BYTES)
+        self.wait(0)
+
+    @property
+    def counted(self) -> int:
+        """How many members count the broadcasts that they have started, in the store."""
+        return self._world_size
+
+    @property
+    def alive(self) -> bool:
+        return self._communicator is not None
+
+    def abort_overdue_call(self) -> None:
+        """Abort the group if a call into NCCL has exceeded the timeout."""
+        if time.monotonic() > self._call_deadline:
+            self.abort()
+
+    def reserve(self, size_bytes: int) -> None:
+        if self._buffers[0].numel() < size_bytes:
+            self._buffers = []  # free the smaller ones first
+            self._buffers = [
+                torch.empty(size_bytes, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)
+            ]
+
+    def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
+        return self._buffers[index % BUFFERS][:size_bytes]
+
+    def start(self, index: int, size_bytes: int, check: Check = lambda: None) -> None:
+        self.start_all(index, [self.buffer(index, size_bytes)], check)
+
+    def start_all(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
+        """Wait for the other members, then queue the broadcasts of parts of buffer `index`, ordered after the
+        current stream.
+
+        Raises:
+            TransferFailed: a member is gone, or exceeded the timeout, or `abort` was called.
+        """
+        self._await_peers(check)
+        # NCCL may connect to its peers inside the call and wait there for a dead one: the watchdog ends that.
+        self._call_deadline = time.monotonic() + self._timeout_s
+        try:
+            with self._calling:
+                communicator = self._communicator
+                if communicator is None:
+                    raise TransferFailed("the transfer group was aborted")
+                self._stream.wait_stream(torch.cuda.current_stream())
+                for part in parts:
+                    communicator.broadcast(part, src=0, stream=self._stream)
+                self._done[index % BUFFERS].record(self._stream)
+        except RuntimeError as error:  # NCCL_CHECK has no finer class
+            missing = self._roll_call.missing(self._started, check)
+            raise TransferFailed(f"the transfer group failed: {error}", missing) from error
+        finally:
+            self._call_deadline = math.inf
+
+    def wait(self, index: int, check: Check = lambda: None) -> None:
+        done = self._done[index % BUFFERS]
+        self._wait_until(done.query, check)
+        torch.cuda.current_stream().wait_event(done)
+
+    def finish(self) -> None:
+        self._roll_call.finished(self._started)
+
+    def _await_peers(self, check: Check) -> None:
+        self._started += 1
+        # One sum for all broadcasts: no member adds for the next one before all have added for this one.
+        needed = self._started * self.counted
+        if self._add_started(1) < needed:
+            self._wait_until(lambda: self._add_started(0) >= needed, check)
+
+    def _add_started(self, more: int) -> int:
+        try:
+            return self._store.add(_STARTED, more)
+        except RuntimeError as error:  # torch has no finer class
+            raise TransferFailed(f"the transfer group failed: its store is unreachable: {error}") from error
+
+    def _wait_until(self, reached: Callable[[], bool], check: Check) -> None:
+        now = time.monotonic()
+        deadline, ask_at = now + self._timeout_s, now + _WATCH_S
+        while not reached():
+            check()
+            if self._communicator is None:
+                break
+            now = time.monotonic()
+            if now > deadline:
+                self._fail(f"no progress in {self._timeout_s:g} s", check)
+            if now > ask_at:
+                ask_at = now + _WATCH_S
+                if self._roll_call.is_called():
+                    self._fail("at another member first", check)
+            time.sleep(_POLL_S)
+        if self._communicator is None:  # an abort also ends the kernel, but without the bytes
+            raise TransferFailed("the transfer group was aborted")
+
+    def _fail(self, problem: str, check: Check) -> NoReturn:
+        self.abort()
+        missing = self._roll_call.missing(self._started, check)
+        raise TransferFailed(f"the transfer group failed: {problem}", missing)
+
+    def abort(self) -> None:
+        """Also ends what waits on the device."""
+        # Do not interrupt a call that is about to return; a call that hangs is what an abort is for.
+        acquired = self._calling.acquire(timeout=_CALL_S)
+        try:
+            communicator, self._communicator = self._communicator, None
+            if communicator is not None:
+                communicator.destroy()  # ncclCommAbort, given up after 5 s
+        finally:
+            if acquired:
+                self._calling.release()
+
+
+def _watch(group: "weakref.ref[NcclGroup]") -> None:
+    while (watched := group()) is not None and watched.alive:
+        watched.abort_overdue_call()
+        del watched  # this thread must not keep alive a group that its owner has dropped
+        time.sleep(_WATCH_S)
 
 
 @dataclass
@@ -35,51 +408,17 @@ class NcclTrainerInitInfo(BroadcastTrainerInitInfo):
     chunk_bytes: int = TRANSPORTS["nccl"].chunk_bytes
 
 
-class NcclWeightTransferEngine(BroadcastReceiver[NcclGroup]):
+class NcclWeightTransferEngine(BroadcastReceiver):
     """The worker's half."""
 
-    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> NcclGroup:
+    def join_group(self, info: RendezvousInfo, rank: int, check: Check) -> NcclGroup:
         return NcclGroup(info, rank, self.device, check)
 
-    def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
-        group, chunks = self.group_and_chunks()
-        group.reserve(largest(chunks))
-        finished = False
-        try:
-            # One broadcast ahead, ordered after the loads of chunk i-1, which used the same buffer, on the
-            # current stream. But where staging pauses between chunks, no broadcast may run in the pause.
-            ahead = 1 if self.share == 1.0 else 0
-            started = 0
-            for index, chunk in enumerate(chunks):
-                while started < min(index + 1 + ahead, len(chunks)):
-                    group.start(started, chunks[started].size_bytes)
-                    started += 1
-                group.wait(index)
-                yield packed_chunk(chunk, group.buffer(index, chunk.size_bytes))
-            group.finish()
-            finished = True
-        finally:
-            if not finished:  # peers wait in broadcasts that this worker will not join
-                self.abort()
 
-
-class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo, NcclGroup]):
+class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo]):
     """The trainer's half."""
 
     init_info_cls = NcclTrainerInitInfo
 
-    def open_group(self, info: RendezvousInfo, check: Callable[[], None]) -> NcclGroup:
+    def open_group(self, info: RendezvousInfo, check: Check) -> NcclGroup:
         return NcclGroup(info, 0, torch.device("cuda", torch.cuda.current_device()), check)
-
-    def broadcast(self, check: Callable[[], None]) -> None:
-        group, chunks = self.group, self.packer.chunks
-        group.reserve(largest(chunks))
-        for index, chunk in enumerate(chunks):
-            if index >= BUFFERS:
-                group.wait(index - BUFFERS, check)
-            # On the caller's stream, that of the tensors: their memory may be freed right afterwards.
-            self.packer.pack(index, group.buffer(index, chunk.size_bytes))
-            group.start(index, chunk.size_bytes, check)
-        for index in range(max(len(chunks) - BUFFERS, 0), len(chunks)):
-            group.wait(index, check)
-        group.finish()

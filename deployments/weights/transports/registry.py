@@ -13,8 +13,7 @@ To connect a trainer, over any transport and over vLLM's own engines:
     info = trainer_init_info(backend(transport, staging), facts)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
-The address is used by transports with `rendezvous` alone, `largest_tensor_bytes` by vLLM's own `ipc` engine.
-vLLM's own engines are built in `native.py`.
+Only transports with `rendezvous` use the address; only vLLM's own `ipc` engine uses `largest_tensor_bytes`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-DEFAULT_TIMEOUT_S = 60.0  # of every wait for a peer
-OWN_WIRE, VLLM_WIRE = "slipstream", "vllm"  # whose format a publisher sends
+DEFAULT_TIMEOUT_S = 60.0  # limits every wait for a peer
+OWN_WIRE, VLLM_WIRE = "slipstream", "vllm"  # the format that a publisher sends
 _PACKAGE = "deployments.weights.transports"
 
 
@@ -55,16 +54,16 @@ class Transport:
     chunk_bytes: int  # default
     staging_share: float  # default share of the device's time that staging may take while requests run
     module: str
-    prefix: str  # of the classes in `module`
+    prefix: str  # with which the names of the classes in `module` begin
 
     @property
     def staged_backend(self) -> str:
-        """Of the receiver that stages what vLLM's own trainer engine of this name sends."""
+        """The receiver that stages what vLLM's own trainer engine of this name sends."""
         return f"staged_{self.name}"
 
     @property
     def staged_module(self) -> str:
-        return f"{_PACKAGE}.vllm_wire.{self.name}"
+        return f"{_PACKAGE}.vllm_{self.name}"
 
     @property
     def staged_class(self) -> str:
@@ -148,8 +147,8 @@ class TrainerFacts:
     """What a trainer rank knows when it connects; each transport takes what it needs."""
 
     rank: int  # among the trainer's ranks; 0 sends
-    workers: int  # of all replicas together, those that receive
-    master_address: str  # of rank 0's host, as every replica reaches it
+    workers: int  # that receive, in all replicas together
+    master_address: str  # where every replica reaches rank 0's host
     master_port: int  # free on that host
     chunk_bytes: int | None = None  # None: the transport's default, or vLLM's own for its own engines
     timeout_s: float = DEFAULT_TIMEOUT_S  # not used by vLLM's own engines, which have no deadlines
@@ -195,5 +194,5 @@ def trainer_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
         kind = getattr(import_module(transport.module), transport.init_info_class)
         return kind(**{field.name: getattr(facts, field.name) for field in fields(kind)})
     if backend in _NATIVE:
-        return import_module(f"{_PACKAGE}.native").trainer_init_info(backend, facts)
+        return import_module(f"{_PACKAGE}.weight_sender").native_init_info(backend, facts)
     raise ValueError(f"backend must be one of {sorted(BACKENDS)}, got {backend!r}")

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from deployments.host.shared_memory import Segment, SegmentPool, open_locked, remove_orphans
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import TRANSPORTS
-from deployments.weights.transports.sender import WeightSender
+from deployments.weights.transports.weight_sender import WeightSender
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, layout, packed_chunk
 
 _UNBOUNDED = 1 << 62  # a payload is one chunk of any size

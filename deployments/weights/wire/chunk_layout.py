@@ -1,16 +1,15 @@
 """The layout of tensors in the chunks that a transport moves.
 
 A chunk is one block of bytes: its tensors, each at a multiple of `ALIGNMENT`, then a table with one digest
-per tensor. Sender and receiver compute the same layout from the same metadata and the same `chunk_bytes`,
-which the sender ships, so the two cannot disagree.
+per tensor. Sender and receiver compute the same layout from the same metadata and the sender's `chunk_bytes`.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, wraps
 from math import prod
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -19,6 +18,9 @@ from deployments.weights.wire.digest_definition import DIGEST_BYTES, Copy
 
 ALIGNMENT = 256
 _CACHED_LAYOUTS = 64  # a round has one, or one per chunk
+
+Names = Sequence[str]
+Shapes = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def plan_chunks(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], chunk
             entry = Entry(name=name, dtype=dtype, shape=tuple(shape), offset=0)
             entries = []
         entries.append(entry)
-        end = _aligned(entry.offset + entry.size_bytes)
+        end = -(-(entry.offset + entry.size_bytes) // ALIGNMENT) * ALIGNMENT
     if entries:
         chunks.append(Chunk(entries=tuple(entries), table_offset=end))
     return chunks
@@ -117,35 +119,42 @@ class DescribedTensors:
         return layout(self.names, self.dtype_names, self.shapes, self.chunk_bytes)
 
 
-def layout(
-    names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], chunk_bytes: int
-) -> tuple[Chunk, ...]:
-    """The chunks of the tensors that `describe` described; the same objects for the same description.
+Plan = Callable[[Names, Names, Shapes, Any], tuple[Chunk, ...]]
+
+
+def cached_layout(size: int) -> Callable[[Plan], Plan]:
+    """Cache a function from a description to chunks: the same objects for the same description."""
+
+    def decorate(plan: Plan) -> Plan:
+        cached = lru_cache(maxsize=size)(plan)
+
+        @wraps(plan)
+        def from_lists(
+            names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: Any
+        ) -> tuple[Chunk, ...]:
+            try:
+                return cached(tuple(names), tuple(dtype_names), tuple(map(tuple, shapes)), chunk_bytes)
+            except TypeError as error:
+                raise ValueError(
+                    f"names, dtype_names and shapes must be lists of names and numbers: {error}"
+                ) from error
+
+        return from_lists
+
+    return decorate
+
+
+@cached_layout(_CACHED_LAYOUTS)
+def layout(names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: int) -> tuple[Chunk, ...]:
+    """The chunks of the tensors that `describe` described.
 
     Raises:
         ValueError: as `parse`, or the lists have elements of other types.
     """
-    try:
-        return _layout(tuple(names), tuple(dtype_names), tuple(map(tuple, shapes)), chunk_bytes)
-    except TypeError as error:
-        raise ValueError(
-            f"names, dtype_names and shapes must be lists of names and numbers: {error}"
-        ) from error
-
-
-@lru_cache(maxsize=_CACHED_LAYOUTS)
-def _layout(
-    names: tuple[str, ...],
-    dtype_names: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    chunk_bytes: int,
-) -> tuple[Chunk, ...]:
     return tuple(plan_chunks(parse(names, dtype_names, shapes), chunk_bytes))
 
 
-def parse(
-    names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
-) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+def parse(names: Names, dtype_names: Names, shapes: Shapes) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """The inverse of `describe`.
 
     Raises:
@@ -165,6 +174,19 @@ def parse(
         (name, _dtype(name, dtype_name), _shape(name, shape))
         for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True)
     ]
+
+
+def _dtype(name: str, dtype_name: str) -> torch.dtype:
+    dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"tensor {name!r}: expected the name of a torch dtype, got {dtype_name!r}")
+    return dtype
+
+
+def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError(f"tensor {name!r}: expected a shape of integers of at least 0, got {shape!r}")
+    return tuple(shape)
 
 
 def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch.Tensor) -> None:
@@ -192,32 +214,10 @@ def write_digests(chunk: Chunk, digests: torch.Tensor, block: torch.Tensor) -> N
     block[chunk.table_offset : chunk.size_bytes].copy_(digests.view(torch.uint8))
 
 
-def read_digests(chunk: Chunk, block: torch.Tensor) -> torch.Tensor:
-    """A copy of the digests in `block` (int64 [n], on its device; see `digest_definition.unsigned`)."""
-    return block[chunk.table_offset : chunk.size_bytes].clone().view(torch.int64)
-
-
 def view(entry: Entry, block: torch.Tensor) -> torch.Tensor:
     """The entry's tensor in `block` (uint8), with its dtype and shape; no copy."""
     flat = block[entry.offset : entry.offset + entry.size_bytes]
     return flat.view(entry.dtype).view(entry.shape)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _dtype(name: str, dtype_name: str) -> torch.dtype:
-    dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"tensor {name!r}: expected the name of a torch dtype, got {dtype_name!r}")
-    return dtype
-
-
-def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"tensor {name!r}: expected a shape of integers of at least 0, got {shape!r}")
-    return tuple(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,10 +246,6 @@ def packed_chunk(chunk: Chunk, block: torch.Tensor) -> ReceivedChunk:
     return ReceivedChunk(
         chunk=chunk,
         memory_key=block.data_ptr(),
-        sent=read_digests(chunk, block),
-        read=partial(_views, chunk, block),
+        sent=block[chunk.table_offset : chunk.size_bytes].clone().view(torch.int64),
+        read=lambda: [view(entry, block) for entry in chunk.entries],
     )
-
-
-def _views(chunk: Chunk, block: torch.Tensor) -> list[torch.Tensor]:
-    return [view(entry, block) for entry in chunk.entries]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from deployments.weights.transports.chunk_packer import ChunkPacker
+from deployments.weights.transports.weight_sender import ChunkPacker
 from deployments.weights.wire.chunk_layout import packed_chunk
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import unsigned

@@ -20,24 +20,25 @@ from deployments.weights.transports.ipc_channel import (
     TAKEN,
     Channel,
     IpcInitInfo,
+    LocalChunk,
     MemoryHandle,
+    OpenedTensors,
     PackedBuffers,
     Page,
     ResidentTensors,
     TensorLocation,
+    check_location,
     create_page,
     encode_channels,
     open_page,
     parse_channels,
 )
-from deployments.weights.transports.ipc_tensors import LocalChunk, OpenedTensors, check_location
 from deployments.weights.wire.chunk_layout import (
     Entry,
     ReceivedChunk,
     describe,
     pack,
     packed_chunk,
-    read_digests,
 )
 
 
@@ -159,7 +160,8 @@ def test_what_is_copied_to_another_gpu_is_the_chunk_and_its_digests() -> None:
     tensors = [torch.randn(2, 3).bfloat16(), torch.randn(())]
     packed = torch.zeros(chunk.size_bytes, dtype=torch.uint8)
     pack(chunk, iter(zip(["a", "b"], tensors, strict=True)), packed)
-    sent = read_digests(chunk, packed)
+    sent = packed_chunk(chunk, packed).sent
+    assert sent is not None
     local = LocalChunk([chunk], torch.device("cpu"))
     in_place = ReceivedChunk(chunk=chunk, memory_key=0, sent=sent, read=lambda: tensors)
     for copy in (lambda: local.tensors(in_place), lambda: packed_chunk(chunk, local.block(packed))):

@@ -14,7 +14,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.rendezvous import meet
-from deployments.weights.transports.vllm_wire.nccl import VllmMeeting, read_unique_id
+from deployments.weights.transports.vllm_nccl import VllmMeeting, read_unique_id
 from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
 
 TIMEOUT_S = 3.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer.packed_tensor import PackedChunk, pack_tensors
 
-from deployments.weights.transports.vllm_wire.packing import (
+from deployments.weights.transports.vllm_packing import (
     is_aligned,
     nccl_pieces,
     one_piece,
@@ -42,7 +42,7 @@ def test_the_pieces_are_those_of_vllms_packer(seed: int) -> None:
     tensors, buffer_bytes = tensors_of(seed), random.Random(seed).choice([1, 64, 200, 399, 400, 5000])
     theirs = packed(tensors, buffer_bytes)
     metadata = describe([(name, tensor.dtype, tensor.shape) for name, tensor in tensors])
-    ours = nccl_pieces(**metadata, buffer_bytes=buffer_bytes)
+    ours = nccl_pieces(**metadata, chunk_bytes=buffer_bytes)
     assert [[entry.name for entry in piece.entries] for piece in ours] == [each.names for each in theirs]
     assert [piece.size_bytes for piece in ours] == [each.packed_tensor.numel() for each in theirs]
     found = [
@@ -57,7 +57,7 @@ def test_the_pieces_are_those_of_vllms_packer(seed: int) -> None:
 def test_the_same_metadata_gives_the_same_pieces() -> None:
     """Load plans are found by them."""
     metadata = describe([("a", torch.float32, (3, 2)), ("b", torch.bfloat16, (5,))])
-    assert nccl_pieces(**metadata, buffer_bytes=8)[1] is nccl_pieces(**metadata, buffer_bytes=8)[1]
+    assert nccl_pieces(**metadata, chunk_bytes=8)[1] is nccl_pieces(**metadata, chunk_bytes=8)[1]
     assert one_piece(**metadata)[0] is one_piece(**metadata)[0]
     assert separate_tensors(**metadata, chunk_bytes=8)[0] is separate_tensors(**metadata, chunk_bytes=8)[0]
 

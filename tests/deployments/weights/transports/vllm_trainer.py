@@ -34,8 +34,8 @@ from deployments.weights.staging.transfer_engine import StagedWeightTransferEngi
 from deployments.weights.store.retained import RetainedVersions
 from deployments.weights.transports.gloo import _wait_abandoned, create_process_group
 from deployments.weights.transports.rendezvous import RendezvousInfo, meet
-from deployments.weights.transports.vllm_wire.ipc import StagedIpcEngine
-from deployments.weights.transports.vllm_wire.nccl import StagedNcclEngine, VllmMeeting
+from deployments.weights.transports.vllm_ipc import StagedIpcEngine
+from deployments.weights.transports.vllm_nccl import StagedNcclEngine, VllmMeeting
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from tests.deployments.weights.transports.transport_fleet import Fleet, Receiver
 

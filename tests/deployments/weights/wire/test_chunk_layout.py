@@ -11,7 +11,6 @@ from deployments.weights.wire.chunk_layout import (
     packed_chunk,
     parse,
     plan_chunks,
-    read_digests,
 )
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import unsigned
@@ -33,8 +32,10 @@ def test_packed_tensors_are_read_back_with_their_digests(
     for chunk in plan_chunks(metadata, chunk_bytes):
         block = torch.zeros(chunk.size_bytes, dtype=torch.uint8)
         pack(chunk, source, block)
-        found = packed_chunk(chunk, block).named()
-        assert unsigned(read_digests(chunk, block)) == digests([tensor for _, tensor in found])
+        received = packed_chunk(chunk, block)
+        found = received.named()
+        assert received.sent is not None
+        assert unsigned(received.sent) == digests([tensor for _, tensor in found])
         assert all(entry.offset % ALIGNMENT == 0 for entry in chunk.entries)
         seen |= dict(found)
     assert list(seen) == list(tensors)

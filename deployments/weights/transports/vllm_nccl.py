@@ -1,4 +1,4 @@
-"""vLLM's `nccl` trainer engine, received into the staging while the engine decodes.
+"""vLLM's own `nccl` trainer engine, received into the staging while the engine decodes (`wire: vllm`).
 
 The trainer is rank 0 and may have any number of buffers: broadcasts of one communicator run in the order in
 which they are queued. A worker has two, and a stream for NCCL; events order it and the staging (`NcclGroup`).
@@ -6,15 +6,14 @@ which they are queued. A worker has two, and a stream for NCCL; events order it 
     not packed    a broadcast for each tensor, at its place in a chunk of ours
     packed        a broadcast for each piece of vLLM's
 
-A broadcast is queued when the chunk ahead of it is staged, and not before. Its kernel occupies the device
-until the trainer sends. With one queued ahead, an H200 gave no token for 120 s beside a trainer that stood
-still; without, it does. The likely cause: staging allocates memory and loads kernels, and the driver makes
-these, and the engine, wait for the kernel. In our own `nccl` all members synchronize on the host before a
-kernel is queued; vLLM's trainer cannot be asked.
+A broadcast is queued only when the previous chunk is staged. Its kernel occupies the device until the trainer
+sends: with one queued ahead, an H200 produced no token for 120 s beside a stalled trainer. (Staging allocates
+memory and loads kernels, and the driver likely makes these, and the engine, wait for that kernel. Our own
+`nccl` synchronizes all members on the host first; vLLM's trainer cannot be asked to.)
 
-Nobody can tell the trainer that a peer is gone: it waits in its broadcast until it is ended. The workers
-leave the group, and a new one is formed with the next `init_weight_transfer_engine`. What is wrong with the
-content alone is found after all of it has been taken, so the trainer is free, and learns of it.
+The trainer cannot be told that a peer is gone: it waits in its broadcast until it is killed. The workers
+leave the group, and the next `init_weight_transfer_engine` forms a new one. Wrong content is reported only
+after all of it has been taken, so that the trainer is free to learn of it.
 """
 
 import io
@@ -31,7 +30,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdat
 
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.broadcast import GroupReceiver
-from deployments.weights.transports.nccl_communicator import (
+from deployments.weights.transports.nccl import (
     Create,
     NcclGroup,
     by_unique_id,
@@ -40,7 +39,7 @@ from deployments.weights.transports.nccl_communicator import (
 )
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS
 from deployments.weights.transports.rendezvous import Meeting, RendezvousInfo, meet, probe
-from deployments.weights.transports.vllm_wire.packing import (
+from deployments.weights.transports.vllm_packing import (
     is_aligned,
     nccl_pieces,
     received_block,
@@ -48,20 +47,18 @@ from deployments.weights.transports.vllm_wire.packing import (
 )
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, largest, view
 
-# How a worker joins the group of vLLM's `nccl` trainer engine.
-#
-# The trainer (rank 0) opens vLLM's store, waits until as many have connected as the group has members, and
-# leaves NCCL's unique id there. The workers also tell each other in that store that they are there: NCCL
-# itself would wait for a missing one without an end.
-
 UNIQUE_ID = "broadcast_from/0/0"  # the key of vLLM's `StatelessProcessGroup` for the first object of rank 0
 
 
 class VllmMeeting(Meeting):
-    """One worker's part. `payloads` are those of the workers, from rank 1.
+    """How a worker joins the group of vLLM's trainer engine. `payloads` are the workers', from rank 1.
+
+    The trainer (rank 0) opens vLLM's store, waits until all members have connected, and leaves NCCL's unique
+    id there. The workers also announce themselves to each other in that store: NCCL itself would wait for a
+    missing one forever.
 
     Attributes:
-        unique_id: NCCL's, of the group.
+        unique_id: NCCL's.
     """
 
     unique_id = b""
@@ -112,7 +109,7 @@ def read_unique_id(data: bytes) -> bytes:
 
 
 def _content(of: Any, state: Any) -> Any:
-    """Stands for ctypes' own function, which would make a structure: (its dictionary, its bytes)."""
+    """Replaces ctypes' own function; `state` is (dictionary, bytes)."""
     return state[1]
 
 
@@ -126,7 +123,7 @@ class _IdOnly(pickle.Unpickler):
 
 
 class WireGroup(Protocol):
-    """What the receiver needs of a group whose rank 0 is vLLM's. As `NcclGroup`."""
+    """The part of `NcclGroup` that the receiver uses."""
 
     def reserve(self, size_bytes: int) -> None: ...
 
@@ -142,7 +139,7 @@ class WireGroup(Protocol):
 
 
 class VllmNcclGroup(NcclGroup):
-    """A communicator that vLLM's trainer engine has opened. It takes no part in what the workers agree on."""
+    """A group that vLLM's trainer engine has opened; the trainer is no part of the workers' agreements."""
 
     def meet(
         self, info: RendezvousInfo, rank: int, device: torch.device, check: Callable[[], None]
@@ -165,7 +162,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
 
     init_info_cls = NCCLWeightTransferInitInfo
     update_info_cls = NCCLWeightTransferUpdateInfo
-    timeout_s = DEFAULT_TIMEOUT_S  # of every wait for a peer; vLLM's trainer states none
+    timeout_s = DEFAULT_TIMEOUT_S  # limits every wait for a peer; vLLM's trainer states none
 
     _packed = True
     _buffer_bytes = 0
@@ -207,10 +204,10 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
                 taking.take(index)
                 yield received_block(chunk, group.buffer(index, chunk.size_bytes))
             group.finish()
-        except GeneratorExit:  # what came is refused; the trainer is freed if all of it is taken
+        except GeneratorExit:  # the content is refused; the trainer is freed if all of it is taken
             self._take_rest(taking)
             raise
-        except BaseException:  # whatever it was: peers wait in broadcasts that this worker will not join
+        except BaseException:  # peers wait in broadcasts that this worker will not join
             self.abort()
             raise
         finally:
@@ -266,5 +263,5 @@ class _Taking:
         block = self._group.buffer(index, chunk.size_bytes)
         if self._packed:
             return [block]
-        # Of nothing NCCL makes no broadcast.
+        # NCCL makes no broadcast of an empty tensor.
         return [view(entry, block) for entry in chunk.entries if entry.size_bytes]

@@ -1,11 +1,11 @@
-"""vLLM's `ipc` trainer engine, received into the staging while the engine decodes.
+"""vLLM's own `ipc` trainer engine, received into the staging while the engine decodes (`wire: vllm`).
 
     not packed    one call with a handle for each tensor; the trainer keeps them until the update has finished
     packed        a call for each piece, all with the handle of one buffer, which the trainer overwrites as
                   soon as the call has returned
 
-So what a call has brought is copied before it is acknowledged, and nothing refers to the trainer's memory
-after the last one: torch counts its users, and the trainer gets it back when they are gone.
+So each call copies what it brought before it returns, and nothing refers to the trainer's memory after the
+last one: torch counts its users, and the trainer gets it back when they are gone.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from deployments.weights.staging.staging_thread import wait_for
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.transports.ipc_channel import gpu_uuid
 from deployments.weights.transports.registry import TRANSPORTS
-from deployments.weights.transports.vllm_wire.packing import (
+from deployments.weights.transports.vllm_packing import (
     one_piece,
     received_block,
     received_tensors,
@@ -30,7 +30,7 @@ from deployments.weights.transports.vllm_wire.packing import (
 from deployments.weights.wire.chunk_layout import Chunk, Entry, ReceivedChunk
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
 
-_DEVICE = 6  # of the parts of a handle: the sender's index of the device
+_DEVICE = 6  # index, in a handle, of the sender's device index
 Handle = tuple[Any, ...]
 
 
@@ -97,7 +97,6 @@ class StagedIpcEngine(StagedWeightTransferEngine[IPCWeightTransferInitInfo, IPCW
             yield received_block(piece, buffer[: piece.size_bytes])
 
     def _handles(self, by_gpu: Any) -> list[Handle]:
-        """Those of this worker's GPU."""
         gpu = self.gpu()
         if not isinstance(by_gpu, list) or not all(isinstance(each, dict) for each in by_gpu):
             packed = "packed" if self._packed else "not packed"
@@ -146,7 +145,7 @@ class StagedIpcEngine(StagedWeightTransferEngine[IPCWeightTransferInitInfo, IPCW
         self._packed = None
 
     def _copied(self) -> None:
-        """Wait for the copies out of the trainer's memory; on the staging thread."""
+        """Wait for the copies out of the trainer's memory, on the staging thread."""
         if self._stream is not None:
             wait_for(self._stream.record_event())
 

@@ -15,8 +15,8 @@ from torch.distributed import HashStore, PrefixStore
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 from deployments.protocol.errors import TransferFailed
-from deployments.weights.transports import nccl_communicator
-from deployments.weights.transports.nccl_communicator import (
+from deployments.weights.transports import nccl as nccl_module
+from deployments.weights.transports.nccl import (
     Create,
     NcclGroup,
     by_store,
@@ -167,8 +167,8 @@ class Collective(Communicator):
 @pytest.mark.parametrize("way", ["store", "unique id"])
 def test_an_abort_ends_the_first_collective(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Collective.made = []
-    monkeypatch.setattr(nccl_communicator, "PyNcclCommunicator", Collective)
-    monkeypatch.setattr(nccl_communicator, "_own_stream", lambda _: nullcontext())
+    monkeypatch.setattr(nccl_module, "PyNcclCommunicator", Collective)
+    monkeypatch.setattr(nccl_module, "_own_stream", lambda _: nullcontext())
     group = PrefixStore("group", HashStore())
     call = by_store(group, 3, 1, DEVICE) if way == "store" else by_unique_id(b"id", 3, 1, DEVICE)
     with pytest.raises(TransferFailed, match=r"no progress in 0\.3 s"):
@@ -189,7 +189,7 @@ def test_a_collective_does_not_begin_after_the_wait_has_ended(
             nccl.returns.wait(PATIENCE_S)
             super().__init__()
 
-    monkeypatch.setattr(nccl_communicator, "PyNcclCommunicator", Late)
+    monkeypatch.setattr(nccl_module, "PyNcclCommunicator", Late)
     with pytest.raises(TransferFailed, match=r"no progress in 0\.3 s"):
         create(lambda kind: kind())  # type: ignore[call-arg]
     nccl.returns.set()
@@ -202,8 +202,8 @@ def test_a_disabled_communicator_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         def all_reduce(self) -> None:
             self.disabled = True
 
-    monkeypatch.setattr(nccl_communicator, "PyNcclCommunicator", Disabled)
-    monkeypatch.setattr(nccl_communicator, "_own_stream", lambda _: nullcontext())
+    monkeypatch.setattr(nccl_module, "PyNcclCommunicator", Disabled)
+    monkeypatch.setattr(nccl_module, "_own_stream", lambda _: nullcontext())
     with pytest.raises(ValueError, match=r"vLLM has disabled its NCCL communicator$"):
         create(by_unique_id(b"id", 3, 1, DEVICE), 60.0)
 
@@ -230,7 +230,7 @@ def test_a_group_is_not_held_by_a_member_that_dies_after_the_rendezvous(
     nccl: Nccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = PrefixStore("slipstream", HashStore())
-    monkeypatch.setattr(nccl_communicator, "rendezvous_with_nccl", lambda *_: store)
-    monkeypatch.setattr(nccl_communicator, "by_store", lambda *_: nccl.create)
+    monkeypatch.setattr(nccl_module, "rendezvous_with_nccl", lambda *_: store)
+    monkeypatch.setattr(nccl_module, "by_store", lambda *_: nccl.create)
     with pytest.raises(TransferFailed, match=r"no progress in 0\.3 s; ranks \[0, 2\] do not answer"):
         NcclGroup(info_for(3, 0.3), 1, DEVICE, go_on)

@@ -1,0 +1,79 @@
+"""What trainer ranks agree on before they send: whether to connect, and to which replicas.
+
+    rank 0      asks the controller for the fleet's status ─┐
+    all ranks   ◄── all_gather: who is connected, and to which epoch
+
+A rank that connected on its own would wait for the others forever. Each epoch needs a new connection: a
+process group that lost or gained a member cannot be reused, and a restarted controller has no connection.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from deployments.protocol.errors import FleetUnavailable
+
+T = TypeVar("T")
+
+
+def gather_from_ranks(value: T) -> list[T]:
+    """The value of every trainer rank."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    values = [value] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishTarget:
+    """The replicas that rank 0 found, as far as a connection depends on them."""
+
+    epoch: int
+    workers: int  # of all replicas together
+    changed: bool  # since the connection was made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankState:
+    connected: bool
+    target: PublishTarget | None = None  # set on rank 0
+    problem: str | None = None  # why rank 0 has no target
+
+
+def agree(
+    find: Callable[[], PublishTarget] | None, *, connected: bool, together: bool = True
+) -> PublishTarget | None:
+    """The replicas that all ranks must connect to; None if all connections are still good.
+
+    Args:
+        find: asks the fleet; None on all ranks but 0.
+        connected: this rank has a connection that suits what it sends now.
+        together: every rank calls this; else rank 0 alone.
+
+    Raises:
+        FleetUnavailable: rank 0 cannot send (on rank 0: whatever `find` raised).
+    """
+    target, failure = None, None
+    if find is not None:
+        try:
+            target = find()
+        except Exception as error:  # the other ranks must learn of it before it is raised
+            failure = error
+    problem = None if failure is None else str(failure)
+    own = _RankState(connected=connected, target=target, problem=problem)
+    ranks = gather_from_ranks(own) if together else [own]
+    if failure is not None:
+        raise failure
+    if ranks[0].problem is not None:
+        raise FleetUnavailable(f"rank 0 of the trainer cannot publish: {ranks[0].problem}")
+    agreed = ranks[0].target
+    assert agreed is not None
+    return agreed if agreed.changed or not all(rank.connected for rank in ranks) else None
+
+
+def call_off(reason: str) -> None:
+    """On rank 0, where the others wait in `agree`: it does not send, and they raise FleetUnavailable."""
+    gather_from_ranks(_RankState(connected=False, problem=reason))

@@ -1,0 +1,267 @@
+"""The trainer's half of every transport.
+
+    prepare                 work that can be done before the replicas know of the round
+    start_weight_update     every replica begins an update
+    update_weights          the call inside which the replicas receive; it runs beside the sending
+    transfer                packs the source's tensors and moves the bytes (the transport's own part)
+    finish_weight_update    the fleet verifies and commits
+
+After a failure `abandon_round` ends the waits of the receivers. The pending call is not joined: it returns
+only when the fleet has aborted the round.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+)
+
+from deployments.weights.transports.registry import TrainerFacts
+from deployments.weights.wire.chunk_layout import pack, plan_chunks, view, write_digests
+from deployments.weights.wire.digest import prepare_digests
+from deployments.weights.wire.digest_definition import Copy
+
+Init = TypeVar("Init", bound=TrainerInitInfo)
+Metadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+
+def native_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
+    """For vLLM's own engines `ipc` and `nccl` (`staging: none`), with vLLM's own defaults.
+
+    Raises:
+        ValueError: vLLM has no such engine.
+    """
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    sizes: dict[str, Any] = {}
+    match backend:
+        case "ipc":
+            if facts.chunk_bytes is not None:  # vLLM refuses a tensor larger than the buffer
+                size = max(facts.chunk_bytes, facts.largest_tensor_bytes)
+                sizes = {"packed": True, "packed_buffer_size_bytes": size}
+            return IPCTrainerInitInfo(rank=facts.rank, **sizes)
+        case "nccl":
+            if facts.chunk_bytes is not None:
+                sizes = {"packed_buffer_size_bytes": facts.chunk_bytes}
+            return NCCLTrainerInitInfo(
+                rank=facts.rank,
+                master_address=facts.master_address,
+                master_port=facts.master_port,
+                world_size=facts.world_size,
+                # The receiver of vLLM 0.32 does not order its streams when there are more buffers.
+                packed_num_buffers=1,
+                **sizes,
+            )
+    raise ValueError(f"backend must be 'ipc' or 'nccl', got {backend!r}")
+
+
+@runtime_checkable
+class ResidentSource(Protocol):
+    """A source whose tensors may stay at the same addresses; see `ParameterSource.resident`."""
+
+    def resident(self) -> list[torch.Tensor] | None: ...
+
+
+class ChunkPacker:
+    """The chunks of a source, and their content in each round.
+
+    Tensors that a source makes in each pass (gathered, converted) are packed in the order in which it yields
+    them. Resident tensors are the model's own memory: the work of a chunk, including a cast, is prepared
+    once, and a round is a few launches without Python code for each tensor.
+
+    Attributes:
+        metadata: (name, dtype, shape) of what is sent, in its order.
+        resident: the tensors themselves if they are resident, before the cast; else None.
+        in_place: the same if no tensor is cast; else None.
+
+    Raises:
+        ValueError: the source's resident tensors are not those that it declares.
+    """
+
+    def __init__(self, source: WeightSource, chunk_bytes: int) -> None:
+        self._source = source
+        self.metadata: Metadata = [(meta.name, meta.dtype, tuple(meta.shape)) for meta in source.metadata()]
+        self.chunks = plan_chunks(self.metadata, chunk_bytes)
+        self.resident: list[torch.Tensor] | None = None
+        self.in_place: list[torch.Tensor] | None = None
+        self._firsts = list(accumulate((len(chunk.entries) for chunk in self.chunks), initial=0))
+        self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._digests: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by chunk and block address
+        self.refresh_resident()
+
+    def refresh_resident(self) -> None:
+        """Ask the source again where its tensors are.
+
+        Raises:
+            ValueError: they are not those that it declares.
+        """
+        resident = self._source.resident() if isinstance(self._source, ResidentSource) else None
+        if resident is self.resident:
+            return
+        is_cast = False
+        if resident is not None:
+            _check_resident(self.metadata, resident)
+            is_cast = any(t.dtype != meta[1] for t, meta in zip(resident, self.metadata, strict=True))
+        self.resident, self._digests = resident, {}
+        self.in_place = None if is_cast else resident
+
+    def begin(self) -> None:
+        """Call before each round.
+
+        Raises:
+            ValueError: as `refresh_resident`.
+        """
+        self.refresh_resident()
+        self._pass = iter(self._source) if self.resident is None else iter(())
+
+    def pack(self, index: int, block: torch.Tensor) -> None:
+        """Write chunk `index` and its digests into a block; chunks must be packed in their order.
+
+        Args:
+            block: uint8 [chunk.size_bytes] on the sending device; on a GPU the work is only queued.
+
+        Raises:
+            ValueError: the source yields a tensor that it did not declare.
+        """
+        chunk = self.chunks[index]
+        if self.resident is None:
+            pack(chunk, self._pass, block)
+            return
+        digests = self._digests.get((index, block.data_ptr()))
+        if digests is None:
+            sources = self.resident[self._firsts[index] : self._firsts[index + 1]]
+            targets = [view(entry, block) for entry in chunk.entries]
+            pairs = list(zip(sources, targets, strict=True))
+            copies = [Copy(index=i, source=source, target=target) for i, (source, target) in enumerate(pairs)]
+            # Digests are of what is sent: of the copy, if the tensor is cast (on a GPU in one pass).
+            inspected = [source if source.dtype == target.dtype else target for source, target in pairs]
+            digests = prepare_digests(inspected, copies)
+            if block.is_cuda:  # blocks in host memory are new in every round
+                self._digests[index, block.data_ptr()] = digests
+        write_digests(chunk, digests(), block)
+
+    def drain(self) -> None:
+        """Run the source's pass without packing: its gathers are collectives of all ranks."""
+        for _ in self._pass:
+            pass
+
+
+def _check_resident(metadata: Metadata, resident: list[torch.Tensor]) -> None:
+    if len(metadata) != len(resident):
+        raise ValueError(f"the source declared {len(metadata)} tensors and has {len(resident)}")
+    for (name, dtype, shape), tensor in zip(metadata, resident, strict=True):
+        castable = dtype.is_floating_point and tensor.is_floating_point()
+        if tuple(tensor.shape) != shape or not (tensor.dtype == dtype or castable):
+            actual = (tensor.dtype, tuple(tensor.shape))
+            raise ValueError(f"the source declared {(name, dtype, shape)} and has {actual}")
+
+
+class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
+    """The base of all trainer halves. On every trainer rank; only rank 0, the sender, calls the fleet.
+
+    Args:
+        chunk_bytes: the size of the chunks in which tensors are sent; see `plan_chunks`.
+    """
+
+    def __init__(
+        self, *, client: VLLMWeightSyncClient, source: WeightSource, is_sender: bool, chunk_bytes: int
+    ) -> None:
+        super().__init__(client=client, source=source, is_sender=is_sender)
+        self.packer = ChunkPacker(source, chunk_bytes)
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: Init, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        """Connect to the fleet. Called on every trainer rank.
+
+        Raises:
+            ValueError: no source, or the transport cannot work here.
+            TransferFailed: a peer did not join, or rank 0 could not connect.
+            Exception: what the client raises.
+        """
+        if source is None:
+            raise ValueError(f"transport {init_info.backend!r} needs a WeightSource, got None")
+        engine = cls(
+            client=client, source=source, is_sender=init_info.is_sender, chunk_bytes=init_info.chunk_bytes
+        )
+        try:
+            engine.connect(init_info)
+        except BaseException:  # peers that have joined must not wait for the others
+            engine.shutdown()
+            raise
+        return engine
+
+    def send_weights(self) -> None:
+        """One round. Called on every trainer rank.
+
+        Raises:
+            TransferFailed: a peer is gone, or the model's tensors have moved; connect again.
+            ValueError: the source yields a tensor that its metadata did not declare.
+            Exception: what the client raises.
+        """
+        self.packer.begin()
+        self.prepare()
+        if self.is_sender:
+            self.client.start_weight_update()
+        calls = ThreadPoolExecutor(max_workers=1)
+        try:
+            self.transfer(calls)
+        except BaseException:  # the receivers must not wait for the other chunks
+            self.abandon_round()
+            raise
+        finally:
+            calls.shutdown(wait=False)
+        if self.is_sender:
+            self.client.finish_weight_update()
+
+    @abstractmethod
+    def connect(self, init_info: Init) -> None:
+        """Agree with the replicas on how the bytes move. Called once, on every trainer rank."""
+
+    def is_current(self) -> bool:
+        """Whether the connection can send the source's tensors from where they are now."""
+        return True
+
+    def prepare(self) -> None:
+        """Work that can be done before the replicas know of the round."""
+
+    @abstractmethod
+    def transfer(self, calls: ThreadPoolExecutor) -> None:
+        """Send all chunks, and submit the calls inside which they are received to `calls`."""
+
+    def join_gathers(self) -> None:
+        """On a trainer rank that is not the sender: take part in the collectives of the source's pass."""
+        self.packer.drain()
+
+    def abandon_round(self) -> None:
+        """End the receivers' waits for a round that will not be finished."""
+
+
+class OnePayloadSender(WeightSender[Init], Generic[Init]):
+    """The base of trainer halves whose rounds are one payload, received inside one call."""
+
+    def transfer(self, calls: ThreadPoolExecutor) -> None:
+        if not self.is_sender:
+            self.join_gathers()
+            return
+        receiving = calls.submit(self.client.update_weights, self.payload())
+        self.send(receiving)
+        receiving.result()
+
+    def payload(self) -> dict[str, Any]:
+        """The update info of this round; the connection has described its tensors already."""
+        return {}
+
+    @abstractmethod
+    def send(self, receiving: Future[None] | None) -> None:
+        """Send all chunks. `receiving` is the sender's call; once it has failed, no replica receives."""
