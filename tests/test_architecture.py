@@ -1,4 +1,4 @@
-"""docs/architecture.md and the packages' docstrings name what exists."""
+"""The architecture page and the packages' docstrings name what exists; links between documents resolve."""
 
 import ast
 import re
@@ -44,3 +44,21 @@ def test_a_package_says_what_lives_in_it_and_names_what_exists(package: str) -> 
     assert len(tree.body) == 1, "a package's __init__ holds its docstring and no code"
     assert "Read first:" in docstring
     assert [name for name in names_in(docstring) if not exists(name)] == []
+
+
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "RESULTS.md"])
+
+
+def anchors(document: Path) -> set[str]:
+    """GitHub's anchors of the headings."""
+    titles = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_link_leads_to_a_file_and_a_heading_that_exist(document: Path) -> None:
+    for path, anchor in _LINK.findall(document.read_text(encoding="utf-8")):
+        target = document.parent / path if path else document
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
