@@ -65,11 +65,7 @@ async def require_fleet(client: AsyncFleetClient, options: Options) -> tuple[Pol
 
 
 def record_file(options: Options) -> Path:
-    """Where the run's record is.
-
-    Raises:
-        ValueError: there is no run to resume.
-    """
+    """Where the run's record is."""
     if options.metrics is not None:
         return options.metrics
     return metrics.newest_metrics_file() if options.resume else metrics.new_metrics_file()
@@ -82,11 +78,7 @@ async def prepared(
     path: Path,
     began: float,
 ) -> Run:
-    """A new run, or the one to resume, against this fleet.
-
-    Raises:
-        FleetError, ValueError: as `main`.
-    """
+    """A new run, or the one to resume, against this fleet."""
     with announced("RL job: asking the fleet for its model and its trainer"):
         policy, version = await require_fleet(client, options)
     run = Run(options, *environments, policy, path, version, tell, began)
@@ -97,11 +89,7 @@ async def prepared(
 
 
 async def loop(run: Run, trackers: Sequence[Tracker] = ()) -> None:
-    """Learn while producers sample, to the last step.
-
-    Raises:
-        FleetError, ValueError: as `main`.
-    """
+    """Learn while producers sample, to the last step."""
     with Progress(steps=run.options.steps, done=run.step, state=run.state) as progress:
         run.say = progress.say
         producers = [produce(run) for _ in range(run.options.groups_in_flight)]
@@ -110,12 +98,7 @@ async def loop(run: Run, trackers: Sequence[Tracker] = ()) -> None:
 
 
 async def main(options: Options, began: float) -> None:
-    """Run the job; `began` is when its process started, on the monotonic clock.
-
-    Raises:
-        FleetError: no fleet, or one that refuses.
-        ValueError: options that do not go together.
-    """
+    """Run the job; `began` is when its process started, on the monotonic clock."""
     with announced("RL job: loading the task"):
         learned, held_out = options.load_environments()
     path = record_file(options)

@@ -27,11 +27,7 @@ STEP_ATTEMPTS = 3  # when the trainer loses a step before its round
 
 
 async def learn(run: Run, progress: Progress, trackers: Sequence[Tracker]) -> None:
-    """Step after step until the wanted number is done.
-
-    Raises:
-        FleetError: the fleet refuses a step, or rounds abort repeatedly.
-    """
+    """Step after step until the wanted number is done."""
     while run.step < run.options.steps:
         record = await learn_once(run)
         metrics.append(run.path, record)
@@ -53,11 +49,7 @@ def track(run: Run, trackers: Sequence[Tracker], record: StepRecord) -> None:
 
 
 async def learn_once(run: Run) -> StepRecord:
-    """One batch: a step, a round, and the evaluation if it is due.
-
-    Raises:
-        FleetError: as `learn`.
-    """
+    """One batch: a step, a round, and the evaluation if it is due."""
     began, tokens_before = time.monotonic(), run.generated_tokens
     run.doing = "waiting for answers"
     groups = await run.queue.take(run.options.groups_per_step, run.version)
@@ -108,11 +100,7 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
 
 
 async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> StepRecord:
-    """The record after a step and a round; a step that the trainer loses before its round is repeated.
-
-    Raises:
-        FleetError: as `learn`; or the step was lost each time.
-    """
+    """The record after a step and a round; a step that the trainer loses before its round is repeated."""
     training = Training(run.policy.client, run.say)
     for _ in range(STEP_ATTEMPTS):
         run.doing = f"the trainer learns from {len(batch)} answers"
@@ -136,11 +124,7 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
 
 
 async def evaluated(run: Run, step: int) -> Evaluation | None:
-    """The evaluation of the served version, if it is due after this step; the best version is kept.
-
-    Raises:
-        FleetError: as `learn`.
-    """
+    """The evaluation of the served version, if it is due after this step; the best version is kept."""
     every = run.options.eval_every
     if every == 0 or (step % every and step != run.options.steps):
         return None
@@ -181,11 +165,7 @@ async def keep(run: Run, best: Evaluation, step: int) -> str | None:
 
 
 async def publish_best(run: Run) -> None:
-    """Move the fleet to the best version, labelled with its reward.
-
-    Raises:
-        FleetError: the fleet refuses the directory.
-    """
+    """Move the fleet to the best version, labelled with its reward."""
     best = run.best
     if not run.options.publish_best or best is None or best.kept_in is None:
         return
@@ -196,12 +176,7 @@ async def publish_best(run: Run) -> None:
 
 
 async def resume(run: Run, past: Sequence[StepRecord]) -> None:
-    """Continue after the last step of a run's record, and after one that was done and not recorded.
-
-    Raises:
-        ValueError: the record is of other problems.
-        FleetError: the fleet has no trainer, or does not answer.
-    """
+    """Continue after the last step of a run's record, and after one that was done and not recorded."""
     if past:
         continue_after(run, past[-1])
         evaluations = [each.evaluation for each in past if each.evaluation is not None]
@@ -233,11 +208,7 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
 
 
 def continue_after(run: Run, last: StepRecord) -> None:
-    """Continue after this step.
-
-    Raises:
-        ValueError: it is of other problems.
-    """
+    """Continue after this step."""
     if last.seed != run.options.seed:
         raise ValueError(f"the run to resume has --seed {last.seed}, got {run.options.seed}")
     run.step = last.step

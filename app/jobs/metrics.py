@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from pydantic import JsonValue, TypeAdapter
 
@@ -105,11 +105,7 @@ def new_metrics_file() -> Path:
 
 
 def newest_metrics_file(directory: Path = RUNS) -> Path:
-    """The file of the newest run.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The file of the newest run."""
     files = sorted(directory.expanduser().glob("grpo-*.jsonl"))
     if not files:
         raise ValueError(f"--resume finds no run in {directory}: name the file with --metrics")
@@ -119,30 +115,13 @@ def newest_metrics_file(directory: Path = RUNS) -> Path:
 def append(path: Path, record: StepRecord) -> None:
     """Write one line, in place of a truncated last one; creates the file and its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(asdict(record)).encode() + b"\n"
     with path.open("a+b") as stream:
-        _end_last_line(stream)
-        stream.write(line)
+        stream.seek(0)
+        content = stream.read()
+        stream.truncate(content.rfind(b"\n") + 1)
+        stream.write(json.dumps(asdict(record)).encode() + b"\n")
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _end_last_line(stream: BinaryIO) -> None:
-    """Remove the partial line that a killed job or a full disk left, unless only its line end is missing."""
-    if stream.seek(0, os.SEEK_END) == 0:
-        return
-    stream.seek(-1, os.SEEK_END)
-    if stream.read() == b"\n":
-        return
-    stream.seek(0)
-    content = stream.read()
-    rest = content.rpartition(b"\n")[2]
-    try:
-        _RECORD.validate_json(rest)
-    except ValueError:
-        stream.truncate(len(content) - len(rest))
-    else:
-        stream.write(b"\n")
 
 
 def write_pending(path: Path, pending: Pending) -> None:
@@ -153,11 +132,7 @@ def write_pending(path: Path, pending: Pending) -> None:
 
 
 def pending(path: Path) -> Pending | None:
-    """What was written last, or None.
-
-    Raises:
-        ValueError: the file is something else.
-    """
+    """What was written last, or None."""
     file = _pending_file(path)
     try:
         return _PENDING.validate_json(file.read_bytes())
@@ -172,13 +147,9 @@ def _pending_file(path: Path) -> Path:
 
 
 def records(path: Path) -> list[StepRecord]:
-    """The record of every complete line; a killed job leaves a truncated last line.
-
-    Raises:
-        ValueError: a line before the last is no record, or the file cannot be read.
-    """
+    """The records of all complete lines; a killed job leaves a truncated last line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise ValueError(f"the metrics file {path} cannot be read: {error}") from error
     read = []
@@ -186,10 +157,7 @@ def records(path: Path) -> list[StepRecord]:
         try:
             read.append(_RECORD.validate_json(line))
         except ValueError as error:
-            if number < len(lines):
-                raise ValueError(
-                    f"{path}:{number}: expected the record of a step, got {line[:80]!r}"
-                ) from error
+            raise ValueError(f"{path}:{number}: expected the record of a step, got {line[:80]!r}") from error
     return read
 
 
@@ -225,7 +193,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """wandb, or trackio, which has its interface."""
+    """wandb, or trackio, which has the same interface."""
 
     def __init__(self, package: str, name: str) -> None:
         module = _module(package, package)
@@ -240,11 +208,7 @@ class Wandb:
 
 
 def open_trackers(wanted: Sequence[Tracking], record: Path) -> list[Tracker]:
-    """Trackers of the run with this record, under its name.
-
-    Raises:
-        ValueError: a package is not installed, or its service refuses.
-    """
+    """Trackers of the run with this record, under its name."""
     return [
         TensorBoard(record.with_suffix(""))
         if each is Tracking.TENSORBOARD

@@ -61,20 +61,12 @@ class Policy:
         return await self._sample(completions.chat(body, self._headers()))
 
     async def complete(self, prompt_token_ids: Sequence[int], session: str) -> Answer:
-        """What the model says after these tokens; the turns of a session go to one replica.
-
-        Raises:
-            Unanswered, FleetError, Moved: as `chat`.
-        """
+        """What the model says after these tokens; the turns of a session go to one replica."""
         settings = self._sampling(1) | {"headers": self._headers(session), "logprobs": 0, "ignore_eos": False}
         return (await self._sample(completions.complete(self.name, prompt_token_ids, **settings))).answer
 
     async def forward(self, call: Call[Completion], session: str) -> Completion:
-        """The answer to an agent's own request, at the policy's version.
-
-        Raises:
-            Unanswered, FleetError, Moved: as `chat`.
-        """
+        """The answer to an agent's own request, at the policy's version."""
         return await self._sample(replace(call, headers={**call.headers, **self._headers(session)}))
 
     async def tokenize(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -130,11 +122,7 @@ async def sample(client: AsyncFleetClient, call: Call[Completion]) -> Completion
 
 
 def require_complete(completion: Completion, *, with_prompt: bool = True) -> None:
-    """Check that each answer has everything that a trainer needs.
-
-    Raises:
-        FleetError: it names what is missing.
-    """
+    """Check that each answer has everything that a trainer needs."""
     if with_prompt and not completion.prompt_token_ids:
         raise FleetError("the fleet's answer has no prompt_token_ids")
     for answer in completion.answers:

@@ -89,12 +89,7 @@ class Run:
 
 
 async def produce(run: Run) -> None:
-    """Sample, score and put; runs until cancelled.
-
-    Raises:
-        FleetError: the fleet refuses, or its answers lack something that a trainer needs.
-        ValueError: a reward is not a number, or dynamic sampling finds no group with signal.
-    """
+    """Sample, score and put; runs until cancelled."""
     while True:
         await run.sampling.wait()
         number = run.positions.hand_out()
@@ -127,11 +122,7 @@ def penalised(rollout: Rollout, options: Options) -> Rollout:
 
 
 def leave_out(run: Run, group: Group) -> None:
-    """Consume a group without signal; it counts in the mean reward.
-
-    Raises:
-        ValueError: too many in a row.
-    """
+    """Consume a group without signal; it counts in the mean reward."""
     run.filtered.append(group)
     run.positions.consume([group.number])
     limit = FRUITLESS * run.options.groups_per_step

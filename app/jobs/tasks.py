@@ -58,11 +58,7 @@ EXTRACTORS: dict[Extraction, Extractor] = {
 
 
 def load_reward(path: str) -> Reward:
-    """A reward by its import path, `package.module:function`; called as `function(entry, answer)`.
-
-    Raises:
-        ValueError: no such module or function, or one that cannot be called with two arguments.
-    """
+    """A reward by its import path, `package.module:function`; called as `function(entry, answer)`."""
     function = imported(path, "--reward")
     try:
         inspect.signature(function).bind({}, "")
@@ -98,11 +94,7 @@ class Task(Protocol):
         """The same problem for the same number, in every process."""
 
     def score(self, problem: Problem, answer: str) -> float:
-        """The reward of an answer.
-
-        Raises:
-            ValueError: the score is not a finite number.
-        """
+        """The reward of an answer."""
         ...
 
 

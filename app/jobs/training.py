@@ -95,11 +95,7 @@ class Training:
                 return found
 
     async def idle(self) -> TrainerStatus:
-        """The trainer's status once it is idle.
-
-        Raises:
-            FleetError: it is busy for too long, or does not answer.
-        """
+        """The trainer's status once it is idle."""
         deadline = time.monotonic() + BUSY_S
         while True:
             status = await self._client.send(calls.train_status())

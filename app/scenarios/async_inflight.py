@@ -3,9 +3,9 @@
     python -m app.scenarios.async_inflight --pause-after 32
 
 The fleet needs a trainer, `kv_cache: recompute`, and engines whose answers do not depend on the batch
-(VLLM_BATCH_INVARIANT=1 on GPUs, float32 on CPUs). Then each answer continues after the switch exactly as an
-engine does that is started from the new weights with the earlier tokens as its prompt. That is checked for
-every request, token by token, with an engine in a process of its own.
+(VLLM_BATCH_INVARIANT=1 on GPUs, float32 on CPUs). Then each answer continues after the switch exactly as a
+fresh engine with the new weights does, given the earlier tokens as its prompt. This checks every token of
+every request.
 
     train ─► start the requests ─► N tokens of each ─► pause ─► publish ─► resume ─► the rest ─► compare
 """
@@ -19,10 +19,10 @@ from typing import Annotated
 
 import typer
 
-from app.client import calls, options
+from app.client import calls
 from app.client.completions import complete
 from app.client.connection import LOCAL_URL, AsyncFleetClient, FleetClient, FleetError, token_from
-from app.client.options import Url, json_object
+from app.client.options import Url, json_object, parse
 from app.scenarios.comparison import Comparison, compare
 from app.scenarios.fresh_engine import ScoredTokens, fresh_answers
 from trainers.trajectory import Trajectory, VersionSpan
@@ -39,21 +39,16 @@ class Options:
 
     url: Url = LOCAL_URL
     requests: Annotated[int, typer.Option(min=1)] = 16
-    tokens: Annotated[int, typer.Option(help="of each answer")] = 256
-    pause_after: Annotated[int, typer.Option(min=1, help="tokens of every answer")] = 32
+    tokens: Annotated[int, typer.Option(help="per answer")] = 256
+    pause_after: Annotated[int, typer.Option(min=1, help="tokens per answer")] = 32
     engine: Annotated[
-        str, typer.Option(help="arguments (JSON) of the engine to compare with: those of the fleet's engines")
+        str, typer.Option(help="arguments (JSON) of the fresh engine: those of the fleet's engines")
     ] = ENGINE
-    alone: Annotated[
-        bool,
-        typer.Option(help="ask that engine again alone where log-probabilities differ: its own rounding"),
-    ] = False
     train: Annotated[
-        bool,
-        typer.Option(help="a step first; without one the same weights go out, and what drifts is rounding"),
+        bool, typer.Option(help="make a step first; without it any drift is rounding, not old weights")
     ] = True
     environment: Annotated[
-        str, typer.Option(help="of that engine (JSON); CUDA_VISIBLE_DEVICES says where it runs")
+        str, typer.Option(help="variables (JSON) of the fresh engine, such as CUDA_VISIBLE_DEVICES")
     ] = ENVIRONMENT
 
     def __post_init__(self) -> None:
@@ -63,18 +58,9 @@ class Options:
             )
 
 
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The options of this program.
-
-    Raises:
-        SystemExit: an option is wrong.
-    """
-    return options.parse(Options, arguments)
-
-
 @dataclass(slots=True, kw_only=True)
-class Running:
-    """One streamed request. `enough` is set once it has `pause_after` tokens."""
+class StreamedRequest:
+    """One streamed request; `enough` is set once it has `pause_after` tokens."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -84,11 +70,7 @@ class Running:
 
     @property
     def switch(self) -> int:
-        """How many tokens are from the old weights.
-
-        Raises:
-            RuntimeError: the tokens are not from exactly two versions.
-        """
+        """How many tokens are from the old weights."""
         if len(self.spans) != 2:
             raise RuntimeError(
                 f"expected tokens of two versions in every answer, got {self.spans}: it was not in flight "
@@ -102,11 +84,7 @@ class Running:
         return ScoredTokens(token_ids=self.tokens[self.switch :], logprobs=self.logprobs[self.switch :])
 
     async def run(self, fleet: AsyncFleetClient, model: str, max_tokens: int, pause_after: int) -> None:
-        """Receive the answer.
-
-        Raises:
-            FleetError: the request failed.
-        """
+        """Receive the answer."""
         try:
             async for piece in fleet.stream(
                 complete(model, self.prompt, max_tokens, stream=True, logprobs=1)
@@ -123,13 +101,9 @@ class Running:
 
 async def in_flight(
     settings: Options, token: str | None, model: str, prompts: Sequence[list[int]]
-) -> list[Running]:
-    """Requests that were in flight while the fleet took new weights.
-
-    Raises:
-        FleetError: a call or a request failed.
-    """
-    running = [Running(prompt=prompt) for prompt in prompts]
+) -> list[StreamedRequest]:
+    """Requests that were in flight while the fleet took new weights."""
+    running = [StreamedRequest(prompt=prompt) for prompt in prompts]
     async with AsyncFleetClient.connect(settings.url, token, max_connections=len(prompts) + 1) as fleet:
         tasks = [
             asyncio.create_task(each.run(fleet, model, settings.tokens, settings.pause_after))
@@ -152,11 +126,7 @@ async def in_flight(
 
 
 def sample(fleet: FleetClient, model: str, prompt: list[int]) -> list[Trajectory]:
-    """Trajectories that a step learns from: every other one has a positive advantage.
-
-    Raises:
-        FleetError: a request failed.
-    """
+    """Trajectories for a step: every other one has a positive advantage."""
     trajectories = []
     for seed in range(SAMPLES):
         call = complete(model, prompt, SAMPLE_TOKENS, temperature=1.0, logprobs=1, seed=seed)
@@ -171,7 +141,7 @@ def scenario(settings: Options) -> list[Comparison]:
     Raises:
         FleetError: a call or a request failed.
         RuntimeError: a request was not in flight during the update, or the fresh engine failed.
-        ValueError: an option is not the JSON that it has to be.
+        ValueError: an option is not JSON.
     """
     arguments = json_object(settings.engine, "--engine")
     environment = json_object(settings.environment, "--environment")
@@ -198,16 +168,16 @@ def scenario(settings: Options) -> list[Comparison]:
                 )
 
             switches, continued = [each.switch for each in running], [each.after for each in running]
-            return compare(switches, continued, fresh, drifting_alone=settings.alone)
+            return compare(switches, continued, fresh)
 
 
 def main() -> None:
     """Run the scenario and print a table; exits with 1 if an answer differs."""
-    comparisons = scenario(parse())
+    comparisons = scenario(parse(Options))
     print("request  tokens before the switch  after  as a fresh engine's")
     for number, comparison in enumerate(comparisons):
         print(f"{number:7d}  {comparison.before:24d}  {comparison.after:5d}  {comparison.sentence()}")
-    equal = sum(comparison.differs_at is None for comparison in comparisons)
+    equal = sum(comparison.fleet.differs_at is None for comparison in comparisons)
     print(f"{equal} of {len(comparisons)} continuations are those of a fresh engine, token by token")
     if equal < len(comparisons):
         sys.exit(1)

@@ -1,7 +1,7 @@
 """Continuations of a fleet's answers beside those of a fresh engine: tokens, and their log-probabilities.
 
-Engines round, and where two tokens are as likely as each other a rounding decides. Log-probabilities help to
-tell it from a fault: how far, and how soon after the switch they differ, beside a fresh engine's own.
+Where two tokens are equally likely, rounding decides. How far log-probabilities differ, how soon after the
+switch, and whether a fresh engine differs from itself, tells rounding from a fault.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,107 +14,83 @@ Fresh = Callable[[Sequence[int], int], Sequence[ScoredTokens]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
-    """How the log-probabilities of two answers differ, up to and with the first token that is another one.
+class Difference:
+    """How one answer differs from another; positions count from the answer's start.
 
     Attributes:
-        at: the first token whose log-probability is not the same, counted from the answer's start.
-        tokens: how many have another one.
-        first: by how much its log-probability differs.
-        largest: by how much that of any token does.
+        differs_at: the first token that is another one.
+        drifts_at: the first token with another log-probability, up to and including `differs_at`.
+        drifting: how many have another one.
+        drift: the largest difference between two log-probabilities.
     """
 
-    at: int
-    tokens: int
-    first: float
-    largest: float
+    differs_at: int | None = None
+    drifts_at: int | None = None
+    drifting: int = 0
+    drift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One request against a fresh engine that has all requests in one batch, in tokens.
-
-    The engine answers each request whose tokens differ once more, alone. So it is known whether its own
-    answers depend on the batch.
+    """One request against a fresh engine that has all requests in one batch.
 
     Attributes:
-        before: from the old weights.
-        after: from the new ones.
-        differs_at: the first token that the fresh engine would not have sampled.
-        drift: of the tokens after the switch.
-        alone_differs_at: the first token that the fresh engine samples otherwise where the request is alone.
-        alone_drift: between these two answers of the fresh engine.
+        before: tokens from the old weights.
+        after: tokens from the new ones.
+        fleet: the fleet's answer against the engine's.
+        engine: where these differ, the engine's answer against its own with the request alone in the batch.
     """
 
     before: int
     after: int
-    differs_at: int | None = None
-    drift: Drift | None = None
-    alone_differs_at: int | None = None
-    alone_drift: Drift | None = None
+    fleet: Difference
+    engine: Difference | None = None
 
     def sentence(self) -> str:
-        """For people: whether the answer is a fresh engine's, and if not, what is known."""
-        said = "yes" if self.differs_at is None else f"not from token {self.differs_at} on"
-        if self.alone_differs_at is not None:
-            said += f" (a fresh engine's own answer alone neither, from token {self.alone_differs_at} on)"
-        if self.drift is not None:
-            said += (
-                f"; log-probabilities of {self.drift.tokens} tokens, from token {self.drift.at} on, "
-                f"by up to {self.drift.largest:.2g}"
-            )
-        if self.alone_drift is not None:
-            said += f" (a fresh engine's own, alone, by up to {self.alone_drift.largest:.2g})"
-        return said
+        """Whether the answer is a fresh engine's, and if not, what is known."""
+        found, own = self.fleet, self.engine
+        text = "yes" if found.differs_at is None else f"not from token {found.differs_at} on"
+        if own is not None and own.differs_at is not None:
+            text += f" (a fresh engine's own answer alone neither, from token {own.differs_at} on)"
+        if found.drifting:
+            text += f"; log-probabilities of {found.drifting} tokens, from token {found.drifts_at} on, "
+            text += f"by up to {found.drift:.2g}"
+        if own is not None and own.drifting:
+            text += f" (a fresh engine's own, alone, by up to {own.drift:.2g})"
+        return text
 
 
-def compare(
-    switches: Sequence[int], continued: Sequence[ScoredTokens], fresh: Fresh, *, drifting_alone: bool = False
-) -> list[Comparison]:
+def compare(switches: Sequence[int], continued: Sequence[ScoredTokens], fresh: Fresh) -> list[Comparison]:
     """Each answer's tokens after the switch with those of a fresh engine.
 
     Args:
         switches: how many tokens of each answer are from the old weights.
         continued: the tokens after them.
-        drifting_alone: ask again alone as well where only log-probabilities differ.
     """
     together = fresh(range(len(continued)), len(continued))
-    found = [_differences(*each) for each in zip(switches, continued, together, strict=True)]
-    again = [
-        index
-        for index, (differs_at, drift) in enumerate(found)
-        if differs_at is not None or (drifting_alone and drift is not None)
-    ]
-    alone: dict[int, tuple[int | None, Drift | None]] = {}
-    if again:
-        for index, answer in zip(again, fresh(again, 1), strict=True):
-            alone[index] = _differences(switches[index], together[index], answer)
-    made = []
-    for index, (differs_at, drift) in enumerate(found):
-        alone_differs_at, alone_drift = alone.get(index, (None, None))
-        made.append(
-            Comparison(
-                before=switches[index],
-                after=len(continued[index].token_ids),
-                differs_at=differs_at,
-                drift=drift,
-                alone_differs_at=alone_differs_at,
-                alone_drift=alone_drift,
-            )
+    found = [_difference(*each) for each in zip(switches, continued, together, strict=True)]
+    again = [index for index, difference in enumerate(found) if difference != Difference()]
+    alone = dict(zip(again, fresh(again, 1) if again else (), strict=True))
+    return [
+        Comparison(
+            before=switches[index],
+            after=len(continued[index].token_ids),
+            fleet=difference,
+            engine=_difference(switches[index], together[index], alone[index]) if index in alone else None,
         )
-    return made
+        for index, difference in enumerate(found)
+    ]
 
 
-def _differences(start: int, one: ScoredTokens, other: ScoredTokens) -> tuple[int | None, Drift | None]:
-    """The first token that is another one, and how log-probabilities differ until then."""
+def _difference(start: int, one: ScoredTokens, other: ScoredTokens) -> Difference:
     pairs = enumerate(zip(one.token_ids, other.token_ids, strict=True))
     differs = next((index for index, (mine, its) in pairs if mine != its), None)
     compared = None if differs is None else differs + 1
     scores = zip(one.logprobs[:compared], other.logprobs[:compared], strict=True)
-    off = [abs(mine - its) for mine, its in scores]
-    changed = [index for index, value in enumerate(off) if value]
-    drift = None
-    if changed:
-        at = changed[0]
-        drift = Drift(at=start + at, tokens=len(changed), first=off[at], largest=max(off))
-    return (None if differs is None else start + differs), drift
+    off = {index: abs(mine - its) for index, (mine, its) in enumerate(scores) if mine != its}
+    return Difference(
+        differs_at=None if differs is None else start + differs,
+        drifts_at=start + min(off) if off else None,
+        drifting=len(off),
+        drift=max(off.values(), default=0.0),
+    )

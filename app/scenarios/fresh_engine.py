@@ -1,7 +1,7 @@
-"""Greedy answers of a vLLM engine that is started from a checkpoint, in a process of its own.
+"""Greedy answers of a fresh vLLM engine in its own process, to compare a fleet's answers with.
 
-A fleet's answers are compared with them. The process reads an `EngineTask` as JSON from its standard input,
-and writes a line `ANSWER [{"token_ids": [...], "logprobs": [...]}, ...]`.
+The process reads an `EngineTask` as JSON from stdin and writes a line `ANSWER [{"token_ids": ..., "logprobs":
+...}, ...]`.
 """
 
 import asyncio
@@ -20,14 +20,7 @@ MARK = "ANSWER "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTask:
-    """What the engine's process answers.
-
-    Attributes:
-        prompts: token ids.
-        counts: how many tokens of each.
-        arguments: of vLLM's `AsyncEngineArgs`.
-        at_once: how many prompts share a batch.
-    """
+    """The input of the engine's process; see `fresh_answers`."""
 
     checkpoint: str
     prompts: Sequence[Sequence[int]]
@@ -61,13 +54,13 @@ def fresh_answers(
 
     Args:
         prompts: token ids.
-        counts: how many tokens of each.
-        arguments: of vLLM's `AsyncEngineArgs`; those of the fleet's engines.
-        environment: set beside this process's own (CUDA_VISIBLE_DEVICES, VLLM_BATCH_INVARIANT).
-        at_once: how many prompts share a batch; more than one only where answers do not depend on it.
+        counts: tokens of each answer.
+        arguments: vLLM's `AsyncEngineArgs`; those of the fleet's engines.
+        environment: added to this process's (CUDA_VISIBLE_DEVICES, VLLM_BATCH_INVARIANT).
+        at_once: prompts that share a batch; more than one only where answers do not depend on it.
 
     Raises:
-        RuntimeError: the engine gave no answer; the text has the end of its standard error.
+        RuntimeError: the engine gave no answer; the text has the end of its stderr.
     """
     task = EngineTask(
         checkpoint=checkpoint, prompts=prompts, counts=counts, arguments=dict(arguments), at_once=at_once
@@ -88,21 +81,20 @@ def fresh_answers(
 
 
 async def answers_to(task: EngineTask) -> list[ScoredTokens]:
-    """Run the engine; the answer to each prompt."""
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    # Not vLLM's `LLM`, which has no data parallelism in one process. The usage decides how many tokens a step
-    # has at most, unless the arguments do.
+    # Not vLLM's `LLM`, which has no data parallelism in one process. The usage context sets the default
+    # number of tokens per step.
     arguments = AsyncEngineArgs(model=task.checkpoint, **task.arguments)
     llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
-    turns = asyncio.Semaphore(task.at_once)
+    slots = asyncio.Semaphore(task.at_once)
 
     async def answer(index: int, prompt: Sequence[int], count: int) -> ScoredTokens:
         sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
-        async with turns:
+        async with slots:
             async for output in llm.generate({"prompt_token_ids": list(prompt)}, sampling, str(index)):
                 (made,) = output.outputs  # all tokens so far
         pairs = zip(made.token_ids, made.logprobs or (), strict=True)

@@ -44,23 +44,19 @@ class Options:
     model: Annotated[str, typer.Option(help="a checkpoint directory or hub id, dense")]
     transport: Annotated[Backend, typer.Option(help="as the fleet is configured")]
     url: Url = LOCAL_URL
-    address: Annotated[str, typer.Option(help="of this host, as the replicas reach it")] = "127.0.0.1"
-    dtype: Annotated[str, typer.Option(help="of the weights that are sent; auto: as stored")] = "auto"
+    address: Annotated[str, typer.Option(help="this host, as the replicas reach it")] = "127.0.0.1"
+    dtype: Annotated[str, typer.Option(help="dtype that is sent; auto: as stored")] = "auto"
     rounds: Annotated[int, typer.Option(min=0)] = 1
     noise: Annotated[float, typer.Option(help="changes the weights before each round")] = 0.0
-    tokens: Annotated[int, typer.Option(min=1, help="of each answer that is shown")] = 16
-    timeout: Annotated[float, typer.Option(help="of one call to the fleet, seconds")] = 300.0
+    tokens: Annotated[int, typer.Option(min=1, help="tokens per answer that is shown")] = 16
+    timeout: Annotated[float, typer.Option(help="seconds per call")] = 300.0
     save: Annotated[
         Path | None, typer.Option(help="directory for a checkpoint of what was published last")
     ] = None
 
 
 def load(model: str, transport: str, dtype: str) -> PreTrainedModel:
-    """The model, where the transport takes its tensors from.
-
-    Raises:
-        ValueError: the transport needs a GPU and this process has none.
-    """
+    """The model, on the device that the transport reads from."""
     if transport not in ON_CPU and not torch.cuda.is_available():
         raise ValueError(f"transport {transport!r} needs a GPU in this process, and there is none")
     device = "cpu" if transport in ON_CPU else "cuda:0"
@@ -68,7 +64,7 @@ def load(model: str, transport: str, dtype: str) -> PreTrainedModel:
 
 
 def show(fleet: FleetClient, when: str, tokens: int) -> None:
-    """Print what the fleet answers to some prompts, and with which version."""
+    """Print the fleet's answers to some prompts, and their versions."""
     model = fleet.send(calls.model())
     for prompt in PROMPTS:
         token_ids = fleet.send(calls.tokenize(model, prompt))
@@ -77,7 +73,7 @@ def show(fleet: FleetClient, when: str, tokens: int) -> None:
 
 
 def add_noise(model: torch.nn.Module, amount: float, generator: torch.Generator) -> None:
-    """What a training step would do: other weights, of the same size."""
+    """Change the weights, as a training step would."""
     if amount == 0:
         return
     with torch.no_grad():
@@ -88,7 +84,7 @@ def add_noise(model: torch.nn.Module, amount: float, generator: torch.Generator)
 
 
 def publish(publisher: Publisher) -> None:
-    """One round, and what the fleet reports of it."""
+    """One round, and its report."""
     begin = time.perf_counter()
     last = publisher.publish()
     seconds = time.perf_counter() - begin
@@ -97,13 +93,6 @@ def publish(publisher: Publisher) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Publish round after round.
-
-    Raises:
-        FleetError: the fleet refuses or does not answer.
-        RuntimeError: the fleet refuses a call of vLLM's client.
-        ValueError: the transport needs a GPU, and there is none.
-    """
     options, token = parse(Options, arguments), token_from()
     with FleetClient.connect(options.url, token) as fleet:
         workers = fleet.send(calls.world_size())

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.client.options import parse
 from app.main import engine_spec
-from app.scenarios.async_inflight import parse, scenario
+from app.scenarios.async_inflight import Options, scenario
 from app.scenarios.comparison import Comparison
 from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
 from tests.tiny_models import save_tiny_llama
@@ -29,15 +30,15 @@ def test_every_continuation_is_that_of_a_fresh_engine(layout: str, port: int, tm
     engine = engine_spec(config, "").arguments | {"load_format": "auto"}
     with running(config, checkpoint, port) as fleet:
         options = ["--url", fleet.url, "--requests", str(REQUESTS), "--tokens", "400", "--pause-after", "64"]
-        options += ["--engine", json.dumps(engine), "--environment", json.dumps(INVARIANT), "--alone"]
+        options += ["--engine", json.dumps(engine), "--environment", json.dumps(INVARIANT)]
         # The same weights first: what drifts there is not a rest of old ones.
-        show("the same weights", scenario(parse([*options, "--no-train"])))
-        outcomes = scenario(parse(options))
+        show("the same weights", scenario(parse(Options, [*options, "--no-train"])))
+        outcomes = scenario(parse(Options, options))
     show("new weights", outcomes)
-    assert [outcome.differs_at for outcome in outcomes] == [None] * REQUESTS
+    assert [outcome.fleet.differs_at for outcome in outcomes] == [None] * REQUESTS
     assert all(64 <= outcome.before < 400 == outcome.before + outcome.after for outcome in outcomes)
 
 
 def show(what: str, outcomes: list[Comparison]) -> None:
     print(f"{what}: tokens before the switch: {[outcome.before for outcome in outcomes]}")
-    print("not the same:", *(outcome for outcome in outcomes if outcome.drift is not None), sep="\n")
+    print("not the same:", *(outcome for outcome in outcomes if outcome.fleet.drifting), sep="\n")

@@ -148,9 +148,6 @@ def load_environment(path: str, settings: Mapping[str, object]) -> TurnEnvironme
 
     Args:
         settings: the factory's arguments.
-
-    Raises:
-        ValueError: no such module or factory, or one that refuses the settings or makes no `start`.
     """
     expected = f"package.module:factory, or be one of {[*BUILT_IN, 'verifiers']}"
     factory = imported(BUILT_IN.get(path, path), "--environment", expected)

@@ -69,11 +69,7 @@ class VerifiersSettings(BaseModel):
         return command
 
     def held_out(self) -> Self:
-        """The settings of the held-out tasks.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """The settings of the held-out tasks."""
         if self.eval_command is None:
             raise ValueError("--eval-every with verifiers needs 'eval_command' in --environment-settings")
         return self.model_copy(update={"command": self.eval_command})
@@ -103,11 +99,7 @@ class Verifiers:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The relay and the program.
-
-        Raises:
-            ValueError: the program does not start.
-        """
+        """The relay and the program."""
         async with self._relay.listening():
             try:
                 with announced(f"RL job: starting verifiers' {self.settings.arguments[0]}"):

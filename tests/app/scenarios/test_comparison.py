@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from app.scenarios.comparison import Comparison, Drift, compare
+from app.scenarios.comparison import Comparison, Difference, compare
 from app.scenarios.fresh_engine import ScoredTokens
 
 SWITCHES = [2, 2, 2]
@@ -25,28 +25,27 @@ class Engine:
 
 def test_equal_answers_are_asked_for_once() -> None:
     engine = Engine({})
-    assert compare(SWITCHES, CONTINUED, engine) == [Comparison(before=2, after=3)] * 3
+    assert compare(SWITCHES, CONTINUED, engine) == [Comparison(before=2, after=3, fleet=Difference())] * 3
     assert engine.asked == [([0, 1, 2], 3)]
 
 
 def test_a_different_answer_is_asked_for_again_alone() -> None:
     engine = Engine({(1, 3): [2, 9, 9], (2, 3): [2, 3, 9], (2, 1): [2, 3, 9]})
-    fine, batch, fleet = compare(SWITCHES, CONTINUED, engine)
+    _, batch, fleet = compare(SWITCHES, CONTINUED, engine)
     assert engine.asked == [([0, 1, 2], 3), ([1, 2], 1)]
-    assert (fine.differs_at, fine.alone_differs_at) == (None, None)
-    assert (batch.differs_at, batch.alone_differs_at) == (3, 3), "the engine disagrees with itself"
-    assert (fleet.differs_at, fleet.alone_differs_at) == (4, None), "the engine agrees with itself"
+    assert (batch.fleet, batch.engine) == (Difference(differs_at=3), Difference(differs_at=3))
+    assert (fleet.fleet, fleet.engine) == (Difference(differs_at=4), Difference())
     assert (
         batch.sentence() == "not from token 3 on (a fresh engine's own answer alone neither, from token 3 on)"
     )
 
 
-def test_log_probabilities_say_where_answers_drift_apart_and_by_how_much() -> None:
+def test_log_probabilities_show_where_answers_drift_apart_and_by_how_much() -> None:
     engine = Engine({(1, 3): [2, 9, 4]})
     engine.logprobs = [-1.0, -1.25, -3.0]
-    same, other, _ = compare(SWITCHES, CONTINUED, engine, drifting_alone=True)
-    assert engine.asked == [([0, 1, 2], 3), ([0, 1, 2], 1)], "whatever drifts is asked for again"
-    assert (same.differs_at, same.drift) == (None, Drift(at=3, tokens=2, first=0.25, largest=2.0))
-    assert (other.differs_at, other.drift) == (3, Drift(at=3, tokens=1, first=0.25, largest=0.25))
-    assert same.alone_drift is None, "the engine's own answers are the same"
+    same, other, _ = compare(SWITCHES, CONTINUED, engine)
+    assert engine.asked == [([0, 1, 2], 3), ([0, 1, 2], 1)]
+    assert same.fleet == Difference(drifts_at=3, drifting=2, drift=2.0)
+    assert other.fleet == Difference(differs_at=3, drifts_at=3, drifting=1, drift=0.25)
+    assert same.engine == Difference(), "the engine's own answers are the same"
     assert same.sentence() == "yes; log-probabilities of 2 tokens, from token 3 on, by up to 2"
