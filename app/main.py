@@ -22,8 +22,7 @@ from app.settings.models import model_name, resolve_model
 from app.settings.section import Device
 from app.settings.specs import THREADS_BIND, UNBOUND, executor, staging, trainer_spec
 from deployments.controller.controller import Controller
-from deployments.controller.liveness import ServeReplicas
-from deployments.controller.room import GpuRoom
+from deployments.controller.ray_cluster import GpuCapacity, ServeReplicas
 from deployments.host.fork_server.use import forked_worker
 from deployments.replica.farewell import LEAVE_S
 from deployments.replica.replica import Replica
@@ -102,9 +101,9 @@ def _controller(args: AppConfig) -> Application:
         max_versions=args.store.keep,
         outside_versions=args.store.outside_versions,
         is_alive=replicas.exists,
-        end=replicas.end,
+        kill=replicas.kill,
         size=args.fleet_size,
-        room=GpuRoom(per_replica=replica_gpus(args), others=trainer_gpus(args)),
+        capacity=GpuCapacity(per_replica=replica_gpus(args), others=trainer_gpus(args)),
     )
 
 

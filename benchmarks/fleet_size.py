@@ -169,7 +169,7 @@ async def serve_rounds(count: int, processes: int, directory: str) -> Measured:
         state_dir=f"{directory}/state",
         store_dir=f"{directory}/store",
         is_alive=lambda replica_id: True,
-        end=lambda replica_id: None,
+        kill=lambda replica_id: None,
     )
     await asyncio.to_thread(serve.run, application, name=APP, route_prefix=None)
     handle = CallHandle(serve.get_deployment_handle("controller", app_name=APP))

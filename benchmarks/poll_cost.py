@@ -64,7 +64,7 @@ async def measure(count: int, directory: str) -> str:
         state_dir=f"{directory}/state",
         store_dir=f"{directory}/store",
         is_alive=lambda replica_id: True,
-        end=lambda replica_id: None,
+        kill=lambda replica_id: None,
     )
     server = CallServer(controller, lambda: "127.0.0.1")
     began = time.process_time()

@@ -3,8 +3,7 @@
     replica    poll ──► waits up to `poll_s` for updates of its own ──► Directive
     publisher  connect, send, close_round ──► waits until the replicas have answered
 
-What waits, ticks and writes to the disk is in `durable_ledger`. The calls of publishers are in
-`publisher_calls`, those for adapters in `adapter_calls`.
+`durable_ledger` has the waits, the ticker and the disk.
 """
 
 import asyncio
@@ -17,12 +16,10 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from deployments.calls.rpc import CallAddress, CallServer
-from deployments.controller.adapter_files import AdapterKeeper
 from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
-from deployments.controller.liveness import End, IsAlive
-from deployments.controller.room import Room, no_limit
-from deployments.controller.store_keeper import StoreKeeper
+from deployments.controller.ray_cluster import Capacity, IsAlive, Kill, unlimited
+from deployments.controller.store_keeper import AdapterKeeper, StoreKeeper
 from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
@@ -36,7 +33,7 @@ from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, Ro
 from deployments.protocol.responses import Event, FleetHealth, FleetStatus, SizeStatus
 from deployments.weights.store.versions import Store
 
-BUSY_POLL_S = 0.2  # a replica that carries out an instruction polls again soon
+BUSY_POLL_S = 0.2  # a replica that runs an instruction polls again soon
 MAX_EVENTS_WAIT_S = 30.0
 _LOAD_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -45,18 +42,17 @@ class Controller:
     """Serve's deployment class of the controller; one per fleet.
 
     Args:
-        model: its name; versions of another in `state_dir` are not served. None: not known.
+        model: versions of another model in `state_dir` are not served. None: not known.
         state_dir: where decisions are kept; a restarted controller needs the same one.
-        store_dir: where committed versions are kept, `max_versions` and those that a joiner was told to load.
-        adapters: what is allowed of adapters; `adapter_roots`: directories below which they are.
-        outside_versions: whether replicas write those that their publisher does not write.
-        size: how many replicas there may be; `room`: how many the cluster's GPUs hold.
-        is_alive: whether the process of a replica (by id) exists; called in a thread, as `end` is.
-        end: ends the process of a replica that is lost because it stood still.
+        store_dir: committed versions: `max_versions`, and those that a joiner was told to load.
+        is_alive: whether the process of a replica (by id) exists; runs in a thread, as `kill` does.
+        kill: kills the process of a replica that is lost because it hangs.
+        capacity: how many replicas the cluster's GPUs hold.
+        adapter_roots: directories below which adapters may be loaded.
+        outside_versions: whether replicas write the versions that their publisher does not write.
         poll_s: how long a poll without updates waits.
         silent_s: the process of a replica that has not polled for this long is looked up; more than `poll_s`.
         clock: seconds, monotonic.
-        open_journal: opens the one in the state directory.
 
     Raises:
         JournalError: the state directory cannot be used, has adapters that no replica takes, or the store has
@@ -71,9 +67,9 @@ class Controller:
         state_dir: str,
         store_dir: str,
         is_alive: IsAlive,
-        end: End,
+        kill: Kill,
         size: SizeLimits = FIXED,
-        room: Room = no_limit,
+        capacity: Capacity = unlimited,
         adapters: AdapterLimits | None = None,
         adapter_roots: Sequence[Path] = (),
         max_versions: int = 3,
@@ -84,7 +80,7 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
         open_journal: Callable[[Path], Journal] = open_journal,
     ) -> None:
-        self._config, self._room = config, room
+        self._config, self._capacity = config, capacity
         ledger = Ledger(
             config, StoreLocation(directory=store_dir) if outside_versions else None, size, adapters
         )
@@ -96,7 +92,7 @@ class Controller:
             ledger,
             Path(state_dir),
             is_alive=is_alive,
-            end=end,
+            kill=kill,
             silent_s=silent_s,
             tick_s=tick_s,
             clock=clock,
@@ -112,10 +108,11 @@ class Controller:
             self._durable.release()
             raise
         self._calls = CallServer(self)
-        self._polls: dict[str, object] = {}  # incarnation -> its newest poll; older ones are superseded
-        self._told: dict[str, int] = {}  # incarnation -> what has to be durable before it is told again
+        self._polls: dict[str, object] = {}  # incarnation -> its newest poll, which supersedes older ones
+        self._told: dict[str, int] = {}  # incarnation -> decisions that must be durable before it is told
 
-    # -- publishers; the ledger decides -------------------------------------------------------
+    # -- publishers ---------------------------------------------------------------------------
+    # All calls with a token raise StalePublisher if it is not the current one.
 
     async def acquire(self, publisher: str) -> Lease:
         """The lease, to publish.
@@ -131,7 +128,7 @@ class Controller:
         """The lease and the open round of a publisher whose calls carry no token; acquires if needed.
 
         Args:
-            renew: whether the call belongs to the open round; others do not keep a lost publisher's round.
+            renew: the call belongs to the open round; others must not keep a lost publisher's round alive.
 
         Raises:
             Conflict: another publisher holds the lease.
@@ -140,16 +137,12 @@ class Controller:
             return self._ledger.join_lease(publisher, self._durable.now(), renew=renew)
 
     async def renew(self, token: int) -> Lease:
-        """To be called well within the lease's duration, also while waiting for another call.
-
-        Raises:
-            StalePublisher: the token is not the current one, as in all calls of a publisher below.
-        """
+        """Called well within the lease's duration, also while another call is pending."""
         async with self._durable.answer():
             return self._ledger.renew(token, self._durable.now())
 
     async def release(self, token: int) -> None:
-        """Give the lease back; an undecided round is aborted."""
+        """Release the lease; an undecided round is aborted."""
         async with self._durable.answer():
             self._ledger.release(token, self._durable.now())
 
@@ -164,7 +157,7 @@ class Controller:
             checked = json_only(init_info, "init_info")
             if not isinstance(checked, dict):
                 raise InvalidRequest(f"init_info: expected an object, got {type(init_info).__name__}")
-            await self._durable.wait(self._ledger.is_complete, None)  # ranks are counted over all who serve
+            await self._durable.wait(self._ledger.is_complete, None)  # ranks count all serving replicas
             return int(await self._durable.result(self._ledger.connect(token, checked, self._durable.now())))
 
     async def disconnect(self, token: int) -> dict[str, JsonValue]:
@@ -195,7 +188,7 @@ class Controller:
             await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
 
     async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:
-        """Verify and commit; returns when every participant has swapped. See `Ledger.close_round`.
+        """Verify and commit; returns when every participant has swapped. May be repeated.
 
         Raises:
             InvalidRequest: every replica rejected what was sent.
@@ -207,11 +200,11 @@ class Controller:
             return report
 
     async def abort_round(self, token: int, round_id: int, reason: str) -> None:
-        """The fleet goes on serving the old version."""
+        """The fleet keeps serving the old version."""
         async with self._durable.answer():
             self._ledger.abort_round(token, round_id, reason, self._durable.now())
 
-    # -- adapters; files are copied here -------------------------------------------------------
+    # -- adapters -----------------------------------------------------------------------------
 
     async def load_adapter(
         self,
@@ -226,8 +219,7 @@ class Controller:
         """Make an adapter live on all replicas; see `Adapters.begin` and `stage`.
 
         Args:
-            digest: of files that nobody changes any more, see `AdapterStore.copy`; replicas compare it with
-                what they read.
+            digest: over files that no longer change, see `AdapterStore.copy`; replicas check what they read.
 
         Raises:
             InvalidRequest: the name or the files are wrong, or all replicas rejected them.
@@ -241,9 +233,9 @@ class Controller:
                 name, in_place=in_place, is_3d=is_3d, now=now(), after=after, load_id=load_id
             )
             try:
-                await self._durable.durable(self._durable.change())  # no successor gives this id to others
+                await self._durable.durable(self._durable.change())  # no successor reuses this id
                 files = await self._adapter_files.copy(path, adapter.adapter_id, digest)
-            except BaseException as error:  # a caller that left, too: the name is free again
+            except BaseException as error:  # also when the caller left: frees the name
                 adapters.give_up(adapter, str(error), now())
                 raise
             call = await self._staged(adapter, files)
@@ -251,8 +243,8 @@ class Controller:
             return live
 
     async def _staged(self, adapter: Adapter, files: AdapterFiles) -> PendingCall:
-        """Replicas load the fleet's copy, or what they have received, while the copy is being synced. It is
-        live when both are done."""
+        """Replicas load the fleet's copy, or what they received, while the copy is synced. It is live when
+        both are done."""
         adapters, now = self._ledger.adapters, self._durable.now
         call = adapters.stage(adapter, files, now())
         self._ledger.advance(now())
@@ -261,7 +253,7 @@ class Controller:
         try:
             await asyncio.shield(completing)
             adapters.complete(adapter, now())
-        except BaseException as error:  # a caller that left, too
+        except BaseException as error:  # also when the caller left
             completing.cancel()
             failure = error if isinstance(error, SlipstreamError) else FleetUnavailable(str(error))
             adapters.fail(adapter, failure)
@@ -273,28 +265,28 @@ class Controller:
         return call
 
     async def send_adapter(self, token: int, load_id: str, payload: JsonValue) -> None:
-        """Returns once every replica has received an adapter's files, for the load with this `load_id`.
+        """Returns once every replica has received an adapter's files for the load with this `load_id`.
 
         Raises:
             InvalidRequest: the payload is not JSON, or no such id.
-            Conflict: replicas are without it and load the fleet's copy, or the publisher is not connected.
+            Conflict: some replica has not received it, or the publisher is not connected.
         """
         async with self._durable.answer():
-            if _LOAD_ID.fullmatch(load_id) is None:  # a part of a directory's name
+            if _LOAD_ID.fullmatch(load_id) is None:  # becomes part of a directory's name
                 raise InvalidRequest(f"load_id: expected 32 hexadecimal digits, got {load_id[:80]!r}")
             checked = json_only(payload, "payload")
             now = self._durable.now()
             await self._durable.result(self._ledger.send_adapter(token, load_id, checked, now))
 
     async def load_result(self, load_id: str) -> Adapter | None:
-        """What a load has made live whose answer was lost; waits for its end. None: it is not loaded."""
+        """The adapter of a load whose answer was lost; waits for its end. None: it is not loaded."""
         async with self._durable.answer():
             await self._durable.wait(self._ledger.is_complete, None)
             await self._durable.wait(lambda: self._ledger.adapters.settled(load_id), None)
             return self._ledger.adapters.loaded(load_id)
 
     async def unload_adapter(self, name: str) -> None:
-        """No request begins with it any more, on any replica; see `Adapters.unload`."""
+        """No new request can use it on any replica; see `Adapters.unload`."""
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
             call = self._ledger.adapters.unload(name, self._durable.now())
@@ -302,7 +294,7 @@ class Controller:
             await self._durable.result(call)
 
     async def adapters(self) -> list[AdapterStatus]:
-        """Those that are retired, live and being loaded."""
+        """Retired, live and loading ones."""
         async with self._durable.answer():
             return self._ledger.adapters.status()
 
@@ -311,12 +303,12 @@ class Controller:
     async def join(
         self, replica_id: str, incarnation: str, unloadable: Unloadable | None = None
     ) -> JoinAnswer:
-        """What a starting replica loads; `unloadable`: what it was told to and cannot."""
+        """What a starting replica loads; `unloadable`: what it was told to load and cannot."""
         async with self._durable.answer():
             return self._ledger.join(replica_id, incarnation, self._durable.now(), unloadable)
 
     async def call_address(self) -> CallAddress:
-        """Where it is called; over Serve's handle."""
+        """The only method that is called over Serve's handle."""
         self._durable.enter()
         return await self._calls.address()
 
@@ -344,7 +336,7 @@ class Controller:
             has_updates = self._ledger.has_updates(report)
             directive = self._ledger.directive(report)
             made = self._durable.change(wake=False)
-            # One that says nothing new does not wait for a slow disk: it is a heartbeat.
+            # A directive without updates is a heartbeat: it does not wait for a slow disk.
             if has_updates or report.incarnation not in self._told:
                 self._told[report.incarnation] = made
             await self._durable.durable(self._told[report.incarnation])
@@ -358,19 +350,21 @@ class Controller:
     # -- the fleet -----------------------------------------------------------------------------
 
     async def call(self, operation: Operation) -> dict[str, JsonValue]:
-        """Carry an operation out on every serving replica: its answers by replica id.
+        """Run an operation on every serving replica; returns the results by replica id.
 
         Raises:
             InvalidRequest: replicas rejected it.
-            Conflict: it is not possible in the fleet's condition, or during a round.
-            ReplicaUnavailable: names the replicas that did not carry it out.
+            Conflict: it is not possible in the fleet's engine state, or during a round.
+            ReplicaUnavailable: names the replicas that did not run it.
         """
         async with self._durable.answer():
-            await self._durable.wait(self._ledger.is_complete, None)  # not without those that still serve
+            await self._durable.wait(
+                self._ledger.is_complete, None
+            )  # includes replicas that have not registered yet
             return dict(await self._durable.result(self._ledger.call(operation, self._durable.now())))
 
     async def reconfigure(self, settings: Mapping[str, JsonValue]) -> None:
-        """Serve's call with new settings, by the names of the ledger's configuration."""
+        """Serve's hook for live settings, by the names in `LedgerConfig`."""
         self._ledger.reconfigure(LedgerConfig.model_validate({**self._config.model_dump(), **settings}))
 
     # -- the store ----------------------------------------------------------------------------
@@ -393,15 +387,14 @@ class Controller:
         """The directory of a stored version, to be published as an ordinary round.
 
         Raises:
-            InvalidRequest: the version is not in the store, is another fleet's, or has no manifest that can
-                be read.
+            InvalidRequest: it is not in the store, is another fleet's, or its manifest cannot be read.
         """
         return await asyncio.to_thread(self._keeper.source, version)
 
     async def scale(self, wanted: int | None) -> SizeStatus:
-        """Have so many replicas, None: as many as the load needs; see `FleetSize.want`."""
+        """Set the number of replicas; None: as many as the load needs. See `FleetSize.want`."""
         async with self._durable.answer(records=True):
-            return self._ledger.scale(wanted, await self._room(), self._durable.now())
+            return self._ledger.scale(wanted, await self._capacity(), self._durable.now())
 
     async def set_label(self, label: str) -> None:
         """Give the committed version another label."""
@@ -440,7 +433,7 @@ class Controller:
         self._durable.enter()
 
     async def aclose(self) -> None:
-        """Stop the ticker, end the connections, and close the journal."""
+        """Stop the ticker, close connections and journal."""
         await self._calls.aclose()
         await self._durable.aclose()
         await self._keeper.removal.aclose()
@@ -448,13 +441,9 @@ class Controller:
 
 
 def _check_model(ledger: Ledger, model: str | None, state_dir: Path) -> None:
-    """Engines start from the newest stored version: they would answer from the former model.
+    """Raises JournalError if the fleet has versions or adapters of another model.
 
-    Args:
-        model: as the user names it; a directory is absolute. None: not known.
-
-    Raises:
-        JournalError: the fleet has versions or adapters of another model.
+    Engines start from the newest stored version: they would answer from the former model.
     """
     other = None if model is None else ledger.serve(model)
     if other is not None:
@@ -466,13 +455,12 @@ def _check_model(ledger: Ledger, model: str | None, state_dir: Path) -> None:
 
 
 def _check_adapters(ledger: Ledger, refusal: str | None, state_dir: Path) -> None:
-    """Engines load all live adapters: where they take none, none would ever serve.
+    """Raises JournalError if the fleet has live adapters that its replicas would refuse.
+
+    Engines load all live adapters, so no replica would ever serve.
 
     Args:
-        refusal: what is to be done so that replicas take adapters; None: they do.
-
-    Raises:
-        JournalError: the fleet has live adapters that its replicas would refuse.
+        refusal: how to make replicas take adapters; None: they do.
     """
     live = [f"{each.name}@{each.version}" for each in ledger.adapters.status() if each.state == "live"]
     if refusal is not None and live:

@@ -1,22 +1,20 @@
-"""The ledger in time: its decisions made durable, its deadlines checked, its pending calls awaited.
+"""Drives the ledger: makes its decisions durable, enforces its deadlines, wakes its callers.
 
-    call     changes the ledger ─► wakes those whose wait is over ─► answers once its decisions are durable
-    report   taken in ─► one look at what follows from all reports of this moment
-    disk     decisions to the journal, in a thread: one commit for all that came during the one before
+    call     changes the ledger ─► wakes waits that are over ─► answers once its decisions are durable
+    report   is taken in ─► one look at the consequences of all reports of this moment
+    disk     decisions to the journal, in a thread: one commit for all that arrived during the one before
     ticker   deadlines and leases
-    watcher  whether the processes of silent members still exist; ends those that stand still
+    watcher  whether the processes of silent members still exist
 
-What is answered waits for every decision that the answer may depend on, so nobody can learn of a decision
-that is not on disk. The event loop does not wait for the disk: replicas are heard while it is slow. While it
-is full, a publisher's call is refused before it changes the ledger. If it fails or hangs, nothing is answered
-any more and the health check fails: the next process recovers from what is written.
-
-All times come from `now`, which knows that time in which this process stood still (a frozen machine) is
-nobody's delay.
+An answer waits for every decision that it may depend on, so no caller learns of a decision that is not on
+disk. The event loop never waits for the disk: replicas are served while it is slow. While it is full, a
+publisher's call is refused before it changes the ledger. If it fails or hangs, every call fails and so does
+the health check; the next process recovers from what is written.
 """
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -25,9 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deployments.controller.journal import Journal
-from deployments.controller.liveness import End, IsAlive, Processes
 from deployments.controller.log_lines import LogLines
-from deployments.controller.waits import Waits
+from deployments.controller.ray_cluster import IsAlive, Kill, ReplicaProcesses
 from deployments.host.logs import serve_logger
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
@@ -35,21 +32,85 @@ from deployments.ledger.members import PendingCall
 from deployments.protocol.errors import FleetUnavailable
 
 DISK_S = 60.0  # for one write; after that the disk hangs, and the next process may have more luck
-LOCK_WAIT_S = 10.0  # for a predecessor to end
-LOOK_SHARE = 0.2  # of the event loop's time, for looks at what follows from reports
+LOCK_WAIT_S = 10.0  # for a predecessor to exit
+LOOK_SHARE = 0.2  # of the event loop's time, for looks at the consequences of reports
 STALL_S = 2.0  # the ticker runs several times as often
+WAKE_AT_ONCE = 32  # waits; the event loop serves others in between
 
 T = TypeVar("T")
 logger = serve_logger()
 
 
 def open_journal(state_dir: Path) -> Journal:
-    """Wait for a predecessor to end, and open its journal. Raises JournalError."""
+    """Wait for a predecessor to exit, and open its journal. Raises JournalError."""
     return Journal(state_dir, lock_wait_s=LOCK_WAIT_S)
 
 
+class Waits:
+    """Waits for the ledger. Each is woken only when its own condition holds.
+
+    A look evaluates one condition per wait. Waking a thousand coroutines for each heartbeat of each of a
+    thousand replicas would cost ten times that.
+    """
+
+    def __init__(self) -> None:
+        self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self._ready: deque[asyncio.Future[None]] = deque()
+        self._look_scheduled = self._release_scheduled = False
+
+    async def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
+        """Return when the condition holds or the time is over; raises what `ready` raises."""
+        if ready():
+            return
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._conditions[woken] = ready
+        try:
+            async with asyncio.timeout(timeout_s):
+                await woken
+        except TimeoutError:
+            pass
+        finally:
+            self._conditions.pop(woken, None)
+
+    def look_soon(self) -> None:
+        """Something changed: look once after the callbacks of this moment."""
+        if self._conditions and not self._look_scheduled:
+            self._look_scheduled = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def end_all(self) -> None:
+        """Wake every wait."""
+        self._ready.extend(self._conditions)
+        self._conditions.clear()
+        self._release()
+
+    def _look(self) -> None:
+        self._look_scheduled = False
+        for woken, ready in list(self._conditions.items()):
+            try:
+                if not ready():
+                    continue
+            except Exception as error:  # raised in its own waiter
+                if not woken.done():
+                    woken.set_exception(error)
+            self._ready.append(woken)
+            del self._conditions[woken]
+        if not self._release_scheduled:
+            self._release()
+
+    def _release(self) -> None:
+        """Wake some; the others after what the event loop has received meanwhile."""
+        for _ in range(min(WAKE_AT_ONCE, len(self._ready))):
+            woken = self._ready.popleft()
+            if not woken.done():
+                woken.set_result(None)
+        self._release_scheduled = bool(self._ready)
+        if self._release_scheduled:
+            asyncio.get_running_loop().call_soon(self._release)
+
+
 class DurableLedger:
-    """A ledger with a journal, a clock and waiters. See `Controller` for the arguments.
+    """A ledger with a journal, a clock and waits. See `Controller` for the arguments.
 
     Raises:
         JournalError: the state directory cannot be used.
@@ -61,7 +122,7 @@ class DurableLedger:
         state_dir: Path,
         *,
         is_alive: IsAlive,
-        end: End,
+        kill: Kill,
         silent_s: float,
         tick_s: float,
         clock: Callable[[], float],
@@ -69,7 +130,7 @@ class DurableLedger:
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._ledger = ledger
-        self._processes = Processes(is_alive, end)
+        self._processes = ReplicaProcesses(is_alive, kill)
         self._silent_s = silent_s
         self._tick_s = tick_s
         self._clock = clock
@@ -81,25 +142,25 @@ class DurableLedger:
         journal.append(self._ledger.take_decisions())
         journal.reserve()
         self._waits = Waits()
-        self._journal = journal  # used by the thread alone from now on
+        self._journal = journal  # from here on only the thread uses it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._no_space: str | None = None  # for a publisher's decisions, and why
+        self._no_space: str | None = None  # why a publisher's decisions cannot be written
         self._unwritten: list[Decision] = []
         self._made = self._on_disk = 0  # decisions of this process
         self._writing: asyncio.Task[None] | None = None
         self._written = asyncio.Event()
         self._failure: str | None = None  # why nothing is written any more
         self._running: list[asyncio.Task[None]] = []
-        self._looks, self._looks_soon = 0, False
-        self._look_at = 0.0  # not before that time of the event loop
+        self._looks, self._look_scheduled = 0, False
+        self._look_at = 0.0  # event-loop time before which no look happens
 
     @property
     def looks(self) -> int:
-        """How often it was looked at what follows from reports; see `look_soon`."""
+        """Looks at the consequences of reports so far; see `look_soon`."""
         return self._looks
 
     def enter(self) -> None:
-        """The beginning of every call.
+        """Begins every call.
 
         Raises:
             FleetUnavailable: decisions could not be written.
@@ -113,40 +174,38 @@ class DurableLedger:
             ]
 
     def now(self) -> float:
-        """The time. Whoever reads it first after a standstill credits it to all who could not be heard."""
+        """Monotonic time; the first read after a stall extends every deadline by the length of the stall."""
         now = self._clock()
         stalled_s, self._last_now = now - self._last_now, now
         if stalled_s > STALL_S:
-            if self._running:  # else nobody has called since it started
-                logger.warning(
-                    "the controller stood still for %.1f s: deadlines are put off by it", stalled_s
-                )
+            if self._running:  # else no call has come since the start
+                logger.warning("the controller was stalled for %.1f s: deadlines are extended", stalled_s)
             self._ledger.credit(stalled_s, now)
         return now
 
     async def check_space(self) -> None:
-        """To be asked before a publisher's call is applied.
+        """Called before a publisher's call is applied.
 
         Raises:
-            FleetUnavailable: the disk has no space for what may follow from it.
+            FleetUnavailable: the disk has no space for the decisions that may follow.
         """
         await self._reserve()
         self._check()
         if self._no_space is not None:
             raise FleetUnavailable(
-                f"the controller cannot record updates: {self._no_space}; the fleet serves on. "
+                f"the controller cannot record updates: {self._no_space}. Serving continues. "
                 "Free space on the disk of 'state_dir'",
                 {"disk": self._no_space},
             )
 
     def change(self, *, wake: bool = True) -> int:
-        """The ledger may have changed: hand its decisions to the disk, and look whose wait is over.
+        """The ledger may have changed: hand its decisions to the disk, and wake waits that are over.
 
         Args:
-            wake: whether anything changed that anybody may wait for. A thousand replicas wait.
+            wake: whether something changed that others may wait for.
 
         Returns:
-            What `durable` waits for.
+            The argument for `durable`.
         """
         decisions = self._ledger.take_decisions()
         self._unwritten += decisions
@@ -159,22 +218,22 @@ class DurableLedger:
         return self._made
 
     def look_soon(self) -> int:
-        """Something may follow from a report: look once, for all reports that are taken in meanwhile.
+        """Schedule one look at the consequences of all reports that arrive until then.
 
-        A look is at all members: one for each of a thousand that join would be a million. So looks take at
-        most `LOOK_SHARE` of this loop's time, as long as one is shorter than a tick.
+        A look visits all members: one per report would make a thousand joins a million visits. So looks take
+        at most `LOOK_SHARE` of the loop's time, as long as one is shorter than a tick.
 
         Returns:
-            What `looks` will be then.
+            The value of `looks` after it.
         """
-        if not self._looks_soon:
-            self._looks_soon = True
+        if not self._look_scheduled:
+            self._look_scheduled = True
             loop = asyncio.get_running_loop()
             loop.call_at(max(self._look_at, loop.time()), self._look)
         return self._looks + 1
 
     async def durable(self, made: int) -> None:
-        """Wait until so many decisions are on disk.
+        """Wait until this many decisions are on disk.
 
         Raises:
             FleetUnavailable: they could not be written.
@@ -186,14 +245,14 @@ class DurableLedger:
 
     @asynccontextmanager
     async def answer(self, *, records: bool = False, asks: bool = False) -> AsyncIterator[None]:
-        """Around a call: its answer, or its error, waits for every decision made so far.
+        """Wraps a call: its result or error waits for every decision made so far.
 
         Args:
-            records: it asks for something new, which is refused while there is no space; see `check_space`.
-            asks: it changes nothing.
+            records: the call asks for something new, which is refused while there is no space.
+            asks: the call changes nothing.
 
         Raises:
-            FleetUnavailable: they could not be written.
+            FleetUnavailable: decisions could not be written.
         """
         self.enter()
         try:
@@ -212,25 +271,25 @@ class DurableLedger:
         return call.result
 
     async def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
-        """Until it is true or the time is over; looked at after every change of the ledger."""
+        """Wait for a condition that is evaluated after every change of the ledger."""
         await self._waits.wait(ready, timeout_s)
         self.enter()
 
     def _look(self) -> None:
-        self._looks, self._looks_soon = self._looks + 1, False
+        self._looks, self._look_scheduled = self._looks + 1, False
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
             self._ledger.advance(self.now())
         except Exception:  # the next tick looks again
-            logger.exception("looking at what follows from reports failed")
+            logger.exception("failed to process reports")
         self.change()
         ended = loop.time()
-        # At most a tick, which looks anyway: this process may have stood still in the middle.
+        # At most a tick, which looks anyway: this process may have stalled in the middle.
         self._look_at = ended + min((ended - began) * (1 / LOOK_SHARE - 1), self._tick_s)
 
     def _log(self) -> None:
-        if self._on_disk == self._made:  # a log does not say what may be lost
+        if self._on_disk == self._made:  # the log must not state what may be lost
             self._log_lines.write(self._ledger.events_since(self._log_lines.last_id))
 
     # -- the disk -----------------------------------------------------------------------------
@@ -242,12 +301,12 @@ class DurableLedger:
             raise FleetUnavailable(message, {"restarting": True})
 
     async def _write(self) -> None:
-        """Write what there is to write, and what comes meanwhile."""
+        """Write until nothing is left."""
         while self._unwritten and self._failure is None:
             decisions, self._unwritten = self._unwritten, []
             try:
                 await self._in_thread(partial(self._journal.append, decisions))
-            except Exception as error:  # whatever it was, the decisions are not on the disk
+            except Exception as error:  # after any error the decisions are not on disk
                 self._fail(error)
             else:
                 self._on_disk += len(decisions)
@@ -260,14 +319,14 @@ class DurableLedger:
         if self._failure is not None:
             return
         self._failure = str(error)
-        logger.error("decisions lost, and the controller answers no more: %s", error)
-        # The next process may take over at once; not before a write that hangs has come back.
+        logger.error("failed to persist decisions; controller is shutting down: %s", error)
+        # Lets the next process take over at once, though not before a hanging write has returned.
         asyncio.get_running_loop().run_in_executor(self._thread, self._journal.close)
         self._written.set()
         self._waits.end_all()
 
     async def _keep_journal(self) -> None:
-        """It stays where a successor looks for it, and has space."""
+        """Keep the journal where a successor looks for it, and keep space in it."""
         while self._failure is None:
             await asyncio.sleep(self._tick_s)
             try:
@@ -277,7 +336,7 @@ class DurableLedger:
             await self._reserve()
 
     async def _reserve(self) -> None:
-        """Have space in the journal; say so when that begins or ceases to be possible."""
+        """Reserve space in the journal; log when that fails and when it succeeds again."""
         if self._failure is not None or (self._journal.has_space and self._no_space is None):
             return
         before = self._no_space
@@ -288,18 +347,13 @@ class DurableLedger:
         if self._no_space is not None and before is None:
             logger.error("no space for decisions, publishers are refused: %s", self._no_space)
         elif self._no_space is None and before is not None:
-            logger.warning("there is space for decisions again: publishers are admitted")
+            logger.warning("space for decisions is available again: publishers are admitted")
 
     async def _in_thread(self, action: Callable[[], T]) -> T:
-        """Run it in the thread that alone uses the journal.
-
-        Raises:
-            TimeoutError: the disk hangs.
-            Exception: what the action raised.
-        """
+        """Run an action in the journal's thread; raises its error, or TimeoutError if the disk hangs."""
         done = asyncio.get_running_loop().run_in_executor(self._thread, action)
         try:
-            async with asyncio.timeout(DISK_S):  # not wait_for, which can swallow a cancellation
+            async with asyncio.timeout(DISK_S):  # wait_for can swallow a cancellation
                 return await asyncio.shield(done)
         except TimeoutError:
             raise TimeoutError(f"the disk has not answered for {DISK_S:g} s") from None
@@ -313,33 +367,30 @@ class DurableLedger:
                 silent = self._ledger.tick(self.now())
                 self.change()
                 for replica_id in silent:
-                    self._processes.end(replica_id)
-                if self._on_disk == self._made:  # what it removes must not be what a successor knows
+                    self._processes.kill(replica_id)
+                if self._on_disk == self._made:  # a successor may still need what an unwritten decision frees
                     self._on_tick()
-            except Exception:  # the ticker enforces every deadline: it must go on
+            except Exception:  # the ticker enforces every deadline and must continue
                 logger.exception("controller tick failed")
 
     async def _watch_forever(self) -> None:
         while self._failure is None:
             await asyncio.sleep(self._tick_s)
             try:
-                await self._check_silent()
-            except Exception:  # whatever it was, silent replicas must be looked up
-                logger.exception("looking silent replicas up failed")
-
-    async def _check_silent(self) -> None:
-        silent = self._ledger.silent_since(self.now() - self._silent_s)
-        if gone := await self._processes.gone(silent):
-            self._ledger.lost(gone, "its process is gone", self.now())
-            self.change()
+                silent = self._ledger.silent_since(self.now() - self._silent_s)
+                if gone := await self._processes.gone(silent):
+                    self._ledger.lost(gone, "its process is gone", self.now())
+                    self.change()
+            except Exception:  # silent replicas must be looked up again
+                logger.exception("failed to look up silent replicas")
 
     def release(self) -> None:
-        """Give the state directory to the next process, before anybody has called."""
+        """Give the state directory to the next process, before any call."""
         self._journal.close()
         self._thread.shutdown(wait=False)
 
     async def aclose(self) -> None:
-        """End what runs, and close the journal."""
+        """Stop the tasks and close the journal."""
         self._failure = self._failure or "it is closed"
         for task in self._running:
             task.cancel()

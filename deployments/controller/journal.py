@@ -1,16 +1,16 @@
 """The ledger's decisions on disk: a sqlite database in the state directory.
 
-A decision is committed and synced before anybody acts on it. What a later one supersedes is deleted in the
-same transaction, so the file does not grow.
+A decision is committed and synced before anyone acts on it. Superseded ones are deleted in the same
+transaction, so the file does not grow.
 
-sqlite runs in EXCLUSIVE locking mode. One process uses the file, the kernel releases its lock however that
-process ends, and no memory is shared, so the file may be on a network file system.
+sqlite runs in EXCLUSIVE locking mode: one process uses the file, the kernel releases its lock however that
+process exits, and no memory is shared, so the file may be on a network file system.
 
-A full disk does not stop serving: the file has spare pages, and the write-ahead log keeps its length. What
-the ledger itself decides (a member joins, is fenced, a round ends) is still written; publishers are refused.
+A full disk does not stop serving. The file has spare pages and the write-ahead log keeps its length, so the
+ledger's own decisions (a member joins, is fenced, a round ends) are still written; publishers are refused.
 
-If somebody moves or removes the file while it is open, it is written again: a successor that finds no
-decisions would start from the first checkpoint.
+A file that is moved or removed while it is open is written again: a successor without it would start from
+the first checkpoint.
 """
 
 import os
@@ -30,8 +30,8 @@ from deployments.protocol.errors import JournalError
 SCHEMA = 2  # 1 was a file of JSON lines
 NAME = "decisions.sqlite"
 RESERVE_BYTES = 1 << 20  # several thousand decisions
-CHECKPOINT_PAGES = 64  # of 4 KiB; what a full disk leaves for one transaction is the reserve without them
-NO_SPACE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)  # the disk; a quota or a limit of the process
+CHECKPOINT_PAGES = 64  # 4 KiB each; on a full disk a transaction has the reserve minus these
+NO_SPACE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)  # full disk; quota or process limit
 TABLES = f"""
 PRAGMA journal_mode=WAL;
 PRAGMA user_version={SCHEMA};
@@ -43,10 +43,10 @@ logger = serve_logger()
 
 
 class Journal:
-    """The file of decisions: open it, take `recovered`, then `append`. Not for two threads at once.
+    """Open it, take `recovered`, then `append`. Not for two threads at once.
 
     Args:
-        lock_wait_s: how long to wait for another process that uses the file.
+        lock_wait_s: how long to wait while another process uses the file.
 
     Raises:
         JournalError: the directory cannot be written, the file is in use, damaged or of another version.
@@ -69,8 +69,7 @@ class Journal:
         """Durable when it returns.
 
         Raises:
-            JournalError: the spare space is used up and the disk is full, the disk is gone, or another
-                file took this one's place.
+            JournalError: no space is left, the disk is gone, or another file took this one's place.
         """
         rows: list[tuple[int, str]] = []
         superseded: list[tuple[int]] = []
@@ -89,7 +88,7 @@ class Journal:
             self._look_at_space()
 
     def reserve(self) -> str | None:
-        """Have space for decisions to come. Returns why there is none, for a person.
+        """Reserve space for further decisions. Returns why there is none, for a person.
 
         Raises:
             JournalError: the disk is gone.
@@ -98,7 +97,7 @@ class Journal:
             return None
         with self._named_errors():
             try:
-                # A transaction that the log has room for and the file has not would block every checkpoint.
+                # A transaction that fits the log and not the file would block every checkpoint.
                 os.posix_fallocate(self._file, 0, os.fstat(self._file).st_size + RESERVE_BYTES)
                 self._db.execute("INSERT INTO spare VALUES (zeroblob(?))", (RESERVE_BYTES,))
                 self._db.execute("DELETE FROM spare")
@@ -113,7 +112,7 @@ class Journal:
         return None
 
     def stay(self) -> None:
-        """Write everything again if the file is not where it was. Durable when it returns.
+        """Write everything again if the file was moved or removed. Durable when it returns.
 
         Raises:
             JournalError: another file took its place, or the disk is gone.
@@ -157,7 +156,7 @@ class Journal:
                 if source is not None:
                     source.backup(new)
                 new.executescript(TABLES)
-            # sqlite would apply a log that was left to this file.
+            # sqlite would apply a leftover log to this file.
             Path(f"{self._path}-wal").unlink(missing_ok=True)
             os.link(aside, self._path)
         finally:
@@ -165,8 +164,8 @@ class Journal:
         sync(self._path.parent)
 
     def _open(self, lock_wait_s: float) -> None:
-        if not self._path.stat().st_size:  # sqlite would take it for a new one
-            raise JournalError(f"{self._path} is empty, and had the fleet's decisions: put them back")
+        if not self._path.stat().st_size:  # sqlite would treat it as new
+            raise JournalError(f"{self._path} is empty; restore the fleet's decisions")
         uri = f"file:{quote(str(self._path.absolute()))}?mode=rw"
         db = sqlite3.connect(
             uri, uri=True, timeout=lock_wait_s, isolation_level=None, check_same_thread=False
@@ -185,12 +184,12 @@ class Journal:
             db.execute("PRAGMA synchronous=FULL")
             db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
             self._read(db)
-        except BaseException:  # whatever it was, nobody else has the connection
+        except BaseException:  # nobody else has the connection
             db.close()
             raise
         self._db = db
-        # Not before the lock, and closed after the connection: closing any descriptor of a file drops the
-        # locks that the process has on it.
+        # Opened after the lock and closed after the connection: closing any descriptor of a file drops the
+        # process's locks on it.
         self._file = os.open(self._path, os.O_RDWR)
         self._look_at_space()
 

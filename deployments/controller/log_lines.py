@@ -1,7 +1,6 @@
-"""What the operator reads: one line for each event of the ledger that changes what the fleet does.
+"""The operator's log: one line for each ledger event that changes what the fleet does.
 
-The lines say what happened to which replica in which round, and what the system does about it.
-`/fleet/events` says the same to a program. `docs/runbook.md` explains each line, which a test checks.
+`/fleet/events` carries the same events for programs. `docs/runbook.md` explains each line; a test checks it.
 """
 
 import logging
@@ -16,9 +15,60 @@ logger = serve_logger()
 
 INFO, WARNING, ERROR = logging.INFO, logging.WARNING, logging.ERROR
 
+_LINES = {
+    "start": (INFO, "controller started; version {version} is committed"),
+    "join": (INFO, "replica {replica} starts and loads version {version}"),
+    "admit": (INFO, "replica {replica} serves version {version}"),
+    "fence": (
+        WARNING,
+        "replica {replica} is fenced{round}: {reason}. It gets no requests; Serve replaces it",
+    ),
+    "lost": (
+        WARNING,
+        "replica {replica} is lost{round}: {reason}. Its requests are retried on others; Serve replaces it",
+    ),
+    "lost fenced": (INFO, "the process of fenced replica {replica} is gone"),
+    "scale": (INFO, "operator set {count}; Serve scales the deployment"),
+    "leaving": (INFO, "replica {replica} is being stopped: it finishes its requests"),
+    "left": (INFO, "replica {replica} has left"),
+    "round aborted": (WARNING, "round {round_id} is aborted, the fleet keeps its version: {reason}"),
+    "round committed": (INFO, "version {version} is committed on {count} (round {round_id}, {age_s} s)"),
+    "adapter live": (INFO, "adapter {lora_name}@{version} is live on all serving replicas"),
+    "adapter retired": (INFO, "adapter {lora_name}@{version} is retired; running requests finish on it"),
+    "adapter failed": (WARNING, "adapter {lora_name}@{version} was not loaded on any replica: {reason}"),
+    "lease_expired": (
+        WARNING,
+        "the lease of publisher {publisher!r} expired{round}. Its undecided round is aborted",
+    ),
+    "drain_expired": (
+        WARNING,
+        "{what}: requests still run after {timeout_s} s ({counts}). What follows: {then}",
+    ),
+    "not_stored": (
+        ERROR,
+        "version {version} is not in the store: {reason}. Replicas that start wait for the next round",
+    ),
+    "unloadable": (
+        WARNING,
+        "replica {replica} cannot load version {version} from the store: {reason}. It gets another version, "
+        "or waits for the next round",
+    ),
+    "given_up": (
+        ERROR,
+        "version {version} does not load although its files are intact: replicas {replicas} were lost while "
+        "loading it. New replicas load the checkpoint that the fleet started from and wait for a round; the "
+        "version is retried in {again_s:g} s",
+    ),
+    "promise_lapsed": (
+        WARNING,
+        "replica {replica} was told to load version {version} and has not after {limit_s:g} s: the version "
+        "may be removed",
+    ),
+}
+
 
 class LogLines:
-    """Writes events to Serve's log. It remembers the round in flight, which other events belong to."""
+    """Writes events to Serve's log. Remembers the round in flight, which other events belong to."""
 
     def __init__(self) -> None:
         self._last_id = 0
@@ -34,115 +84,39 @@ class LogLines:
         """Events after `last_id`, oldest first."""
         for event in events:
             self._last_id = event.event_id
-            level, text = self._line(event)
-            if text:
-                logger.log(level, "%s", text)
-
-    def _line(self, event: Event) -> tuple[int, str]:
-        """The level and the text; an empty text where the event needs no line."""
-        fields = event.fields
-        match event.name:
-            case "start":
-                return INFO, f"the controller has started; version {fields['version']} is committed"
-            case "join":
-                return INFO, f"replica {fields['replica']} starts and loads version {fields['version']}"
-            case "admit":
-                return INFO, f"replica {fields['replica']} serves version {fields['version']}"
-            case "fence":
-                self._fenced.add(fields["replica"])
-                return WARNING, (
-                    f"replica {fields['replica']} is fenced{self._round}: {fields['reason']}. "
-                    "It gets no requests; Serve replaces it"
-                )
-            case "lost" if fields["replica"] in self._fenced:
-                self._fenced.discard(fields["replica"])
-                return INFO, f"the process of fenced replica {fields['replica']} is gone"
-            case "lost":
-                return WARNING, (
-                    f"replica {fields['replica']} is lost{self._round}: {fields['reason']}. "
-                    "Its requests are tried on others; Serve replaces it"
-                )
-            case "scale":
+            fields = {"round": self._round, **event.fields}
+            key = self._key(event)
+            if "replicas" in fields and event.name == "round":
+                fields["count"] = _replicas(fields["replicas"])
+            elif event.name == "scale":
                 wanted = fields["wanted"]
-                count = "as many replicas as the load needs" if wanted is None else f"{wanted} replicas"
-                return INFO, f"the operator wants {count}; Serve starts or stops towards it"
-            case "leaving":
-                return INFO, f"replica {fields['replica']} is not needed any more: it finishes its requests"
-            case "left":
-                return INFO, f"replica {fields['replica']} has left in order"
+                fields["count"] = "the number by load" if wanted is None else f"{wanted} replicas"
+            elif event.name == "drain_expired":
+                fields["counts"] = _counts(fields["running"])
+            if key in _LINES:
+                level, text = _LINES[key]
+                logger.log(level, "%s", text.format_map(fields))
+
+    def _key(self, event: Event) -> str:
+        """The event's key in `_LINES`; updates what is remembered."""
+        match event.name:
             case "round":
-                return self._round_line(event)
+                phase = event.fields["phase"]
+                over = phase in ("aborted", "committed")
+                self._round = "" if over else f" in round {event.fields['round_id']} ({phase})"
+                return f"round {phase}"
             case "adapter":
-                return _adapter_line(event)
-            case "lease_expired":
-                return WARNING, (
-                    f"the lease of publisher {fields['publisher']!r} expired{self._round}. "
-                    "An undecided round of it is aborted"
-                )
-            case "drain_expired":
-                return WARNING, (
-                    f"{fields['what']}: requests still run after {fields['timeout_s']} s "
-                    f"({_counts(fields['running'])}). What follows: {fields['then']}"
-                )
-            case "not_stored":
-                return ERROR, (
-                    f"version {fields['version']} is not in the store: {fields['reason']}. "
-                    "Replicas that start wait for the next round"
-                )
-            case "unloadable":
-                return WARNING, (
-                    f"replica {fields['replica']} cannot load version {fields['version']} from the store: "
-                    f"{fields['reason']}. It gets another version, or waits for the next round"
-                )
-            case "given_up":
-                return ERROR, (
-                    f"version {fields['version']} does not load although its files are intact: replicas "
-                    f"{fields['replicas']} were lost in it, one after the other. Those that start load what "
-                    "the fleet started from and wait for a round; it is tried again in "
-                    f"{fields['again_s']:g} s"
-                )
-            case "promise_lapsed":
-                return WARNING, (
-                    f"replica {fields['replica']} was told to load version {fields['version']} and has not "
-                    f"after {fields['limit_s']:g} s: the version may be removed"
-                )
-            case _:
-                return INFO, ""
-
-    def _round_line(self, event: Event) -> tuple[int, str]:
-        fields = event.fields
-        name = f"round {fields['round_id']}"
-        match fields["phase"]:
-            case "aborted":
-                self._round = ""
-                return WARNING, f"{name} is aborted, the fleet keeps its version: {fields['reason']}"
-            case "committed":
-                self._round = ""
-                return INFO, (
-                    f"version {fields['version']} is committed on {_replicas(fields['replicas'])} "
-                    f"({name}, {fields['age_s']} s)"
-                )
-            case phase:
-                self._round = f" in {name} ({phase})"
-                return INFO, ""
-
-
-def _adapter_line(event: Event) -> tuple[int, str]:
-    fields = event.fields
-    name = f"adapter {fields['lora_name']}@{fields['version']}"
-    match fields["phase"]:
-        case "live":
-            return INFO, f"{name} is live on all replicas that serve"
-        case "retired":
-            return INFO, f"{name} is live no more; running answers finish on it"
-        case "failed":
-            return WARNING, f"{name} is not loaded, and no replica keeps it: {fields['reason']}"
-        case _:
-            return INFO, ""
+                return f"adapter {event.fields['phase']}"
+            case "fence":
+                self._fenced.add(event.fields["replica"])
+            case "lost" if event.fields["replica"] in self._fenced:
+                self._fenced.discard(event.fields["replica"])
+                return "lost fenced"
+        return event.name
 
 
 def _counts(running: object) -> str:
-    """Requests by replica; a negative number: it did not say how many."""
+    """Requests by replica; a negative number: unknown."""
     pairs = sorted(running.items()) if isinstance(running, dict) else []
     return ", ".join(f"replica {name}: {'unknown' if count < 0 else count}" for name, count in pairs)
 

@@ -1,25 +1,87 @@
-"""The store as the controller keeps it: only this fleet's versions, and no more of them than are needed.
+"""The files that the controller keeps: versions of this fleet, and its copies of adapters.
 
-Whose a version is, and which may go, is the ledger's decision (`deployments.ledger.promises`).
+The ledger decides whose a version is (`deployments.ledger.promises`) and which files are needed. The disk is
+read and changed in threads.
 """
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from deployments.controller.removal import Removal
+from deployments.host.logs import serve_logger
 from deployments.ledger.promises import Promises
-from deployments.protocol.errors import InvalidRequest, JournalError
+from deployments.protocol.adapters import AdapterFiles
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, JournalError, NotFound
+from deployments.weights.store.adapter_bytes import CannotWrite
+from deployments.weights.store.adapter_store import AdapterStore, Incomplete
 from deployments.weights.store.versions import Store
 
+DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
+THREADS = 8  # a disk that hangs blocks one of them for each adapter
+LAG_S = 10.0  # a shared file system may show a directory this much later than its writer
+RETRY_S = 0.1
+
 Owners = Mapping[int, str | None]
+T = TypeVar("T")
+logger = serve_logger()
+
+
+class Removal(Generic[T]):
+    """Removes what is no longer needed, off the critical path, one pass at a time.
+
+    Args:
+        what: named in the log if some cannot be removed.
+        listed: what is there; runs in a thread.
+        removable: the ids that may go; runs on the event loop.
+        remove: runs in a thread. Raises OSError.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        listed: Callable[[], T],
+        removable: Callable[[T], Iterable[int]],
+        remove: Callable[[int], object],
+    ) -> None:
+        self._what, self._listed, self._removable, self._remove = what, listed, removable, remove
+        self._pass: asyncio.Task[None] | None = None
+        self._problem: OSError | None = None
+
+    def start(self) -> None:
+        """Begin a pass, unless one is running."""
+        if self._pass is None or self._pass.done():
+            self._pass = asyncio.get_running_loop().create_task(self._run())
+
+    async def aclose(self) -> None:
+        """Wait for the running pass."""
+        if self._pass is not None:
+            await asyncio.gather(self._pass, return_exceptions=True)
+
+    async def _run(self) -> None:
+        before, self._problem = self._problem, None
+        try:
+            for each in self._removable(await asyncio.to_thread(self._listed)):
+                try:
+                    with suppress(FileNotFoundError):  # somebody else removed it
+                        await asyncio.to_thread(self._remove, each)
+                except OSError as error:
+                    self._problem = error
+        except OSError as error:
+            self._problem = error
+        if self._problem is not None and before is None:
+            logger.warning("old %s stay in the store: %s", self._what, self._problem)
 
 
 class StoreKeeper:
     """Checks, reads and empties the store.
 
     Args:
-        keep: how many versions stay; beside them those that a joiner was told to load.
+        keep: versions that stay, beside those that a joiner was told to load.
     """
 
     def __init__(self, store: Store, promises: Promises, keep: int) -> None:
@@ -32,7 +94,7 @@ class StoreKeeper:
         )
 
     def check_owner(self, state_dir: Path) -> None:
-        """To be called when the controller starts.
+        """Called when the controller starts.
 
         Raises:
             JournalError: the store has versions of another fleet.
@@ -45,7 +107,7 @@ class StoreKeeper:
             f"store {self._store.directory} has versions {sorted(foreign)} of {owners}, and the journal in "
             f"{state_dir} is of {_name(self._promises.fleet_id)}. To start anew, move them away or set "
             "'store.path' to another directory; to begin with the weights of one, move it away and set "
-            "'model' to it; to go on as the other fleet, bring its journal back"
+            "'model' to it; to continue as the other fleet, bring its journal back"
         )
 
     def source(self, version: int) -> str:
@@ -67,8 +129,7 @@ class StoreKeeper:
         return str(self._store.path_of(version))
 
     def _check_manifest(self, version: int) -> None:
-        """Whose a version is and what was written, the manifest alone says. Reads it again: it may have been
-        damaged since."""
+        """Only the manifest names owner and content. Reads it again: it may be damaged by now."""
         try:
             stated = self._store.manifest_of(version).version
             problem = None if stated == version else f"its manifest is of version {stated}"
@@ -82,7 +143,7 @@ class StoreKeeper:
     def _owners(self) -> Owners:
         """The fleet id of each stored version, None where the manifest names none.
 
-        Versions whose manifest cannot be read are left out: they are nobody's, and stay.
+        Omits versions with an unreadable manifest, which stay in the store.
         """
         stored = self._store.list()
         for version in stored:
@@ -95,3 +156,95 @@ class StoreKeeper:
 
 def _name(owner: str | None) -> str:
     return "a fleet without an id" if owner is None else f"fleet {owner}"
+
+
+class AdapterKeeper:
+    """Copies adapters into the fleet's store, before a replica hears of them, and removes them.
+
+    Args:
+        roots: directories below which the users' adapters are.
+        needed: the ids whose files must stay.
+        lag_s: how long to wait for incomplete files.
+        disk_s: how long the disk may take to answer.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        roots: Sequence[Path],
+        needed: Callable[[], set[int]],
+        lag_s: float = LAG_S,
+        clock: Callable[[], float] = time.monotonic,
+        disk_s: float = DISK_S,
+    ) -> None:
+        self._store = AdapterStore(directory)
+        self._roots = tuple(roots)
+        self._lag_s = lag_s
+        self._disk_s = disk_s
+        # Threads of its own: if the disk hangs, the event loop's threads stay free.
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
+        self._clock = clock
+        self.removal = Removal(  # asks again before each: one may be needed by then
+            "adapters",
+            self._store.ids,
+            lambda ids: (each for each in ids if each not in needed()),
+            self._store.remove,
+        )
+
+    async def copy(self, path: str, adapter_id: int, digest: str = "") -> AdapterFiles:
+        """Copy an adapter for replicas to read; waits a while for incomplete files. `complete` follows.
+
+        Args:
+            digest: as in `AdapterStore.copy`.
+
+        Raises:
+            NotFound: there is no such directory.
+            InvalidRequest: outside of the roots, not an adapter, or not complete in time.
+            FleetUnavailable: there is no space for the copy, or it cannot be written.
+            Conflict: the disk does not answer.
+        """
+        if not path or "\0" in path or not Path(path).is_absolute():
+            raise InvalidRequest(f"lora_path: expected an absolute path, got {path[:200]!r}")
+        until = self._clock() + self._lag_s
+        while True:
+            try:
+                copying = partial(self._store.copy, Path(path), self._roots, adapter_id, digest)
+                return await self._on_disk(copying, path)
+            except (Incomplete, FileNotFoundError) as error:  # it may be written or replaced just now
+                if self._clock() > until:
+                    there = await self._on_disk(Path(path).is_dir, path)
+                    kind = InvalidRequest if there else NotFound
+                    raise kind(f"lora_path: {error} (waited {self._lag_s:g} s)") from error
+            except CannotWrite as error:
+                raise _no_space(error) from error
+            except (OSError, ValueError) as error:
+                raise InvalidRequest(str(error)) from error
+            await asyncio.sleep(RETRY_S)
+
+    async def complete(self, adapter_id: int) -> None:
+        """Make the copy durable. Raises FleetUnavailable, or Conflict as `copy`."""
+        try:
+            await self._on_disk(partial(self._store.complete, adapter_id), str(self._store.directory))
+        except CannotWrite as error:
+            raise _no_space(error) from error
+
+    async def _on_disk(self, work: Callable[[], T], what: str) -> T:
+        try:
+            async with asyncio.timeout(self._disk_s):  # wait_for can swallow a cancellation
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except TimeoutError as error:
+            raise Conflict(f"{what}: the disk has not answered within {self._disk_s:g} s") from error
+
+    async def aclose(self) -> None:
+        """Wait for the running removal."""
+        await self.removal.aclose()
+        self._threads.shutdown(wait=False)
+
+
+def _no_space(error: CannotWrite) -> FleetUnavailable:
+    return FleetUnavailable(
+        f"the fleet cannot copy an adapter: {error}. Serving continues. Free space on the disk of "
+        "'store.path'",
+        {"disk": str(error)},
+    )

@@ -106,7 +106,7 @@ class StagedFleet:
             state_dir=str(directory / "state"),
             store_dir=str(directory / "store"),
             is_alive=lambda replica_id: replica_id not in self._dead,
-            end=lambda replica_id: None,
+            kill=lambda replica_id: None,
             poll_s=0.05,
             silent_s=0.5,
             tick_s=0.02,

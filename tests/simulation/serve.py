@@ -88,7 +88,7 @@ class Serve:
                 store_dir=str(world.store_dir),
                 **({} if world.adapters is None else world.adapters.settings()),
                 is_alive=world.is_alive,
-                end=world.end,
+                kill=world.end,
                 max_versions=2,
                 poll_s=1.0,
                 silent_s=1.5,

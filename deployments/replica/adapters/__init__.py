@@ -4,7 +4,7 @@ vLLM loads and computes (`AsyncLLM.add_lora`, `remove_lora`), and looks names up
 `OpenAIServingModels`; that mapping is ours here.
 
 Not here: when an adapter is live (`deployments.ledger.adapters`), and the copy of its files
-(`deployments.controller.adapter_files`).
+(`deployments.controller.store_keeper`).
 
 Read first: `deployments.replica.adapters.engine_adapters`.
 """

@@ -23,7 +23,7 @@ async def controller(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
         state_dir=str(tmp_path / "state"),
         store_dir=str(tmp_path / "store"),
         is_alive=lambda replica_id: True,
-        end=lambda replica_id: None,
+        kill=lambda replica_id: None,
     )
     yield real
     await real.aclose()

@@ -37,8 +37,8 @@ class Fleet:
         self.disk = SlowDisk()
         self.ray_answers = threading.Event()
         self.ray_answers.set()
-        self.ended: list[str] = []  # processes, by replica id
-        self.end_fails: Exception | None = None
+        self.killed: list[str] = []  # processes, by replica id
+        self.kill_fails: Exception | None = None
         self.polls: Counter[str] = Counter()
         self.replicas: dict[str, FakeReplica] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
@@ -49,7 +49,7 @@ class Fleet:
             state_dir=str(directory / "state"),
             store_dir=str(directory / "store"),
             is_alive=self._is_alive,
-            end=self._end,
+            kill=self._kill,
             adapters=adapters,
             adapter_roots=[directory],
             poll_s=0.05,
@@ -65,11 +65,11 @@ class Fleet:
         self.ray_answers.wait(HELD_S)
         return replica_id not in self.dead
 
-    def _end(self, replica_id: str) -> None:
+    def _kill(self, replica_id: str) -> None:
         self.ray_answers.wait(HELD_S)
-        if self.end_fails is not None:
-            raise self.end_fails
-        self.ended.append(replica_id)
+        if self.kill_fails is not None:
+            raise self.kill_fails
+        self.killed.append(replica_id)
 
     def start(self, *replica_ids: str) -> None:
         for replica_id in replica_ids:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.controller.adapter_files import AdapterKeeper
+from deployments.controller.store_keeper import AdapterKeeper
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
 from tests.tiny_adapters import save_tiny_adapter
 

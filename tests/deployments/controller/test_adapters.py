@@ -238,7 +238,7 @@ async def test_a_process_that_is_lost_during_a_call_is_ended(operation: str, tmp
     await fleet.elapse(1.0)
     calling = load(fleet, tmp_path) if operation == "load" else fleet.controller.unload_adapter("math")
     try:
-        await asyncio.gather(calling, fleet.until(lambda: fleet.ended == ["b"]))
+        await asyncio.gather(calling, fleet.until(lambda: fleet.killed == ["b"]))
         assert [each.replica_id for each in (await fleet.controller.fleet()).members] == ["a"]
     finally:
         await fleet.aclose()

@@ -88,7 +88,7 @@ async def test_a_replica_that_hangs_is_lost_when_its_heartbeat_runs_out(fleet: F
     await fleet.elapse(4.5)
     await fleet.polled("a")
     assert len((await fleet.controller.fleet()).members) == 2, "its process exists, and it has time left"
-    assert not fleet.ended
+    assert not fleet.killed
     await fleet.elapse(1.0)
     await fleet.members(1)
 
@@ -105,18 +105,18 @@ async def test_a_process_that_stands_still_is_ended_once_it_is_lost_and_nobody_w
         await fleet.polled("a")
     await fleet.members(1)
     await publish(fleet)
-    assert not fleet.ended
+    assert not fleet.killed
     fleet.ray_answers.set()
     async with asyncio.timeout(5):
-        while not fleet.ended:
+        while not fleet.killed:
             await asyncio.sleep(0.01)
-    assert fleet.ended == ["b"]
+    assert fleet.killed == ["b"]
 
 
 async def test_a_process_that_cannot_be_ended_is_named_in_the_log(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet.end_fails = RuntimeError("no GCS")
+    fleet.kill_fails = RuntimeError("no GCS")
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
     fleet.hang("b")
@@ -125,7 +125,7 @@ async def test_a_process_that_cannot_be_ended_is_named_in_the_log(
         await fleet.polled("a")
     await fleet.members(1)
     async with asyncio.timeout(5):
-        while "replica b could not be ended: RuntimeError: no GCS" not in caplog.text:
+        while "failed to kill replica b: RuntimeError: no GCS" not in caplog.text:
             await asyncio.sleep(0.01)
     await publish(fleet)
 

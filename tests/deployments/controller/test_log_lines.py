@@ -38,7 +38,7 @@ async def test_a_round_and_a_lost_replica_have_one_line_each(
     (lost,) = [each for each in lines(caplog) if "is lost" in each[1]]
     assert lost == (
         "WARNING",
-        "replica b is lost: its process is gone. Its requests are tried on others; Serve replaces it",
+        "replica b is lost: its process is gone. Its requests are retried on others; Serve replaces it",
     )
 
 
@@ -81,7 +81,7 @@ def test_a_fence_names_the_round_in_which_it_happened(caplog: pytest.LogCaptureF
 @pytest.mark.parametrize(
     ("name", "fields", "phrase"),
     [
-        ("start", {"version": 3}, "the controller has started"),
+        ("start", {"version": 3}, "controller started"),
         ("join", {"replica": "a", "version": 3}, "starts and loads version"),
         ("admit", {"replica": "a", "version": 3}, "serves version"),
         ("fence", {"replica": "a", "reason": "x"}, "is fenced"),
@@ -91,9 +91,9 @@ def test_a_fence_names_the_round_in_which_it_happened(caplog: pytest.LogCaptureF
             {"round_id": 1, "phase": "aborted", "reason": "x"},
             "is aborted, the fleet keeps its version",
         ),
-        ("scale", {"wanted": 3}, "the operator wants"),
-        ("leaving", {"replica": "a", "version": 3}, "is not needed any more"),
-        ("left", {"replica": "a"}, "has left in order"),
+        ("scale", {"wanted": 3}, "operator set"),
+        ("leaving", {"replica": "a", "version": 3}, "is being stopped"),
+        ("left", {"replica": "a"}, "has left"),
         ("lease_expired", {"publisher": "t"}, "the lease of publisher"),
         (
             "drain_expired",
@@ -107,12 +107,12 @@ def test_a_fence_names_the_round_in_which_it_happened(caplog: pytest.LogCaptureF
             {"version": 3, "replicas": "a, b, c", "again_s": 600.0},
             "does not load although its files are intact",
         ),
-        ("adapter", {"lora_name": "a", "version": 3, "phase": "live"}, "is live on all replicas"),
-        ("adapter", {"lora_name": "a", "version": 3, "phase": "retired"}, "is live no more"),
+        ("adapter", {"lora_name": "a", "version": 3, "phase": "live"}, "is live on all serving replicas"),
+        ("adapter", {"lora_name": "a", "version": 3, "phase": "retired"}, "is retired"),
         (
             "adapter",
             {"lora_name": "a", "version": 3, "phase": "failed", "reason": "x"},
-            "is not loaded, and no replica keeps it",
+            "was not loaded on any replica",
         ),
         ("promise_lapsed", {"replica": "a", "version": 3, "limit_s": 60}, "was told to load version"),
     ],

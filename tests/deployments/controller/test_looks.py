@@ -31,7 +31,7 @@ async def test_a_look_that_fails_is_made_up_for_by_the_next_tick(
     fleet.start("a")
     await fleet.admitted("a")
     assert (await publish(fleet)).phase == "committed"
-    assert "looking at what follows from reports failed" in caplog.text
+    assert "failed to process reports" in caplog.text
 
 
 async def test_after_a_look_that_stood_still_the_next_one_comes_within_a_tick(

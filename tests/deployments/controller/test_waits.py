@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from deployments.controller.waits import AT_ONCE, Waits
+from deployments.controller.durable_ledger import WAKE_AT_ONCE, Waits
 
 
 async def test_a_change_wakes_those_whose_wait_is_over_and_nobody_else() -> None:
@@ -44,7 +44,7 @@ async def test_others_run_between_those_who_are_woken() -> None:
         await waits.wait(lambda: over, None)
         woken += 1
 
-    tasks = [asyncio.create_task(wait()) for _ in range(5 * AT_ONCE)]
+    tasks = [asyncio.create_task(wait()) for _ in range(5 * WAKE_AT_ONCE)]
     await asyncio.sleep(0)
     over = True
     waits.look_soon()
@@ -52,7 +52,7 @@ async def test_others_run_between_those_who_are_woken() -> None:
     while woken < len(tasks):
         await asyncio.sleep(0)
         seen.append(woken)
-    assert max(after - before for before, after in pairwise(seen)) <= AT_ONCE
+    assert max(after - before for before, after in pairwise(seen)) <= WAKE_AT_ONCE
 
 
 async def test_a_wait_ends_with_its_time_with_its_own_error_and_with_all_waits() -> None:

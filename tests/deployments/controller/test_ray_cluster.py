@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.controller.room import GpuRoom, places
+from deployments.controller.ray_cluster import GpuCapacity, replicas_on
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ from deployments.controller.room import GpuRoom, places
     ],
 )
 def test_a_replica_is_on_one_node(nodes: list[float], per_replica: float, others: float, held: int) -> None:
-    assert places(nodes, per_replica, others) == held
+    assert replicas_on(nodes, per_replica, others) == held
 
 
 async def test_replicas_without_gpus_are_not_limited() -> None:
-    assert await GpuRoom(per_replica=0.0, others=1.0)() is None
+    assert await GpuCapacity(per_replica=0.0, others=1.0)() is None
