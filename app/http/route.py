@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from app.http.auth import READING, Access
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.responses import ErrorBody
-from deployments.router.body import read_body
+from deployments.router.request_inspection import read_body
 
 MAX_BODY_BYTES = 1 << 20
 MAX_SHOWN = 60  # characters of a wrong value in a message

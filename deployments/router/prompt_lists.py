@@ -1,97 +1,119 @@
-"""Requests with a list of prompts, of which each is answered by itself.
+"""Splits a request with a list of prompts into parts, and merges their responses.
 
-vLLM seeds every prompt of a list with the request's own `seed` (and the answers to it with `seed`, `seed + 1`
-and so on), and searches the beams of each prompt by itself. So the answer to a prompt does not depend on its
-place in the list, and a part of the list is answered like the whole. The replicas number the choices as the
-whole answer counts them (`deployments.replica.spans`), so that merging parses nothing but the small rest.
+vLLM seeds every prompt of a list with the request's own `seed` (its completions with `seed`, `seed + 1` etc.)
+and runs beam search for each prompt alone, so a completion does not depend on the prompt's place in the list.
+Replicas number the choices as in the whole response (`deployments.replica.spans`), so merging parses only the
+small rest of it.
 """
 
 import json
 import math
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from deployments.protocol.errors import ReplicaUnavailable
 
 COMPLETIONS = "/v1/completions"
 BATCH_CHAT = "/v1/chat/completions/batch"
-# What vLLM relates to a request as a whole.
-_OF_THE_WHOLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
+# Fields that concern the request as a whole.
+_WHOLE_REQUEST = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
+_COMPLETIONS = re.compile(rb"[1-9]\d{0,8}")
+_STREAM = {b"true": True, b"false": False, b"null": False}
+# `msgspec.Raw` skips over a value and keeps its bytes.
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def parse_object(text: bytes) -> dict[str, bytes]:
+    """The fields of a JSON object, each as JSON. The last one of a name counts, as in `json.loads`.
+
+    Raises:
+        msgspec.DecodeError: not standard JSON, or no object.
+        RecursionError: nested too deeply.
+    """
+    return {name: bytes(value) for name, value in _OBJECT.decode(text).items()}
+
+
+def parse_list(text: bytes) -> list[bytes]:
+    """The items of a list that `parse_object` has found, each as JSON."""
+    return [bytes(item) for item in _LIST.decode(text)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptList:
-    """A request that can be divided.
+    """A request that can be split.
 
     Attributes:
-        rest: the body without the list.
+        rest: the other fields of the body, as JSON without braces.
         field: the name of the list in the body.
-        prompts: each as JSON, since it is only sent on.
-        answers: choices for each prompt.
-        streams: whether the answer is a server-sent stream.
+        prompts: each as JSON.
+        completions: choices for each prompt.
+        streams: whether the response is a server-sent stream.
     """
 
-    rest: Mapping[str, Any]
+    rest: bytes
     field: str
     prompts: Sequence[bytes]
-    answers: int
+    completions: int
     streams: bool
-    request_id: str
 
     def part(self, start: int, stop: int) -> bytes:
         """The body of a request for the prompts from `start` to `stop` (exclusive)."""
-        rest = _json({"request_id": self.request_id, **self.rest})
-        prompts = b",".join(self.prompts[start:stop])
-        return b'%b,"%b":[%b]}' % (rest[:-1], self.field.encode(), prompts)
+        return b'{%b,"%b":[%b]}' % (self.rest, self.field.encode(), b",".join(self.prompts[start:stop]))
 
 
-def prompt_list(method: str, path: str, asked: Mapping[str, Any], *, in_session: bool) -> PromptList | None:
-    """The list of prompts of a request; None if it has none, or is to be answered by one replica.
+def prompt_list(method: str, path: str, fields: Mapping[str, bytes]) -> PromptList | None:
+    """The list of prompts of a request; None if one replica answers the request.
 
-    A session is answered by its replica. What vLLM would refuse is left to vLLM as it is, so that its error
-    is about what the client has sent.
+    What vLLM would reject is not split, so that its error is about what the client has sent.
 
     Args:
         path: without Serve's route prefix.
-        asked: the body.
+        fields: the body's, each as JSON.
     """
     field = {COMPLETIONS: "prompt", BATCH_CHAT: "messages"}.get(path)
-    if method != "POST" or field is None or in_session:
+    if method != "POST" or field is None or not fields.get(field, b"").startswith(b"["):
         return None
-    prompts = asked.get(field)
-    if not (isinstance(prompts, list) and len(prompts) > 1 and _all_alike(prompts, path)):
+    prompts = parse_list(fields[field])
+    if len(prompts) < 2 or not _all_alike(prompts, path):
         return None
-    answers = 1 if asked.get("n") is None else asked["n"]
-    streams = asked.get("stream") or False
-    if type(answers) is not int or answers < 1 or type(streams) is not bool:
+    completions = fields.get("n", b"1").replace(b"null", b"1")
+    streams = _STREAM.get(fields.get("stream", b"null"))
+    if not _COMPLETIONS.fullmatch(completions) or streams is None:
         return None
-    if any(asked.get(name) is not None for name in _OF_THE_WHOLE):
+    if any(fields.get(name, b"null") != b"null" for name in _WHOLE_REQUEST):
         return None
+    rest = {"request_id": json.dumps(uuid.uuid4().hex).encode(), **fields}
     return PromptList(
-        rest={name: value for name, value in asked.items() if name != field},
+        rest=b",".join(b"%b:%b" % (_encode(name), value) for name, value in rest.items() if name != field),
         field=field,
-        prompts=[_json(prompt) for prompt in prompts],
-        answers=answers,
+        prompts=prompts,
+        completions=int(completions),
         streams=streams and path == COMPLETIONS,  # vLLM streams no batch of chats
-        request_id=uuid.uuid4().hex,
     )
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _all_alike(prompts: Sequence[Any], path: str) -> bool:
+def _all_alike(prompts: Sequence[bytes], path: str) -> bool:
     """Whether all are texts, or all are lists that are not empty: of token ids, or of messages."""
-    if path == COMPLETIONS and all(isinstance(prompt, str) for prompt in prompts):
-        return True
-    if not all(isinstance(prompt, list) and prompt for prompt in prompts):
-        return False
     if path == COMPLETIONS:
-        return all(type(token) is int and token >= 0 for prompt in prompts for token in prompt)
-    return all(isinstance(message, dict) for prompt in prompts for message in prompt)
+        return all(each.startswith(b'"') for each in prompts) or all(map(_is_token_ids, prompts))
+    return all(each.startswith(b"[") and _is_conversation(each) for each in prompts)
+
+
+def _is_token_ids(prompt: bytes) -> bool:
+    """Valid JSON of these characters alone is a number, or lists of integers that are not negative."""
+    only_digits = not prompt.translate(None, b"0123456789, \t\r\n[]")
+    return only_digits and prompt.count(b"[") == 1 and bool(prompt.strip(b"[] \t\r\n"))
+
+
+def _is_conversation(prompt: bytes) -> bool:
+    messages = parse_list(prompt)
+    return bool(messages) and all(message.startswith(b"{") for message in messages)
 
 
 # A part with fewer sequences is not worth a replica of its own: a decoding step takes nearly as long for one
@@ -109,28 +131,26 @@ class Share:
 
 
 def split_prompts(
-    prompts: int, answers: int, loads: Mapping[str, int], *, least: int = MIN_SEQUENCES
+    prompts: int, completions: int, loads: Mapping[str, int], *, least: int = MIN_SEQUENCES
 ) -> list[Share]:
-    """Divide a list of prompts so that the replicas are equally loaded afterwards, as far as it can.
+    """Divide a list of prompts so that the loads of the replicas are level afterwards.
 
-    A share is a run of neighbours in the list, because neighbours are often the same prompt, whose prefix is
-    computed once. A replica that is so busy that its share would be too small gets none.
+    A share is a run of neighbours in the list: they are often the same prompt, whose prefix is computed once.
+    A replica that is too busy for a share of `least` sequences gets none.
 
     Args:
-        prompts: in the list, at least one.
-        answers: to each prompt; they stay together.
+        completions: for each prompt; they stay together.
         loads: sequences in flight, by replica.
-        least: sequences of a share.
 
     Returns:
-        Shares in the order of the list, which cover it; none if it is not to be split.
+        Shares that cover the list in its order; none if it is not to be split.
     """
-    total = prompts * answers
+    total = prompts * completions
     ordered = sorted(loads, key=lambda replica_id: (loads[replica_id], replica_id))
     for count in range(min(len(ordered), prompts), 1, -1):
         chosen = ordered[:count]
         level = (total + sum(loads[replica_id] for replica_id in chosen)) / count
-        if level - loads[chosen[-1]] >= max(least, answers):
+        if level - loads[chosen[-1]] >= max(least, completions):
             return _shares(prompts, {each: (level - loads[each]) / total for each in chosen})
     return []
 
@@ -250,6 +270,6 @@ def _sum(values: Sequence[Any]) -> Any:
     return {name: _sum([value.get(name) for value in there]) for name in names}
 
 
-def _encode(value: dict[str, Any]) -> bytes:
+def _encode(value: str | dict[str, Any]) -> bytes:
     # "replace": half of a surrogate pair, which JSON may name and UTF-8 has no bytes for.
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")

@@ -23,7 +23,6 @@ from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import keeps_state, route_path
 from deployments.protocol.routing import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
-from deployments.router.body import BodyReader, Question, check_headers, read_body
 from deployments.router.choice.affinity import block_hashes
 from deployments.router.connections import PROBE_TIMEOUT_S, SILENCE_S
 from deployments.router.deadly_requests import RequestIdentity
@@ -32,6 +31,7 @@ from deployments.router.forwarding import Begun, Forwarder, Outgoing, Trail
 from deployments.router.limits import Returns, RouterLimits
 from deployments.router.parts import PartRequest, answer_in_parts, returned
 from deployments.router.prompt_lists import MIN_SEQUENCES, PromptList, split_prompts
+from deployments.router.request_inspection import check_headers, inspect, read_body
 from deployments.router.scrape import Scraped
 
 
@@ -107,7 +107,6 @@ class Router:
         self.limits = limits
         self.in_flight = 0
         self._returns = Returns()
-        self._reader = BodyReader()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request with the response of one replica, or of several to their parts of it.
@@ -131,19 +130,19 @@ class Router:
             trail = Trail(demand=demand_of(request.headers, limits.weight_timeout_s))
             body = await read_body(request, limits.max_body_bytes)
             path = quote(route_path(scope["path"], scope.get("root_path", "")))
-            question = Question(
-                method=request.method,
-                path=path,
+            inspection = inspect(
+                body,
+                request.method,
+                path,
                 in_session=trail.demand.session_id is not None,
                 max_sequences=limits.max_sequences,
             )
-            asked = await self._reader.read(question, body)
-            outgoing = _outgoing(request, trail, path, body, asked.sequences)
+            outgoing = _outgoing(request, trail, path, body, inspection.sequences)
             trail.demand = replace(trail.demand, stays=keeps_state(path))
             if limits.prefix_affinity and trail.demand.session_id is None:
                 outgoing = replace(outgoing, blocks=block_hashes(body))
             # Closing the connections early ends the request in the engines.
-            async with self._answer(outgoing, trail, asked.prompts) as response:
+            async with self._answer(outgoing, trail, inspection.prompts) as response:
                 await response(scope, receive, send)
         finally:
             self.in_flight -= 1
@@ -153,9 +152,8 @@ class Router:
         return await self._forwarder.metrics()
 
     async def close(self) -> None:
-        """Close the connections to the replicas, and end what reads bodies."""
+        """Close the connections to the replicas."""
         await self._forwarder.close()
-        await self._reader.close()
 
     @asynccontextmanager
     async def _answer(
@@ -179,14 +177,14 @@ class Router:
         loads = await self._forwarder.loads(trail.demand)
         created = int(time.time())
         parts = []
-        for share in split_prompts(len(prompts.prompts), prompts.answers, loads):
-            part = Part(first_choice=share.start * prompts.answers, created=created)
+        for share in split_prompts(len(prompts.prompts), prompts.completions, loads):
+            part = Part(first_choice=share.start * prompts.completions, created=created)
             outgoing = replace(
                 request,
                 headers=CIMultiDict([*request.headers.items(), (PART_HEADER.decode(), part.header())]),
                 body=prompts.part(share.start, share.stop),
                 blocks=(),
-                sequences=(share.stop - share.start) * prompts.answers,
+                sequences=(share.stop - share.start) * prompts.completions,
             )
             demand = replace(trail.demand, prefer=share.replica_id)
             parts.append(PartRequest(request=outgoing, trail=Trail(demand=demand)))

@@ -15,6 +15,7 @@ from deployments.router.prompt_lists import (
     PartFailed,
     Share,
     merge_answers,
+    parse_object,
     prompt_list,
     split_prompts,
 )
@@ -22,20 +23,20 @@ from deployments.router.prompt_lists import (
 CHAT = [{"role": "user", "content": "hello"}]
 
 
-def of(asked: dict[str, Any], path: str = COMPLETIONS, in_session: bool = False) -> Any:
-    return prompt_list("POST", path, asked, in_session=in_session)
+def of(asked: dict[str, Any], path: str = COMPLETIONS, method: str = "POST") -> Any:
+    return prompt_list(method, path, parse_object(json.dumps(asked).encode()))
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
 def test_a_list_of_texts_or_of_token_ids_is_one(prompts: list[Any]) -> None:
     found = of({"prompt": prompts, "n": 3, "stream": True})
     assert [json.loads(each) for each in found.prompts] == prompts
-    assert (found.answers, found.streams) == (3, True)
+    assert (found.completions, found.streams) == (3, True)
 
 
 def test_so_is_a_batch_of_chats_which_vllm_does_not_stream() -> None:
     found = of({"messages": [CHAT, CHAT], "n": None, "stream": True}, BATCH_CHAT)
-    assert (found.field, found.answers, found.streams) == ("messages", 1, False)
+    assert (found.field, found.completions, found.streams) == ("messages", 1, False)
 
 
 def test_a_part_is_the_same_request_for_some_of_the_prompts() -> None:
@@ -71,12 +72,11 @@ def test_what_is_no_list_or_what_vllm_would_refuse_is_left_to_vllm(asked: dict[s
     assert of(asked) is None
 
 
-def test_a_session_and_other_routes_are_not_divided() -> None:
+def test_other_routes_are_not_divided() -> None:
     asked = {"prompt": ["a", "b"]}
     assert of(asked) is not None
-    assert of(asked, in_session=True) is None
     assert of(asked, "/v1/completions/render") is None
-    assert prompt_list("GET", COMPLETIONS, asked, in_session=False) is None
+    assert of(asked, method="GET") is None
     assert of({"messages": CHAT}, BATCH_CHAT) is None, "one conversation, which vLLM refuses"
 
 

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
-import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,17 +12,14 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from deployments.protocol.errors import BodyTooSlow, InvalidRequest, PayloadTooLarge
-from deployments.router.body import (
+from deployments.router.prompt_lists import COMPLETIONS
+from deployments.router.request_inspection import (
     BYTES_PER_S,
     MAX_HEADER_BYTES,
-    BodyReader,
-    Question,
     check_headers,
-    check_sequences,
+    inspect,
     read_body,
-    sequences,
 )
-from deployments.router.prompt_lists import COMPLETIONS
 from tests.deployments.routed_fleet import service
 
 
@@ -68,6 +63,10 @@ async def test_a_large_body_has_the_time_that_it_needs() -> None:
     assert len(await read_body(request(parts, pause_s=0.05), 1 << 20, grace_s=0.1)) == 6 * len(part)
 
 
+def count_of(body: bytes, limit: int) -> int:
+    return inspect(body, "POST", "/x", in_session=False, max_sequences=limit).sequences
+
+
 CHAT = [{"role": "user", "content": 'Say "n": 99 and {"prompt": ["a", "b"]}'}]
 
 
@@ -98,14 +97,13 @@ CHAT = [{"role": "user", "content": 'Say "n": 99 and {"prompt": ["a", "b"]}'}]
     ],
 )
 def test_sequences_are_prompts_times_answers(asked: dict[str, Any], count: int) -> None:
-    assert sequences(asked) == count
     for body in (json.dumps(asked).encode(), json.dumps(asked, indent=3).encode()):
-        check_sequences(body, count)
+        assert count_of(body, count) == count
         if count > 1:
             with pytest.raises(
                 InvalidRequest, match=rf"expected at most {count - 1} sequences .*, got {count}"
             ):
-                check_sequences(body, count - 1)
+                count_of(body, count - 1)
 
 
 def test_no_spelling_hides_them() -> None:
@@ -117,27 +115,31 @@ def test_no_spelling_hides_them() -> None:
         '{"n": 99}'.encode("utf-32-le"),
         b'{"sampling_params": {"n": 99}}',
         b'\xef\xbb\xbf{"n": 99}',
+        b'{"n": 99, "a": NaN}',
+        b'{"n": 99, "a": [-Infinity]}',
+        b'{"a": "\\ud800", "n": 99}',
+        b'{"n": 99, "\\ud86e": 1}',
     ):
         try:
             json.loads(body)
         except ValueError:
             continue  # vLLM cannot read it either
         with pytest.raises(InvalidRequest, match="got 99"):
-            check_sequences(body, 8)
+            count_of(body, 8)
 
 
 def test_what_nests_without_end_is_refused_and_what_is_no_json_is_vllms() -> None:
     with pytest.raises(InvalidRequest, match="nested too deeply"):
-        check_sequences(b'{"prompt": ' + b"[" * 100_000, 8)
+        count_of(b'{"prompt": ' + b"[" * 100_000, 8)
     for body in (b"", b"{", b"[1]", b'"n"', b'{"n": ' + b"9" * 10_000 + b"}", b"\xff\xfe\x00"):
-        check_sequences(body, 8)
+        count_of(body, 8)
 
 
 @given(st.binary(max_size=100) | st.text().map(str.encode) | st.from_type(dict).map(str).map(str.encode))
 def test_any_body_is_passed_or_refused(body: bytes) -> None:
     try:
-        check_sequences(b'{"n": ' + body, 8)
-        check_sequences(body, 8)
+        count_of(b'{"n": ' + body, 8)
+        count_of(body, 8)
     except InvalidRequest:
         return
 
@@ -170,67 +172,18 @@ def test_headers_have_a_limit() -> None:
         check_headers(with_headers(headers=((b"x", b"y" * MAX_HEADER_BYTES),)))
 
 
-QUESTION = Question(method="POST", path=COMPLETIONS, in_session=False, max_sequences=8)
 LIST = json.dumps({"prompt": [[1, 2], [3, 4]], "n": 3, "stream": True}).encode()
 
 
-@pytest.fixture(params=[0, 1 << 20], ids=["large", "small"])
-async def reader(request: pytest.FixtureRequest) -> AsyncIterator[BodyReader]:
-    reader = BodyReader(large_bytes=request.param)
-    yield reader
-    await reader.close()
-
-
-async def test_a_list_is_counted_and_can_be_divided(reader: BodyReader) -> None:
-    asked = await reader.read(QUESTION, LIST)
-    assert asked.sequences == 6 and asked.prompts is not None
-    part = json.loads(asked.prompts.part(1, 2))
+def test_a_list_is_counted_and_can_be_split() -> None:
+    found = inspect(LIST, "POST", COMPLETIONS, in_session=False, max_sequences=8)
+    assert found.sequences == 6 and found.prompts is not None
+    part = json.loads(found.prompts.part(1, 2))
     assert part.pop("request_id") and part == {"prompt": [[3, 4]], "n": 3, "stream": True}
 
 
-async def test_what_asks_for_too_much_is_refused_and_the_next_one_is_read(reader: BodyReader) -> None:
-    with pytest.raises(InvalidRequest, match="at most 8 sequences") as refused:
-        await reader.read(QUESTION, LIST.replace(b"3,", b"30,"))
-    assert refused.value.detail == {"expected": 8, "actual": 60}
-    assert (await reader.read(QUESTION, b"no JSON")).sequences == 1
-    assert (await reader.read(QUESTION, LIST)).sequences == 6
-
-
-@pytest.mark.slow
-async def test_others_run_while_a_large_body_is_read() -> None:
-    reader = BodyReader()
-    await reader.read(QUESTION, LIST.ljust(1 << 20))  # the process has started
-    body = json.dumps({"prompt": list(range(100_000, 1_100_000))}).encode()
-    reading = asyncio.create_task(reader.read(QUESTION, body))
-    turns = 0
-    while not reading.done():
-        await asyncio.sleep(0)
-        turns += 1
-    assert (await reading).sequences == 1 and turns > 10
-    await reader.close()
-
-
-@pytest.mark.slow
-async def test_bodies_are_read_although_the_process_has_ended() -> None:
-    reader = BodyReader(large_bytes=0)
-    await reader.read(QUESTION, LIST)
-    process = reader._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    await process.wait()
-    assert (await reader.read(QUESTION, LIST)).sequences == 6, "read in the router"
-    assert (await reader.read(QUESTION, LIST)).sequences == 6
-    assert reader._process is not None and reader._process.pid != process.pid
-    await reader.close()
-
-
-@pytest.mark.slow
-async def test_a_client_that_leaves_while_its_body_is_read_leaves_no_answer_to_the_next_one() -> None:
-    reader = BodyReader(large_bytes=0)
-    await reader.read(QUESTION, LIST)
-    leaving = asyncio.create_task(reader.read(QUESTION, LIST.replace(b"3,", b"2,")))
-    await asyncio.sleep(0)
-    leaving.cancel()
-    await asyncio.gather(leaving, return_exceptions=True)
-    assert (await reader.read(QUESTION, LIST)).sequences == 6
-    await reader.close()
+def test_a_session_and_what_is_no_standard_json_are_not_split() -> None:
+    assert inspect(LIST, "POST", COMPLETIONS, in_session=True, max_sequences=8).prompts is None
+    for body in (LIST.decode().encode("utf-16"), LIST.replace(b"}", b', "temperature": NaN}')):
+        found = inspect(body, "POST", COMPLETIONS, in_session=False, max_sequences=8)
+        assert (found.sequences, found.prompts) == (6, None)
