@@ -29,7 +29,7 @@ from deployments.protocol.errors import (
     TransferAborted,
 )
 from deployments.protocol.publishing import RoundOptions, RoundReport
-from deployments.weights.store.checkpoint import PART_BYTES, Checkpoint, stated
+from deployments.weights.store.checkpoint_files import PART_BYTES, Checkpoint, stated
 
 DISK_S = 120.0  # for all headers, and for each part
 

@@ -17,8 +17,7 @@ from deployments.host.logs import serve_logger
 from deployments.ledger.promises import Promises
 from deployments.protocol.adapters import AdapterFiles
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, JournalError, NotFound
-from deployments.weights.store.adapter_bytes import CannotWrite
-from deployments.weights.store.adapter_store import AdapterStore, Incomplete
+from deployments.weights.store.adapter_store import AdapterStore, CannotWrite, Incomplete
 from deployments.weights.store.versions import Store
 
 DISK_S = 120.0  # for one adapter; a disk that takes longer hangs

@@ -48,7 +48,7 @@ from deployments.protocol.poll import (
     WriteVersion,
 )
 from deployments.replica.engine import Engine
-from deployments.weights.store.integrity import check_files
+from deployments.weights.store.checkpoint_files import check_files
 
 
 async def carry_out(engine: Engine, operation: Operation) -> JsonValue:

@@ -37,7 +37,7 @@ from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.server_info import add_server_info, watch_load
 from deployments.serve.placement import take_slot, use_gpus
 from deployments.serve.scaling import ScalingStats
-from deployments.weights.store.integrity import check_files
+from deployments.weights.store.checkpoint_files import check_files
 
 ASK_AGAIN_S = 1.0
 ANSWER_S = 20.0  # of the controller, which answers at once: the question or its answer is lost

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from deployments.host.durable_files import replacing
 from deployments.protocol.errors import InvalidRequest
+from deployments.weights.store.hub import read_schema
 from deployments.weights.store.version_writer import read_tensors, write_safetensors
-from deployments.weights.wire.checkpoint_schema import join_reasons, read_schema
+from deployments.weights.wire.checkpoint_schema import join_reasons
 from trainers.policy import copy_model_files
 
 CONFIG = "config.json"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from deployments.host.logs import serve_logger
-from deployments.weights.store.integrity import check_files
+from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.versions import Store
 
 Value = TypeVar("Value")

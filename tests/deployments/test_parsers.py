@@ -27,7 +27,7 @@ from deployments.ledger.decisions import Labelled, LeaseIssued, Started, encode
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.routing import demand_of
 from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json
-from deployments.weights.store.manifest import VersionManifest
+from deployments.weights.store.versions import VersionManifest
 from deployments.weights.wire.chunk_layout import layout
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
 from tests.app.http.fake_controller import FakeController

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from deployments.protocol.adapters import Adapter, DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.errors import PayloadRejected
 from deployments.replica.adapters.engine_adapters import EngineAdapters
-from deployments.weights.store.adapter_bytes import TENSORS, adapter_digest
+from deployments.weights.store.adapter_store import TENSORS, adapter_digest
 from tests.deployments.replica.adapters.fake_llm import FakeLlm
 from tests.simulation.adapters import engine
 from tests.simulation.adapters.engine import SimAdapters

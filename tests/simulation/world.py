@@ -13,8 +13,7 @@ from deployments.controller.controller import Controller
 from deployments.ledger.limits import LedgerConfig
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.poll import CommitMode
-from deployments.weights.store.manifest import VersionManifest
-from deployments.weights.store.versions import MANIFEST
+from deployments.weights.store.versions import MANIFEST, VersionManifest
 from tests.simulation.adapters.scene import AdapterScene
 from tests.simulation.clients import one_request
 from tests.simulation.disk import SimDisk

@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 from vllm.lora.peft_helper import PEFTHelper
 
 from deployments.protocol.adapters import Adapter
-from deployments.weights.store.adapter_bytes import CONFIG, TENSORS, adapter_digest
-from deployments.weights.wire.checkpoint_schema import Schema, TensorSpec, join_reasons, read_schema
+from deployments.weights.store.adapter_store import CONFIG, TENSORS, adapter_digest
+from deployments.weights.store.hub import read_schema
+from deployments.weights.wire.checkpoint_schema import Schema, TensorSpec, join_reasons
 from deployments.weights.wire.digest import is_finite
 
 _PART = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.weight")

@@ -29,7 +29,7 @@ from deployments.protocol.errors import Conflict, FleetUnavailable
 from deployments.protocol.responses import AdapterReport
 from deployments.trainer.lora.host_copies import in_host_memory
 from deployments.trainer.lora.sender import AdapterSender
-from deployments.weights.store.adapter_bytes import TENSORS, digest_of
+from deployments.weights.store.adapter_store import TENSORS, digest_of
 from trainers.lora import Adapter
 
 CALL_TIMEOUT_S = 60.0  # of a question

@@ -38,8 +38,7 @@ from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, Staging
 from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.hub import cached, copy_model_files, schema_of
-from deployments.weights.store.retained import RetainedVersions
-from deployments.weights.store.version_writer import SHARE_OF_A_CORE, VersionWriter
+from deployments.weights.store.version_writer import SHARE_OF_A_CORE, RetainedVersions, VersionWriter
 from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, missing
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest import inspect

@@ -1,10 +1,9 @@
-"""Committed versions on disk, as ordinary Hugging Face checkpoint directories, and those who write them.
+"""Checkpoints on disk: committed versions and who writes them, adapters, and checkpoints that users wrote.
 
-`version_writer` runs in rank 0 of the trainer or, for an outside publisher, in one worker of one replica,
-which has the tensors in `retained`. The controller and joining replicas read. All writing is off the critical
-path.
+`version_writer` runs in rank 0 of the trainer or, for an external publisher, in one worker of one replica.
+The controller and joining replicas read. All writing is off the critical path.
 
-Not here: which version is committed and who shall write it (`deployments.ledger`).
+Not here: which version is committed and who writes it (`deployments.ledger`).
 
 Read first: `deployments.weights.store.versions`.
 """

@@ -1,33 +1,59 @@
-"""The fleet's own copies of adapters: what a user's directory becomes later changes nothing.
+"""The fleet's own copies of adapters, so that later changes of a user's directory change nothing.
 
     adapters/a00000041/   adapter_config.json, adapter_model.safetensors
 
-An engine that has too little room for an adapter forgets it, and reads the files again with the next request
+An engine that has too little memory for an adapter drops it, and reads the files again with the next request
 that names it; a replica that starts later reads them as well. So the files must stay as they were loaded. The
 controller copies and removes; replicas read, and compare the digest.
+
+The digest is the SHA-256 of each file's size and of the SHA-256 of each of its parts, which several threads
+compute: on one thread it took longer than everything else that a load does with the bytes.
 """
 
+import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
 import struct
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import FileIO
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from deployments.host.durable_files import sync
 from deployments.protocol.adapters import AdapterFiles
-from deployments.weights.store.adapter_bytes import CONFIG, TENSORS, copied, writing
+from deployments.weights.store.checkpoint_files import is_below, read_header
 
-MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PART_BYTES = 8 << 20
+THREADS = 4
 MAX_CONFIG_BYTES = 1 << 20
 _NAME = re.compile(r"a(\d{8,})|\.a(\d{8,})\.partial")
+_PICKLED = ("adapter_model.bin", "adapter_model.pt")
+_Buffers = SimpleQueue[memoryview]
 
 
 class Incomplete(ValueError):
-    """The files are not all there, or are being written: they may be, a little later."""
+    """The files are not complete, perhaps because they are being written: worth another try."""
+
+
+class CannotWrite(OSError):
+    """The copy cannot be written; the source is fine."""
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Raises CannotWrite in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotWrite(error.errno, error.strerror, error.filename) from error
 
 
 class AdapterStore:
@@ -41,11 +67,11 @@ class AdapterStore:
 
         Args:
             roots: directories, one of which must contain the files.
-            digest: of the files, whose writer states it and never changes them again: they get a second name
-                here where the file system has such, and are neither read nor written. Empty: nobody says so.
+            digest: stated by a writer that never changes the files again: they are hard-linked if the file
+                system can, and neither read nor written. Empty: unknown.
 
         Raises:
-            Incomplete: a file is not there, is shorter than it says, or changes while it is read.
+            Incomplete: a file is absent, is shorter than its header says, or changes while it is read.
             ValueError: outside of the roots, or not the files of an adapter.
             CannotWrite: the copy cannot be written.
             OSError: they cannot be read.
@@ -59,7 +85,7 @@ class AdapterStore:
         final = self.directory / f"a{adapter_id:08d}"
         partial = self.directory / f".{final.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        with writing():
+        with _writing():
             partial.mkdir(parents=True)
         try:
             copies = [partial / CONFIG, partial / TENSORS]
@@ -69,40 +95,37 @@ class AdapterStore:
                 raise Incomplete(f"{source} changed while it was read")
             _check_length(partial / TENSORS)
             shutil.rmtree(final, ignore_errors=True)
-            with writing():
+            with _writing():
                 partial.rename(final)
-        except BaseException:  # also the caller's: what is not complete must not stay
+        except BaseException:  # an incomplete copy must not stay
             shutil.rmtree(partial, ignore_errors=True)
             raise
         return AdapterFiles(path=str(final), digest=digest, size_bytes=before[1][1])
 
     def complete(self, adapter_id: int) -> None:
-        """Make a copy durable. Raises CannotWrite; it is there still, because replicas may be reading it."""
+        """Make a copy durable. Raises CannotWrite; the copy stays, because replicas may be reading it."""
         final = self.directory / f"a{adapter_id:08d}"
-        with writing():
+        with _writing():
             for path in (final / CONFIG, final / TENSORS, final, self.directory):
                 sync(path)
 
     def ids(self) -> list[int]:
-        """The ids of the copies, and of those that a process which ended did not complete."""
+        """The ids of the copies, also of those that a crashed process did not complete."""
         if not self.directory.is_dir():
             return []
         names = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())
         return sorted({int(name[1] or name[2]) for name in names if name is not None})
 
     def remove(self, adapter_id: int) -> None:
-        """Remove what there is of it. Raises OSError if it cannot be removed."""
+        """Remove a copy. Raises OSError if it cannot be removed."""
         name = f"a{adapter_id:08d}"
         for each in (self.directory / name, self.directory / f".{name}.partial"):
             with suppress(FileNotFoundError):
                 shutil.rmtree(each)
 
 
-_PICKLED = ("adapter_model.bin", "adapter_model.pt")
-
-
 def _linked(files: Sequence[Path], links: Sequence[Path]) -> bool:
-    """Whether each file has a second name now; else none has, and copying says what is wrong."""
+    """Hard-link all files, or none; whether that was possible."""
     try:
         for file, link in zip(files, links, strict=True):
             os.link(file, link)
@@ -114,9 +137,8 @@ def _linked(files: Sequence[Path], links: Sequence[Path]) -> bool:
 
 
 def _confined(file: Path, roots: Sequence[Path]) -> Path:
-    """The file itself. Raises ValueError if it is not below one of the roots, links followed."""
     resolved = file.resolve()
-    if not any(resolved.is_relative_to(root.resolve()) for root in roots):
+    if not is_below(resolved, roots):
         allowed = ", ".join(map(str, roots)) or "none is configured"
         raise ValueError(
             f"lora_path: expected a directory below one of 'security.checkpoint_roots' ({allowed}), "
@@ -151,22 +173,112 @@ def _check_length(file: Path) -> None:
 
     Raises:
         Incomplete: it is shorter, or its header cannot be read.
-        ValueError: it is longer.
+        ValueError: it is longer, or has no tensors.
     """
-    actual = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            (header_bytes,) = struct.unpack("<Q", stream.read(8))
-            if header_bytes > min(actual, MAX_HEADER_BYTES):
-                raise ValueError(f"a header of {header_bytes} bytes")
-            header = json.loads(stream.read(header_bytes))
-            ends = [int(each["data_offsets"][1]) for name, each in header.items() if name != "__metadata__"]
-    except (ValueError, struct.error, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise Incomplete(f"{file} has no whole safetensors header: {error}") from None
-    if not ends:
+        header = read_header(file)
+    except ValueError as error:
+        raise Incomplete(str(error)) from None
+    if not header.entries:
         raise ValueError(f"{file} has no tensors")
-    expected = 8 + header_bytes + max(ends)
-    if actual < expected:
-        raise Incomplete(f"{file} has {actual} of {expected} bytes")
-    if actual > expected:
-        raise ValueError(f"{file} has {actual} bytes, its header says {expected}")
+    actual = file.stat().st_size
+    if actual < header.file_bytes:
+        raise Incomplete(f"{file} has {actual} of {header.file_bytes} bytes")
+    if actual > header.file_bytes:
+        raise ValueError(f"{file} has {actual} bytes, its header says {header.file_bytes}")
+
+
+# -- digests ---------------------------------------------------------------------------------------
+
+
+def digest_of(files: Mapping[str, bytes | memoryview]) -> str:
+    """The digest of an adapter's two files, from their contents by name."""
+    contents = [memoryview(files[name]) for name in (CONFIG, TENSORS)]
+    with ThreadPoolExecutor(THREADS) as threads:
+        return _digest((len(each), threads.map(_sha256, _split(each))) for each in contents)
+
+
+def adapter_digest(directory: Path) -> str:
+    """The digest of an adapter's two files.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    return copied([directory / CONFIG, directory / TENSORS], [None, None])
+
+
+def copied(sources: Sequence[Path], targets: Sequence[Path | None]) -> str:
+    """Read the files, write them where there is a target, and return their digest.
+
+    Raises:
+        OSError: a file cannot be read.
+        CannotWrite: a target cannot be written.
+    """
+    # A part for each thread. Not from malloc, which would keep what each of the controller's threads freed.
+    buffers: _Buffers = SimpleQueue()
+    for _ in range(THREADS):
+        buffers.put(memoryview(mmap.mmap(-1, PART_BYTES)))
+    return _digest(_copied(source, to, buffers) for source, to in zip(sources, targets, strict=True))
+
+
+def _copied(source: Path, target: Path | None, buffers: _Buffers) -> tuple[int, list[bytes]]:
+    """The size of a file and the digests of its parts."""
+    with (
+        source.open("rb", buffering=0) as reader,
+        _opened(target) as writer,
+        ThreadPoolExecutor(THREADS) as threads,  # joined before the files are closed
+    ):
+        size = os.fstat(reader.fileno()).st_size
+        to = None if target is None else writer.fileno()
+        return size, list(threads.map(partial(_part, reader.fileno(), to, buffers), _bounds(size)))
+
+
+def _digest(files: Iterable[tuple[int, Iterable[bytes]]]) -> str:
+    digest = hashlib.sha256()
+    for size, parts in files:
+        digest.update(struct.pack("<Q", size))
+        for part in parts:
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _bounds(size: int) -> Iterator[tuple[int, int]]:
+    return ((begin, min(begin + PART_BYTES, size)) for begin in range(0, size, PART_BYTES))
+
+
+def _split(content: memoryview) -> Iterator[memoryview]:
+    return (content[begin:end] for begin, end in _bounds(len(content)))
+
+
+def _sha256(content: memoryview) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _part(reader: int, writer: int | None, buffers: _Buffers, bounds: tuple[int, int]) -> bytes:
+    """Copy a part between two file descriptors. The digest of what was read: less, if the file was cut."""
+    begin, end = bounds
+    whole = buffers.get()
+    try:
+        filled = 0
+        while filled < end - begin:
+            got = os.preadv(reader, [whole[filled : end - begin]], begin + filled)
+            if got == 0:
+                break
+            filled += got
+        if writer is not None:
+            _write(writer, whole[:filled], begin)
+        return _sha256(whole[:filled])
+    finally:
+        buffers.put(whole)
+
+
+def _write(writer: int, left: memoryview, at: int) -> None:
+    with _writing():
+        while left:  # a disk that is almost full takes a part
+            written = os.pwrite(writer, left, at)
+            left, at = left[written:], at + written
+
+
+def _opened(target: Path | None) -> FileIO:
+    with _writing():  # without a buffer, whose rest might be lost when it is closed
+        return open(os.devnull if target is None else target, "wb", buffering=0)

@@ -1,6 +1,11 @@
-"""Which files a Hugging Face checkpoint consists of, and which tensors they say to have. Reads no tensor.
+"""Hugging Face checkpoint directories, read without torch: a router reads them beside requests.
 
-Format: https://github.com/huggingface/safetensors#format.
+    files_of, parts_of   which files make up a checkpoint, and whether each is complete, by the headers alone
+    stated               the digests of a part's tensors; each replica's own reading must have the same
+    Checkpoint           a user's directory below a configured root, as the parts of a round
+    check_files          a stored version against its manifest
+
+Blocks as long as the disk does. Format: https://github.com/huggingface/safetensors#format.
 """
 
 import json
@@ -9,23 +14,39 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 from pydantic import JsonValue, NonNegativeInt, TypeAdapter, ValidationError
 
 from deployments.protocol.poll import FilePart
+from deployments.weights.store.versions import MANIFEST, DirectoryLock, VersionManifest
+from deployments.weights.wire.digest_definition import digest_bytes
 
+PART_BYTES = 256 << 20  # what a replica stages at a time, within one deadline
 READ_BYTES = 16 << 20  # at a time
+MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+
+_MAX_NAMED = 5  # an error names so many tensors and counts the rest
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+Identity = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
+
+
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def open_file(path: Path) -> FileIO:
-    """A regular file, for reading; anything else would wait for a writer.
+    """A regular file, for reading. A FIFO would block until somebody writes.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not a regular file.
         OSError: it cannot be opened.
     """
     file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
@@ -35,8 +56,8 @@ def open_file(path: Path) -> FileIO:
     return file
 
 
-def read_into(file: FileIO, begin: int, target: memoryview, go_on: Callable[[], None] = lambda: None) -> None:
-    """Fill the target (bytes) with the file's from `begin` on; `go_on`, called between reads, may raise.
+def read_into(file: FileIO, begin: int, target: memoryview, check: Callable[[], None] = lambda: None) -> None:
+    """Fill the target (bytes) from byte `begin` of the file on; `check`, called between reads, may raise.
 
     Raises:
         ValueError: the file ends before.
@@ -44,39 +65,86 @@ def read_into(file: FileIO, begin: int, target: memoryview, go_on: Callable[[], 
     """
     done = 0
     while done < len(target):
-        go_on()
+        check()
         count = os.preadv(file.fileno(), [target[done : done + READ_BYTES]], begin + done)
         if count == 0:
             raise ValueError(f"the file ends before byte {begin + len(target)}")
         done += count
 
 
-MAX_HEADER_BYTES = 100 << 20  # the format's own limit
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
-
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
-
-
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    dtype: str
+class TensorEntry:
+    """One tensor in the header of a safetensors file."""
+
+    dtype: str  # the format's name
     shape: tuple[NonNegativeInt, ...]
     data_offsets: tuple[NonNegativeInt, NonNegativeInt]
 
 
-_ENTRIES = TypeAdapter(dict[str, _Entry])
+_ENTRIES = TypeAdapter(dict[str, TensorEntry])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """The header of a safetensors file."""
+
+    entries: Mapping[str, TensorEntry]  # by tensor name
+    start: int  # where the tensors' bytes begin
+
+    @property
+    def file_bytes(self) -> int:
+        """The size that the whole file must have."""
+        return self.start + max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
+
+
+def read_header(file: Path) -> FileHeader:
+    """Raises ValueError if the file has no safetensors header, OSError if it cannot be read."""
+    size_bytes = file.stat().st_size
+    with open_file(file) as stream:
+        try:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(size_bytes, MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {length} bytes in a file of {size_bytes}")
+            header: dict[str, Any] = json.loads(stream.read(length))
+            header.pop("__metadata__", None)
+            entries = _ENTRIES.validate_python(header)
+        except (struct.error, ValidationError, ValueError, AttributeError, TypeError) as error:
+            first = str(error).splitlines()[0]
+            raise ValueError(f"{file} has no safetensors header that can be read: {first}") from error
+    wrong = [name for name, entry in entries.items() if entry.data_offsets[1] < entry.data_offsets[0]]
+    if wrong:
+        raise ValueError(f"{file} has a tensor that ends before it begins: {wrong[0]!r}")
+    return FileHeader(entries=entries, start=8 + length)
+
+
+def indexed_files(directory: Path) -> set[str] | None:
+    """The names of the files in the checkpoint's index; None without an index. Raises ValueError."""
+    try:
+        return set(_weight_map(directory).values())
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{directory / INDEX} is not an index that can be read: {error!r:.200}") from error
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    weight_map = json.loads((directory / INDEX).read_bytes())["weight_map"]
+    return {str(name): str(file) for name, file in weight_map.items()}
 
 
 def files_of(directory: Path) -> list[Path]:
     """The safetensors files that make up the checkpoint, as Hugging Face's loaders choose them.
 
     Raises:
-        ValueError: there are none, or not all; says what was expected.
+        ValueError: there are none, or not all; states what was expected.
     """
-    if (directory / INDEX).is_file():
-        return _indexed(directory)
+    indexed = indexed_files(directory)
+    if indexed is not None:
+        strange = sorted(name for name in indexed if name != Path(name).name)
+        if strange:
+            raise ValueError(f"{directory / INDEX} must name files beside it, and names {strange[0]!r:.200}")
+        _require_files(directory, indexed, f"{INDEX} names them")
+        return [directory / name for name in sorted(indexed)]
     if (directory / WHOLE).is_file():
         return [directory / WHOLE]
     found = sorted(directory.glob("*.safetensors"))
@@ -86,30 +154,11 @@ def files_of(directory: Path) -> list[Path]:
         raise ValueError(f"{directory} must have *.safetensors files, and has {there}")
     if (directory / "adapter_config.json").is_file():
         raise ValueError(f"{directory} is an adapter; a version needs a whole checkpoint")
-    shards = [match for file in found if (match := _SHARD.fullmatch(file.name))]
-    for match in shards:
-        names = {
-            f"{match[1]}-{number:05d}-of-{match[3]}.safetensors" for number in range(1, int(match[3]) + 1)
-        }
+    for match in filter(None, (_SHARD.fullmatch(file.name) for file in found)):
+        numbers = range(1, int(match[3]) + 1)
+        names = {f"{match[1]}-{number:05d}-of-{match[3]}.safetensors" for number in numbers}
         _require_files(directory, names, f"{match[0]} says so")
     return found
-
-
-def _indexed(directory: Path) -> list[Path]:
-    try:
-        names = set(_weight_map(directory).values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{directory / INDEX} is not an index that can be read: {error!r:.200}") from error
-    strange = sorted(name for name in names if name != Path(name).name)
-    if strange:
-        raise ValueError(f"{directory / INDEX} must name files beside it, and names {strange[0]!r:.200}")
-    _require_files(directory, names, f"{INDEX} names them")
-    return [directory / name for name in sorted(names)]
-
-
-def _weight_map(directory: Path) -> dict[str, str]:
-    weight_map = json.loads((directory / INDEX).read_bytes())["weight_map"]
-    return {str(name): str(file) for name, file in weight_map.items()}
 
 
 def _require_files(directory: Path, names: set[str], why: str) -> None:
@@ -119,7 +168,7 @@ def _require_files(directory: Path, names: set[str], why: str) -> None:
 
 
 def parts_of(directory: Path, files: Sequence[Path], part_bytes: int) -> Iterator[FilePart]:
-    """The tensors of the files, so many bytes at a time, without digests.
+    """The tensors of the files, at most `part_bytes` at a time or one larger tensor, without digests.
 
     Raises:
         ValueError: a file is cut off, has no header, or lacks tensors that the index names.
@@ -127,21 +176,25 @@ def parts_of(directory: Path, files: Sequence[Path], part_bytes: int) -> Iterato
     config = _config(directory)
     seen: dict[str, Path] = {}
     for file in files:
-        entries, start = _header(file)
-        for name in entries:
+        header = read_header(file)
+        if header.file_bytes != (size_bytes := file.stat().st_size):
+            raise ValueError(
+                f"{file} must have {header.file_bytes} bytes by its header, and has {size_bytes}: "
+                "is it being written?"
+            )
+        for name in header.entries:
             if name in seen:
                 raise ValueError(f"{name!r} is in both {seen[name].name} and {file.name}")
             seen[name] = file
-        for group in _groups(entries, part_bytes):
+        for group in _groups(header.entries, part_bytes):
+            ranges = (entry.data_offsets for _, entry in group)
             yield FilePart(
                 directory=str(directory),
                 path=str(file),
                 names=tuple(name for name, _ in group),
                 dtypes=tuple(entry.dtype for _, entry in group),
                 shapes=tuple(entry.shape for _, entry in group),
-                ranges=tuple(
-                    (start + entry.data_offsets[0], start + entry.data_offsets[1]) for _, entry in group
-                ),
+                ranges=tuple((header.start + begin, header.start + end) for begin, end in ranges),
                 config=config,
             )
             config = None  # once is enough
@@ -154,7 +207,7 @@ def parts_of(directory: Path, files: Sequence[Path], part_bytes: int) -> Iterato
 
 
 def _config(directory: Path) -> Mapping[str, JsonValue] | None:
-    """Trainers that write weights for an engine to load leave it out."""
+    """None if it is absent: trainers that write weights for an engine to load leave it out."""
     file = directory / "config.json"
     if not file.is_file():
         return None
@@ -167,35 +220,9 @@ def _config(directory: Path) -> Mapping[str, JsonValue] | None:
     return config
 
 
-def _header(file: Path) -> tuple[dict[str, _Entry], int]:
-    """The tensors of a file, and where their bytes begin."""
-    size_bytes = file.stat().st_size
-    with open_file(file) as stream:
-        try:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(size_bytes, MAX_HEADER_BYTES):
-                raise ValueError(f"a header of {length} bytes in a file of {size_bytes}")
-            header: dict[str, Any] = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            entries = _ENTRIES.validate_python(header)
-        except (struct.error, ValidationError, ValueError, AttributeError) as error:
-            first = str(error).splitlines()[0]
-            raise ValueError(f"{file} has no safetensors header that can be read: {first}") from error
-    start = 8 + length
-    wrong = [name for name, entry in entries.items() if entry.data_offsets[1] < entry.data_offsets[0]]
-    if wrong:
-        raise ValueError(f"{file} has a tensor that ends before it begins: {wrong[0]!r}")
-    end = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
-    if end != size_bytes:
-        raise ValueError(
-            f"{file} must have {end} bytes by its header, and has {size_bytes}: is it being written?"
-        )
-    return entries, start
-
-
-def _groups(entries: Mapping[str, _Entry], part_bytes: int) -> Iterator[list[tuple[str, _Entry]]]:
-    """Tensors in the order of their bytes, so many at a time; a larger one alone."""
-    group: list[tuple[str, _Entry]] = []
+def _groups(entries: Mapping[str, TensorEntry], part_bytes: int) -> Iterator[list[tuple[str, TensorEntry]]]:
+    """Tensors in the order of their bytes."""
+    group: list[tuple[str, TensorEntry]] = []
     held = 0
     for name, entry in sorted(entries.items(), key=lambda pair: pair[1].data_offsets):
         size = entry.data_offsets[1] - entry.data_offsets[0]
@@ -206,3 +233,209 @@ def _groups(entries: Mapping[str, _Entry], part_bytes: int) -> Iterator[list[tup
         held += size
     if group:
         yield group
+
+
+def _digests(part: FilePart) -> tuple[str, ...]:
+    """The digests of a part's tensors. Reads their bytes, one tensor at a time."""
+    buffer = np.empty(max((end - begin for begin, end in part.ranges), default=0), dtype=np.uint8)
+    digests = []
+    with open_file(Path(part.path)) as file:
+        for begin, end in part.ranges:
+            data = buffer[: end - begin]
+            try:
+                read_into(file, begin, data.data)
+            except ValueError as error:
+                raise ValueError(f"{part.path}: {error}") from error
+            digests.append(f"{digest_bytes(data):016x}")
+    return tuple(digests)
+
+
+# -- stored versions -------------------------------------------------------------------------------
+
+
+def check_files(
+    directory: Path, version: int, fleet_id: str | None = None, expected_digest: str | None = None
+) -> None:
+    """Compare every tensor in a version's directory with its manifest. Reads each file once.
+
+    Args:
+        fleet_id: the fleet that must own the version; None: any.
+        expected_digest: the digest with which the fleet committed it; None: unknown.
+
+    Raises:
+        ValueError: the directory holds another version, or a tensor is not the one that was written; the
+            message names the first few.
+        OSError: the version is not there, or a file cannot be read.
+    """
+    if not (directory / MANIFEST).is_file():
+        raise FileNotFoundError(f"version {version} must be in {directory}, and there is none")
+    manifest = VersionManifest.decode((directory / MANIFEST).read_bytes())
+    if manifest.version != version:
+        raise ValueError(f"{directory} must hold version {version}, and its manifest says {manifest.version}")
+    if fleet_id is not None and manifest.fleet_id != fleet_id:
+        raise ValueError(
+            f"{directory} must hold version {version} of fleet {fleet_id}, and its manifest names "
+            f"{manifest.owner}"
+        )
+    if expected_digest is not None and manifest.digest != expected_digest:
+        raise ValueError(
+            f"{directory} must hold version {version} as it was committed, with digest {expected_digest}, "
+            f"and its manifest states {manifest.digest}"
+        )
+    # All of them, as vLLM loads all of them.
+    parts = list(parts_of(directory, sorted(directory.glob("*.safetensors")), PART_BYTES))
+    problems = _unnamed(parts, manifest)
+    for part in parts:
+        problems += _rewritten(part, _digests(part), manifest)
+    if problems:
+        raise ValueError(_damaged(directory, manifest, problems))
+
+
+def _unnamed(parts: Sequence[FilePart], written: VersionManifest) -> list[str]:
+    found = {name for part in parts for name in part.names}
+    return [
+        f"{name!r} {'is not in its manifest' if name in found else 'was written and is gone'}"
+        for name in sorted(found ^ written.tensors.keys())
+    ]
+
+
+def _rewritten(part: FilePart, digests: Sequence[str], written: VersionManifest) -> list[str]:
+    return [
+        f"{name!r} was written with digest {written.tensors[name].digest} and has {found}"
+        for name, found in zip(part.names, digests, strict=True)
+        if name in written.tensors and written.tensors[name].digest != found
+    ]
+
+
+def _damaged(directory: Path | str, written: VersionManifest, problems: Sequence[str]) -> str:
+    rest = len(problems) - _MAX_NAMED
+    named = "; ".join(problems[:_MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
+    return f"version {written.version} in {directory} is damaged: {named}"
+
+
+# -- directories that users publish ----------------------------------------------------------------
+
+
+def confined(path: str, roots: Sequence[Path]) -> Path:
+    """The path without symbolic links, if it is a configured root or below one.
+
+    Raises:
+        ValueError: it is not. The message does not tell whether it exists.
+    """
+    allowed = [str(root) for root in roots]
+    if "\0" in path or not os.path.isabs(path):
+        raise ValueError(f"path: expected an absolute path below one of {allowed}, got {path!r:.200}")
+    try:
+        resolved = Path(path).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links, a name that is too long
+        raise ValueError(f"path: {path!r:.200} cannot be resolved: {error}") from error
+    if not is_below(resolved, roots):
+        raise ValueError(f"path: expected a directory below one of {allowed}, got {path!r:.200}")
+    return resolved
+
+
+def is_below(resolved: Path, roots: Sequence[Path]) -> bool:
+    """Whether a path without symbolic links is a root or below one."""
+    return any(resolved.is_relative_to(root.resolve()) for root in roots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A directory with valid headers. It stays locked against removal from the store until `close`."""
+
+    directory: Path
+    parts: Sequence[FilePart]  # without digests
+    identities: Mapping[Path, Identity]  # of the files, when their headers were read
+    lock: DirectoryLock
+    written: VersionManifest | None = None  # a stored version's
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    @classmethod
+    def open(cls, path: str, roots: Sequence[Path], part_bytes: int = PART_BYTES) -> Self:
+        """Read the headers of a directory's files.
+
+        Raises:
+            ValueError: outside the roots, no directory, no or not all safetensors files, a file that is cut
+                off or has no header, or other tensors than the manifest has; states what was expected.
+            OSError: it cannot be read.
+        """
+        directory = confined(path, roots)
+        if not directory.exists():
+            raise ValueError(f"{directory} does not exist on the router's host")
+        if not directory.is_dir():
+            raise ValueError(f"{directory} must be a checkpoint directory, and is a file")
+        lock = DirectoryLock(directory)
+        try:
+            files = [_confined_file(file, roots) for file in files_of(directory)]
+            identities = {file: _identity(file) for file in files}
+            parts = list(parts_of(directory, files, part_bytes))
+            if not parts:
+                raise ValueError(f"{directory} has no tensors")
+            written = _manifest_in(directory, roots)
+            problems = [] if written is None else _unnamed(parts, written)
+            if written is not None and problems:
+                raise ValueError(_damaged(directory, written, problems) + _ADVICE)
+        except BaseException:  # the caller has no lock to release
+            lock.close()
+            raise
+        return cls(directory=directory, parts=parts, identities=identities, lock=lock, written=written)
+
+    def changed(self) -> str | None:
+        """Which file has changed since its header was read; None: no file has."""
+        for file, identity in self.identities.items():
+            with suppress(OSError):
+                if _identity(file) == identity:
+                    continue
+            return f"{file} was changed while it was read"
+        return None
+
+    def close(self) -> None:
+        """Unlock the directory."""
+        self.lock.close()
+
+
+def stated(part: FilePart, written: VersionManifest | None = None) -> FilePart:
+    """The same part with the digests of its tensors.
+
+    Args:
+        written: the manifest that they must match; None: there is none.
+
+    Raises:
+        ValueError: the file ends before a tensor does, or a tensor is not the one that was written.
+        OSError: it cannot be read.
+    """
+    digests = _digests(part)
+    problems = [] if written is None else _rewritten(part, digests, written)
+    if written is not None and problems:
+        raise ValueError(_damaged(part.directory, written, problems) + _ADVICE)
+    return replace(part, digests=digests)
+
+
+_ADVICE = (
+    "; publish another version. If its files were changed on purpose, publish a copy without " + MANIFEST
+)
+
+
+def _manifest_in(directory: Path, roots: Sequence[Path]) -> VersionManifest | None:
+    """None for another program's file of that name."""
+    file = directory / MANIFEST
+    with suppress(FileNotFoundError, ValueError), open_file(_confined_file(file, roots)) as content:
+        return VersionManifest.decode(content.readall())
+    return None
+
+
+def _confined_file(file: Path, roots: Sequence[Path]) -> Path:
+    resolved = file.resolve()  # the hub's cache has links to its blobs
+    if not is_below(resolved, roots):
+        raise ValueError(f"{file} is a link to a file outside of {[str(root) for root in roots]}")
+    if not stat.S_ISREG(resolved.stat().st_mode):
+        raise ValueError(f"{file} must be a file")
+    return resolved
+
+
+def _identity(file: Path) -> Identity:
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,7 +1,8 @@
-"""The worker's reading of one part of a checkpoint, on a thread of its own: a disk that stands still must not
-hold the thread that stages, on which an update is dropped."""
+"""A worker reads one part of a checkpoint on a thread of its own: a hung disk must not block the staging
+thread, on which an update is dropped."""
 
 import json
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,16 +23,15 @@ from deployments.weights.wire.chunk_layout import (
     write_digests,
 )
 
-_UNBOUNDED = 1 << 62  # a part is one chunk
 _POLL_S = 0.01
 
-# What trainers and newer libraries write otherwise without another meaning for the weights.
+# Trainers and newer libraries change these without a change of meaning for the weights.
 _FREE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"})
 _FREE |= {"max_position_embeddings", "initializer_range", "attn_implementation", "output_router_logits"}
 
 
 class FileRead:
-    """One part on its way from the disk.
+    """The read of one part.
 
     Args:
         checkpoint: the directory that the engine was started from.
@@ -66,7 +66,7 @@ class FileRead:
         yield packed_chunk(chunk, received)
 
     def abort(self) -> None:
-        """End the wait for the disk. Called on any thread."""
+        """Stop waiting for the disk. Called on any thread."""
         self._aborted.set()
 
     def _no_memory(self, chunk: Chunk, error: Exception) -> ValueError:
@@ -78,7 +78,7 @@ class FileRead:
         while reading.is_alive() and not self._aborted.is_set():
             reading.join(_POLL_S)
         if self._aborted.is_set():
-            raise ValueError(f"{self._part.path} was not read to its end: the update was dropped")
+            raise ValueError(f"{self._part.path} was not read completely: the update was dropped")
         if self._error is not None:
             raise ValueError(f"{self._part.path} cannot be read: {self._error}") from self._error
 
@@ -87,26 +87,28 @@ class FileRead:
         try:
             with open_file(Path(self._part.path)) as file:
                 for entry, (begin, end) in zip(chunk.entries, self._part.ranges, strict=True):
-                    read_into(file, begin, target[entry.offset : entry.offset + end - begin], self._go_on)
+                    read_into(
+                        file, begin, target[entry.offset : entry.offset + end - begin], self._check_aborted
+                    )
         except (OSError, ValueError) as error:
             self._error = error
 
-    def _go_on(self) -> None:
+    def _check_aborted(self) -> None:
         if self._aborted.is_set():
             raise ValueError("aborted")
 
 
 def chunk_of(part: FilePart) -> Chunk:
-    """The layout of a part in memory; a new object each time: its memory is another one in each round.
+    """The layout of a part in memory; a new object each time, because each round has other memory.
 
     Raises:
-        ValueError: a dtype that is unknown, or a shape that is not the size of its bytes.
+        ValueError: a dtype is unknown, or a shape is not the size of its bytes.
     """
     unknown = [dtype for dtype in part.dtypes if dtype not in SAFETENSORS_DTYPES]
     if unknown:
         raise ValueError(f"{part.path}: expected dtypes of {sorted(SAFETENSORS_DTYPES)}, got {unknown[0]!r}")
     dtypes = [SAFETENSORS_DTYPES[dtype] for dtype in part.dtypes]
-    (chunk,) = plan_chunks(list(zip(part.names, dtypes, part.shapes, strict=True)), _UNBOUNDED)
+    (chunk,) = plan_chunks(list(zip(part.names, dtypes, part.shapes, strict=True)), sys.maxsize)
     wrong = [
         f"{entry.name!r} is {list(entry.shape)} of {str(entry.dtype)[6:]} in {end - begin} bytes"
         for entry, (begin, end) in zip(chunk.entries, part.ranges, strict=True)
@@ -118,8 +120,7 @@ def chunk_of(part: FilePart) -> Chunk:
 
 
 def check_config(config: Mapping[str, JsonValue] | None, checkpoint: Path) -> None:
-    """Check that a checkpoint is of the model that the engine runs: an update brings weights, and no
-    configuration. What only one of the two states is not compared.
+    """Check that a checkpoint is of the engine's model. Fields that only one of the two has are not compared.
 
     Raises:
         ValueError: it is of another model; names the first differences.

@@ -1,4 +1,4 @@
-"""Where a model's files are on this host, also if its name is a Hugging Face id.
+"""Where a model's files are on this host, also if its name is a Hugging Face id, and which tensors they have.
 
 downloaded   a trainer's: all that a checkpoint needs
 cached       an engine's: vLLM has downloaded what it loads
@@ -8,13 +8,16 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors.torch import _TYPES as SAFETENSORS_DTYPES
+
 from deployments.host.logs import serve_logger
-from deployments.weights.store.checkpoint_files import files_of
+from deployments.weights.store.checkpoint_files import files_of, indexed_files, read_header
 from deployments.weights.store.versions import MANIFEST
-from deployments.weights.wire.checkpoint_schema import MISTRAL, Schema, read_schema
+from deployments.weights.wire.checkpoint_schema import Schema, TensorSpec
 
 CONFIG = "config.json"
-# Not *.bin and the like, of which a repository may have as many bytes again.
+MISTRAL = "consolidated"  # prefix of files with Mistral's own names; beside others they are the same weights
+# Not *.bin and the like: a repository may have as many bytes of these again.
 _NEEDED: Sequence[str] = (
     *("*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja", "*.tiktoken"),
     *("tokenizer*", "chat_template*"),
@@ -28,8 +31,8 @@ def downloaded(model: str, revision: str | None = None) -> Path:
     make processes of one host wait for each other.
 
     Args:
-        model: a directory, which is left alone, or a hub id.
-        revision: of the hub's repository; None: its main branch.
+        model: a directory, or a hub id.
+        revision: a revision of the hub's repository; None: its main branch.
 
     Raises:
         ValueError: it is neither, or cannot be downloaded.
@@ -53,8 +56,8 @@ def downloaded(model: str, revision: str | None = None) -> Path:
 
 
 def cached(model: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
-    """The directory of what an engine of this host was loaded from; the name itself, as a path, if the hub's
-    cache does not have it. Asks no network.
+    """The directory that an engine of this host was loaded from; the name itself, as a path, if the hub's
+    cache does not have it. Does not use the network.
 
     Args:
         model: a directory, or a hub id.
@@ -65,7 +68,7 @@ def cached(model: str, revision: str | None = None, cache_dir: str | None = None
     from huggingface_hub import snapshot_download
 
     try:
-        # One pattern: the cache lacks files that vLLM had no use for, and the hub calls that incomplete.
+        # One pattern: the cache lacks files that vLLM does not use, which the hub calls incomplete.
         found = snapshot_download(
             model, revision=revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=[CONFIG]
         )
@@ -75,14 +78,13 @@ def cached(model: str, revision: str | None = None, cache_dir: str | None = None
 
 
 def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | None:
-    """The tensors that an update of an engine must have.
-
-    None if nobody here can say, with a warning: of a checkpoint in another format vLLM alone knows the names.
+    """The tensors that an update of an engine must have; None, with a warning, if that is unknown: only vLLM
+    knows the names in a checkpoint of another format.
 
     Args:
         directory: what the engine was loaded from.
         load_format: the engine's; with `dummy` weights there need not be any files.
-        of_hub: whether it is the hub's, which may hold a part of the checkpoint.
+        of_hub: the directory is the hub's, which may hold a part of the checkpoint.
 
     Raises:
         OSError: a file cannot be read.
@@ -100,11 +102,7 @@ def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | No
 
 
 def complete_schema(directory: Path, *, of_hub: bool) -> Schema | None:
-    """The tensors of a checkpoint; None: it is not there, in another format, or a part of it is lacking.
-
-    Args:
-        directory: what `cached` says.
-        of_hub: as for `schema_of`.
+    """The tensors of a checkpoint; None: it is absent, incomplete, or in another format. As `schema_of`.
 
     Raises:
         OSError: a file cannot be read.
@@ -121,6 +119,31 @@ def _is_whole(directory: Path) -> bool:
         return any(not file.name.startswith(MISTRAL) for file in files_of(directory))
     except ValueError:
         return False
+
+
+def read_schema(directory: Path) -> Schema | None:
+    """The schema of a Hugging Face checkpoint directory, read from the file headers.
+
+    None if the directory holds no safetensors file (`load_format: dummy` with a bare config): then only
+    vLLM's own loader checks names.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file has no safetensors header.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    named = indexed_files(directory)
+    if named is None:
+        named = {file.name for file in files if not file.name.startswith(MISTRAL)}
+    schema: dict[str, TensorSpec] = {}
+    # Not those that hold the same weights again, in another format or sharded differently.
+    for file in [file for file in files if file.name in named] or files:
+        for name, entry in read_header(file).entries.items():
+            if entry.dtype not in SAFETENSORS_DTYPES:
+                raise ValueError(f"{file} has no safetensors header that can be read: dtype {entry.dtype!r}")
+            dtype = str(SAFETENSORS_DTYPES[entry.dtype]).removeprefix("torch.")
+            schema[name] = TensorSpec(dtype=dtype, shape=entry.shape)
+    return schema or None
 
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", MANIFEST)

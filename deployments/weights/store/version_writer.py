@@ -1,15 +1,15 @@
 """Writes committed versions to the store in a background thread, off the critical path.
 
 One version is being written and one may wait: a newer one replaces the one that waits, so a slow disk costs
-versions and never memory or time between steps. The trainer writes what it published; a replica writes what
-it retained for a publisher that writes no checkpoints.
+versions and never memory or time between steps. The trainer writes what it published. For a publisher that
+writes no checkpoints, a replica writes the tensors that it retained as they arrived (`RetainedVersions`).
 """
 
 import json
 import struct
 import threading
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +20,26 @@ from safetensors.torch import _TYPES
 from deployments.host.logs import serve_logger
 from deployments.host.thread_priority import CoreShare, yield_to_others
 from deployments.protocol.poll import StoreResult
-from deployments.weights.store.integrity import check_same
-from deployments.weights.store.manifest import StoredTensor, VersionManifest
-from deployments.weights.store.versions import Store
+from deployments.weights.store.versions import Store, StoredTensor, VersionManifest
+from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest import digest
 from deployments.weights.wire.digest_definition import version_digest
-
-# Reads tensors of a checkpoint, and writes a safetensors file tensor by tensor: without a second copy of the
-# weights, and with the interpreter lock released while the bytes are written (an engine decodes, or a trainer
-# steps, in the same process).
-#
-# Format: https://github.com/huggingface/safetensors#format. The length of the header (8 bytes, little
-# endian), the header (JSON), then the tensors' bytes.
 
 ALIGNMENT = 8
 NAMES = {dtype: name for name, dtype in _TYPES.items()}
 WRITE_BYTES = 4 << 20  # some milliseconds
+NICE = 5  # decoding and training take precedence over the store
+SHARE_OF_A_CORE = 0.25  # for fleets on a CPU; see `VersionWriter`
+logger = serve_logger()
 
 
 def write_safetensors(
     tensors: Mapping[str, torch.Tensor], path: Path, rest: Callable[[], None] = lambda: None
 ) -> None:
-    """Write tensors of any shape to one file.
+    """Write tensors of any shape to one safetensors file, one tensor at a time.
+
+    Unlike `safetensors.torch.save_file`, it makes no second copy of the weights and releases the interpreter
+    lock while it writes: an engine decodes, or a trainer steps, in the same process.
 
     Args:
         tensors: by name, on the CPU. One that is not contiguous is copied while it is written.
@@ -93,24 +91,17 @@ def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Ten
     return found
 
 
-NICE = 5  # nobody waits for the store
-SHARE_OF_A_CORE = 0.25  # for fleets on a CPU; see `VersionWriter`
-logger = serve_logger()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedVersion:
-    """A version of the fleet with its tensors, which nobody changes any more."""
+    """A version of the fleet with its tensors, which do not change any more."""
 
     version: int
     label: str | None
     tensors: Mapping[str, torch.Tensor]  # by checkpoint name, on the CPU
     fleet_id: str | None = None
-    digest: str | None = None  # of `tensors`, with which the fleet committed it; None: unknown
+    digest: str | None = None  # with which the fleet committed it; None: unknown
     trainer_step: int | None = None  # optimizer steps that made it
-    expected_digests: Mapping[str, int] | None = (
-        None  # as computed on arrival (unsigned 64-bit); None: unknown
-    )
+    expected_digests: Mapping[str, int] | None = None  # computed on arrival (unsigned 64-bit)
 
 
 class VersionWriter:
@@ -121,7 +112,7 @@ class VersionWriter:
         on_stored: called on the thread for every version that is complete on the disk. What it raises becomes
             the problem of that version.
         on_failed: called on the thread for every version that could not be written.
-        share: of one core's time that writing may take while nobody waits for it, in (0, 1]; 1: no delays.
+        share: the share of a core's time that writing may take unless somebody waits for it; 1: no delays.
     """
 
     def __init__(
@@ -136,17 +127,17 @@ class VersionWriter:
         self._on_stored = on_stored
         self._on_failed = on_failed
         self._share = share
-        self._core_share = CoreShare()  # of the thread
+        self._core_share = CoreShare()
         self._awaited = 0  # callers of `wait`
         self._changed = threading.Condition()
         self._waiting: tuple[CommittedVersion, Store] | None = None
         self._writing = False
         self._thread: threading.Thread | None = None
-        self.result: StoreResult | None = None  # how the last write ended
-        self.newest: int | None = None  # the newest version that was written
+        self.result: StoreResult | None = None  # of the last write
+        self.newest: int | None = None  # that was written
 
     def put(self, version: CommittedVersion, store: Store) -> None:
-        """Write this version next. Returns at once; `result` is of it once the write has ended."""
+        """Write this version next. Returns at once; `result` tells how it ended."""
         with self._changed:
             if self.result is not None and self.result.version == version.version:
                 self.result = None  # of an earlier attempt
@@ -187,7 +178,7 @@ class VersionWriter:
             if self._on_stored is not None:
                 self._on_stored(result)
             self.newest = version.version
-        except Exception as error:  # a full disk must not end the process: the result reports it
+        except Exception as error:  # the result reports it
             result = _result(version, problem=f"{type(error).__name__}: {error}")
             expected = isinstance(error, OSError | ValueError)
             logger.error(
@@ -210,7 +201,7 @@ def write_version(
 ) -> Path:
     """Write a checkpoint directory with its manifest, and return it.
 
-    A version that is in the store already, with these weights, stays as it is: its writer was lost before it
+    A version that is in the store already, with these weights, stays as it is: its writer crashed before it
     could report it.
 
     Args:
@@ -228,7 +219,7 @@ def write_version(
             write_files(directory)
             write_safetensors(version.tensors, directory / "model.safetensors", rest)
     except FileExistsError:
-        check_same(store.manifest_of(version.version), manifest)
+        _check_same(store.manifest_of(version.version), manifest)
         logger.warning("version %d is in the store already", version.version)
     return store.path_of(version.version)
 
@@ -274,3 +265,107 @@ def _digests(tensors: Mapping[str, torch.Tensor], rest: Callable[[], None]) -> d
 
 def _result(version: CommittedVersion, *, path: str = "", problem: str = "") -> StoreResult:
     return StoreResult(version=version.version, label=version.label, path=path, problem=problem)
+
+
+def _check_same(stored: VersionManifest, written: VersionManifest) -> None:
+    """Raise ValueError unless the version in the store has the weights that were to be written."""
+    if stored.fleet_id != written.fleet_id:
+        raise ValueError(
+            f"version {written.version} is in the store already: of {stored.owner}, and this is "
+            f"{written.owner}"
+        )
+    problems = [
+        f"{name!r} is {_described(stored.tensors, name)} there and {_described(written.tensors, name)} here"
+        for name in sorted(stored.tensors.keys() | written.tensors.keys())
+        if stored.tensors.get(name) != written.tensors.get(name)
+    ]
+    if problems:
+        raise ValueError(
+            f"version {written.version} is in the store already with other weights (of another fleet?): "
+            + join_reasons(problems)
+        )
+
+
+def _described(tensors: Mapping[str, StoredTensor], name: str) -> str:
+    tensor = tensors.get(name)
+    if tensor is None:
+        return "absent"
+    return f"{tensor.dtype} {list(tensor.shape)} with digest {tensor.digest}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Retained:
+    version: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # on the CPU
+    digests: dict[str, int] = field(default_factory=dict)  # computed on arrival
+
+
+class RetainedVersions:
+    """The tensors of a round as they arrived, in host memory until the store has them.
+
+    One worker of a replica retains them (every worker receives all): the version that is arriving, and the
+    newest committed one. On a GPU this costs one copy to the host per tensor while staging; on a CPU it is a
+    reference to memory that the transfer allocated anyway.
+
+    Called on the engine's thread, except `add` and `set_digests`, which run on the staging thread.
+    """
+
+    def __init__(self) -> None:
+        self._arriving: _Retained | None = None
+        self._committed: _Retained | None = None
+
+    def begin(self) -> None:
+        """Discard what is arriving: its update was dropped, or another one begins."""
+        self._arriving = None
+
+    def expect(self, version: int) -> None:
+        """Retain what arrives from now on, as this version."""
+        self._arriving = _Retained(version=version)
+
+    @property
+    def expecting(self) -> bool:
+        """Whether what arrives is retained."""
+        return self._arriving is not None
+
+    def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Retain tensors that arrived, by checkpoint name; copied to the host from a GPU."""
+        arriving = self._arriving
+        if arriving is not None:
+            arriving.tensors.update((name, tensor.cpu()) for name, tensor in tensors)
+
+    def set_digests(self, digests: dict[str, int]) -> None:
+        """The digests (unsigned 64-bit) of everything that arrived, by checkpoint name."""
+        arriving = self._arriving
+        if arriving is not None:
+            arriving.digests = digests
+
+    def commit(self) -> None:
+        """Make what arrived the retained version. An older one is freed, also when this one is not retained:
+        its publisher writes it then."""
+        self._committed, self._arriving = self._arriving, None
+
+    def forget(self, version: int) -> None:
+        """Free this version and older ones."""
+        if self._committed is not None and self._committed.version <= version:
+            self._committed = None
+
+    def committed(
+        self, version: int, label: str | None, fleet_id: str | None = None, digest: str | None = None
+    ) -> CommittedVersion:
+        """The retained version, for the store.
+
+        Raises:
+            ValueError: this version is not retained here.
+        """
+        retained = self._committed
+        if retained is None or retained.version != version:
+            actual = None if retained is None else retained.version
+            raise ValueError(f"version {version} must be retained to be stored, the retained one is {actual}")
+        return CommittedVersion(
+            version=version,
+            label=label,
+            fleet_id=fleet_id,
+            digest=digest,
+            tensors=retained.tensors,
+            expected_digests=retained.digests,
+        )

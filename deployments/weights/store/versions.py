@@ -3,34 +3,111 @@
     v00000012/          config.json, *.safetensors, tokenizer files, manifest.json
     .v00000013.a1b2c3d4.partial/  being written; renamed when everything is on the disk
 
-A writer that was taken for lost may go on beside the one that took its place: no two share a directory, and
-the first that is complete counts. A complete version ends the writes of older ones, which nobody needs any
-more, and leaves those of newer ones alone.
+A writer that was believed lost may still be writing beside its replacement: each has a directory of its own,
+and the first that completes counts. A complete version removes partial ones up to its number, and no newer.
 
-The trainer or a replica writes, after the commit and off the critical path; starting replicas read. The
-controller removes versions, because it alone knows which of them a replica was told to load. A trainer that
-reads holds a shared lock on the directory, so that it is not removed meanwhile.
+The trainer or a replica writes, after the commit and off the critical path; starting replicas read. Only the
+controller removes versions: it knows which of them a replica was told to load. Other readers hold a shared
+lock on the directory, which keeps the controller from removing it.
 """
 
 import fcntl
+import json
 import os
 import re
 import shutil
-import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from deployments.host.durable_files import replacing
-from deployments.weights.store.manifest import VersionManifest
 
 MANIFEST = "manifest.json"
-LOCK_S = 60.0  # a version is renamed and removed in less
-_LOCK_POLL_S = 0.05
 
 _NAME = re.compile(r"v(\d{8,})")
 _PARTIAL = re.compile(r"\.v(\d{8,})(?:\.[0-9a-f]{8})?\.partial")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a stored version."""
+
+    dtype: str  # torch's name, without "torch."
+    shape: tuple[int, ...]
+    digest: str  # 16 hexadecimal digits, see `digest_definition`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionManifest:
+    """What `manifest.json` says of a stored version. Unknown fields, of a newer release, are ignored."""
+
+    version: int
+    label: str | None = None
+    fleet_id: str | None = None
+    digest: str | None = None  # `version_digest` of all tensors, with which the fleet committed it
+    trainer_step: int | None = None  # optimizer steps that made it; None: unknown
+    tensors: Mapping[str, StoredTensor]  # by checkpoint name
+
+    @property
+    def owner(self) -> str:
+        return "no fleet" if self.fleet_id is None else f"fleet {self.fleet_id}"
+
+    def encode(self) -> str:
+        """The manifest as JSON text; fields without a value are left out."""
+        known: dict[str, Any] = _MANIFESTS.dump_python(self, mode="json", exclude_none=True)
+        return json.dumps(known, indent=1)
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> "VersionManifest":
+        """The inverse of `encode`.
+
+        Raises:
+            ValueError: no manifest; names the first field that is wrong.
+        """
+        try:
+            return _MANIFESTS.validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in first["loc"]) or "text"
+            raise ValueError(
+                f"not a manifest: {field}: {first['msg']}, got {first['input']!r:.80}"
+            ) from error
+
+
+_MANIFESTS = TypeAdapter(VersionManifest)
+
+
+class DirectoryLock:
+    """A shared lock that keeps the controller from removing a stored version.
+
+    Raises:
+        ValueError: it is being removed.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor: int | None = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ValueError(f"{directory} is being removed from the store") from None
+        except OSError:
+            return  # a file system without locks: the controller locks nothing there either
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:  # a read that finished after its caller gave up
+        if getattr(self, "_descriptor", None) is not None:
+            self.close()
 
 
 class Store:
@@ -92,26 +169,29 @@ class Store:
                 yield partial
                 (partial / MANIFEST).write_text(manifest.encode())
         except OSError as error:
-            if final.exists():  # whose writer removed what is partial
+            if final.exists():  # its writer removed what is partial
                 raise FileExistsError(f"version {manifest.version} is in {self.directory} already") from error
             raise
-        self._remove_partial(manifest.version)
+        for entry in self.directory.iterdir():
+            name = _PARTIAL.fullmatch(entry.name)
+            if name is not None and int(name[1]) <= manifest.version:  # a crash left it, or it is too late
+                shutil.rmtree(entry, ignore_errors=True)
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
         """The directory of a version, which is not removed inside the block.
 
         Raises:
-            FileNotFoundError: the version is not in the store; names the versions that are.
-            TimeoutError: somebody removes it and does not come to an end.
+            FileNotFoundError: the version is not in the store, or is being removed.
         """
-        path = self.path_of(version)
-        descriptor = os.open(path, os.O_RDONLY)
         try:
-            _lock_for_reading(descriptor, path)
-            yield self.path_of(version)  # it may have been removed before the lock was ours
+            lock = DirectoryLock(self.path_of(version))
+        except ValueError as error:
+            raise FileNotFoundError(str(error)) from error
+        try:
+            yield self.path_of(version)  # it may have been removed just before the lock
         finally:
-            os.close(descriptor)
+            lock.close()
 
     def remove(self, version: int) -> bool:
         """Remove a version. False: it is being read, and stays.
@@ -125,33 +205,12 @@ class Store:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             partial = self.directory / f".{path.name}.partial"
             path.rename(partial)  # a version that is half removed is never listed
-            shutil.rmtree(partial, ignore_errors=True)  # what stays is removed by the next writer
+            shutil.rmtree(partial, ignore_errors=True)  # the next writer removes what is left
         except BlockingIOError:
             return False
         finally:
             os.close(descriptor)
         return True
 
-    def _remove_partial(self, complete: int) -> None:
-        """Remove what is partial up to this version: a crash left it, or its writer is too late. A newer one
-        may be in the middle of its write."""
-        for entry in self.directory.iterdir():
-            name = _PARTIAL.fullmatch(entry.name)
-            if name is not None and int(name[1]) <= complete:
-                shutil.rmtree(entry, ignore_errors=True)
-
     def _path(self, version: int) -> Path:
         return self.directory / f"v{version:08d}"
-
-
-def _lock_for_reading(descriptor: int, path: Path) -> None:
-    # Not a lock that waits: whoever holds it may stand still, and the caller would with it.
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{path} has been locked for {LOCK_S:g} s by whoever removes it") from None
-        time.sleep(_LOCK_POLL_S)

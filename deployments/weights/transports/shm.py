@@ -7,6 +7,7 @@ replicas lose nothing. A segment that no replica maps any more is filled again i
 (`segment_pool`).
 """
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,8 +25,6 @@ from deployments.weights.staging.transfer_engine import StagedWeightTransferEngi
 from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.weight_sender import WeightSender
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, layout, packed_chunk
-
-_UNBOUNDED = 1 << 62  # a payload is one chunk of any size
 
 
 @dataclass
@@ -63,7 +62,7 @@ class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateI
         pass
 
     def receive(self, update_info: ShmUpdateInfo) -> Iterator[ReceivedChunk]:
-        chunks = layout(update_info.names, update_info.dtype_names, update_info.shapes, _UNBOUNDED)
+        chunks = layout(update_info.names, update_info.dtype_names, update_info.shapes, sys.maxsize)
         if len(chunks) != 1:
             raise ValueError(f"a payload must describe at least one tensor, got {len(update_info.names)}")
         yield packed_chunk(chunks[0], open_segment(update_info.segment, chunks[0].size_bytes))

@@ -1,16 +1,10 @@
 """Names, dtypes and shapes of a model's checkpoint, and whether an update fits them."""
 
-import json
-import struct
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import _TYPES as SAFETENSORS_DTYPES
 
-INDEX = "model.safetensors.index.json"
-MISTRAL = "consolidated"  # files with Mistral's own names begin so; beside others they are the same weights
 MAX_NAMED = 5  # a message names this many tensors and counts the rest
 
 
@@ -23,53 +17,6 @@ class TensorSpec:
 
 
 Schema = Mapping[str, TensorSpec]  # by Hugging Face name
-
-
-def read_schema(directory: Path) -> Schema | None:
-    """The schema of a Hugging Face checkpoint directory, read from the file headers.
-
-    None if the directory holds no safetensors file (`load_format: dummy` with a bare config): then only
-    vLLM's own loader checks names.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file has no safetensors header.
-    """
-    schema: dict[str, TensorSpec] = {}
-    for file in _weight_files(directory):
-        schema |= _header(file)
-    return schema or None
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """All but those that hold the same weights again, in another format or cut otherwise."""
-    files = sorted(directory.glob("*.safetensors"))
-    try:
-        named = set(json.loads((directory / INDEX).read_bytes())["weight_map"].values())
-    except FileNotFoundError:
-        named = {file.name for file in files if not file.name.startswith(MISTRAL)}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{directory / INDEX} is not an index that can be read: {error!r:.200}") from error
-    return [file for file in files if file.name in named] or files
-
-
-def _header(file: Path) -> dict[str, TensorSpec]:
-    try:
-        with file.open("rb") as stream:
-            (size_bytes,) = struct.unpack("<Q", stream.read(8))
-            if size_bytes > file.stat().st_size:
-                raise ValueError(f"a header of {size_bytes} bytes in a file of {file.stat().st_size}")
-            header = json.loads(stream.read(size_bytes))
-        return {
-            name: TensorSpec(
-                dtype=str(SAFETENSORS_DTYPES[entry["dtype"]]).removeprefix("torch."),
-                shape=tuple(entry["shape"]),
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} has no safetensors header that can be read: {error!r}") from error
 
 
 def mismatches(

@@ -12,7 +12,7 @@ import pytest
 from deployments.protocol.adapters import LoadAdapter, ReceiveAdapter
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, StalePublisher
 from deployments.protocol.poll import Outcome
-from deployments.weights.store.adapter_bytes import CONFIG, TENSORS
+from deployments.weights.store.adapter_store import CONFIG, TENSORS
 from tests.deployments.controller.fleet import Fleet
 from tests.tiny_adapters import save_tiny_adapter
 

@@ -10,8 +10,7 @@ from deployments.controller.store_keeper import StoreKeeper
 from deployments.ledger.decisions import Decision, Stored
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.errors import InvalidRequest, JournalError
-from deployments.weights.store.manifest import VersionManifest
-from deployments.weights.store.versions import MANIFEST, Store
+from deployments.weights.store.versions import MANIFEST, Store, VersionManifest
 from tests.deployments.controller.fleet import Fleet, publish
 
 OURS = "fleet"

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader import get_model
 from deployments.protocol.adapters import Adapter
 from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.replica.worker_extension import WorkerExtension
-from deployments.weights.store.adapter_bytes import adapter_digest
+from deployments.weights.store.adapter_store import adapter_digest
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 from tests.tiny_models import save_tiny_llama
 

@@ -22,7 +22,7 @@ from deployments.protocol.poll import (
 )
 from deployments.replica.native_member import NativeMember
 from deployments.replica.server_arguments import EngineSpec
-from deployments.weights.store.checkpoint import Checkpoint, stated
+from deployments.weights.store.checkpoint_files import Checkpoint, stated
 from deployments.weights.wire.chunk_layout import describe
 from tests.fake_hub import FakeHub
 from tests.tiny_models import tiny_llama

@@ -16,8 +16,8 @@ from deployments.protocol.errors import InvalidRequest
 from deployments.trainer.checkpoint import BaseCheckpoint, summary
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
+from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.hub import copy_model_files
-from deployments.weights.store.integrity import check_files
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from tests.deployments.controller_in_process import ControllerInProcess

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deployments.protocol.adapters import Adapter, AdapterState, DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.errors import NotFound, PayloadRejected
-from deployments.weights.store.adapter_bytes import adapter_digest
+from deployments.weights.store.adapter_store import adapter_digest
 from tests.simulation.adapters.files import MAX_RANK, read_content, read_rank
 from tests.simulation.work import EngineFailed, Work
 

@@ -4,7 +4,7 @@ import json
 import struct
 from pathlib import Path
 
-from deployments.weights.store.adapter_bytes import CONFIG, TENSORS
+from deployments.weights.store.adapter_store import CONFIG, TENSORS
 
 MAX_RANK = 8
 

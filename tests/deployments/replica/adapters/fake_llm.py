@@ -8,7 +8,7 @@ import torch
 from vllm.config.lora import LoRAConfig
 
 from deployments.protocol.adapters import Adapter
-from deployments.weights.store.adapter_bytes import adapter_digest
+from deployments.weights.store.adapter_store import adapter_digest
 from tests.tiny_adapters import tiny_adapter_tensors
 
 CONFIG = LoRAConfig(max_lora_rank=8)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deployments.replica.adapters.check import NotYet, check_adapter
-from deployments.weights.wire.checkpoint_schema import read_schema
+from deployments.weights.store.hub import read_schema
 from tests.deployments.replica.adapters.fake_llm import CONFIG, FIRST, adapter, changed
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 

@@ -14,7 +14,7 @@ from deployments.protocol.errors import Conflict, InvalidRequest
 from deployments.protocol.poll import Outcome
 from deployments.trainer.lora.worker import LoraWorker
 from deployments.trainer.spec import TrainerSpec, adapter_directory
-from deployments.weights.store.adapter_bytes import adapter_digest
+from deployments.weights.store.adapter_store import adapter_digest
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.lora.one_adapter import (
     TENSORS,

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from deployments.protocol.poll import FilePart, Outcome
 from deployments.weights.staging.worker_reports import StagingState, from_wire, to_wire
-from deployments.weights.store.checkpoint import Checkpoint, stated
+from deployments.weights.store.checkpoint_files import Checkpoint, stated
 from deployments.weights.store.file_read import FileRead
 from tests.deployments.weights.staging.memory_worker import (
     MemoryWorker,
@@ -186,7 +186,7 @@ def test_a_reading_ends_when_its_update_is_dropped(tmp_path: Path) -> None:
     (part, _) = parts_of(tmp_path / "new", weights(2.0))
     reading = FileRead(part, tmp_path, torch.device("cpu"))
     reading.abort()
-    with pytest.raises(ValueError, match="was not read to its end: the update was dropped"):
+    with pytest.raises(ValueError, match="was not read completely: the update was dropped"):
         list(reading.chunks())
 
 

@@ -14,16 +14,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deployments.weights.store.adapter_bytes import (
+from deployments.weights.store.adapter_store import (
     CONFIG,
     PART_BYTES,
     TENSORS,
+    AdapterStore,
     CannotWrite,
+    Incomplete,
     adapter_digest,
     copied,
     digest_of,
 )
-from deployments.weights.store.adapter_store import AdapterStore, Incomplete
 from tests.tiny_adapters import save_tiny_adapter
 
 

@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.protocol.poll import StoreResult
 from deployments.weights.store.hub import copy_model_files
-from deployments.weights.store.manifest import StoredTensor
 from deployments.weights.store.version_writer import (
     CommittedVersion,
+    RetainedVersions,
     VersionWriter,
     write_safetensors,
     write_version,
 )
-from deployments.weights.store.versions import Store
+from deployments.weights.store.versions import Store, StoredTensor
 from deployments.weights.wire.digest import digest
 from tests.tiny_models import save_tiny_llama, tiny_llama
 
@@ -96,6 +96,23 @@ def test_tensors_that_changed_after_they_arrived_are_not_stored(store: Store) ->
     ):
         write_version(version_of(3, tensors, expected), store, no_files)
     assert list(store.list()) == []
+
+
+def test_version_with_another_digest_than_committed_is_not_written(store: Store) -> None:
+    other = CommittedVersion(version=1, label=None, digest="00ff", tensors={"w": torch.ones(2)})
+    with pytest.raises(ValueError, match="version 1 was committed with digest 00ff, and what is to be"):
+        write_version(other, store, no_files)
+    assert list(store.list()) == []
+
+
+def test_version_of_another_fleet_in_the_store_is_a_problem(store: Store) -> None:
+    mine, theirs = (
+        CommittedVersion(version=1, label=None, fleet_id=fleet_id, tensors={"w": torch.ones(2)})
+        for fleet_id in ("b", "a")
+    )
+    write_version(theirs, store, no_files)
+    with pytest.raises(ValueError, match="of fleet a, and this is fleet b"):
+        write_version(mine, store, no_files)
 
 
 def test_a_version_that_another_writer_stored_stays_as_it_is(store: Store) -> None:
@@ -279,3 +296,75 @@ def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'q' has dtype torch\.complex128, which safetensors cannot hold"):
         write_safetensors({"q": torch.empty(2, dtype=torch.complex128)}, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+# -- what a replica retains -----------------------------------------------------------------------
+
+
+def tensors_of(seed: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((2, 3), float(seed)), "n": torch.tensor([seed])}
+
+
+def arrive(retained: RetainedVersions, version: int | None) -> dict[str, torch.Tensor]:
+    """An update arrives; it is retained if it has a version."""
+    tensors = tensors_of(7 if version is None else version)
+    retained.begin()
+    if version is not None:
+        retained.expect(version)
+    for pair in tensors.items():
+        retained.add([pair])
+    retained.set_digests({name: digest(tensor) for name, tensor in tensors.items()})
+    return tensors
+
+
+def test_a_committed_version_has_its_tensors_and_their_digests() -> None:
+    retained = RetainedVersions()
+    tensors = arrive(retained, 3)
+    retained.commit()
+    version = retained.committed(3, "step-3")
+    assert (version.version, version.label, version.trainer_step) == (3, "step-3", None)
+    assert version.tensors.keys() == tensors.keys()
+    assert all(torch.equal(version.tensors[name], tensor) for name, tensor in tensors.items())
+    assert version.expected_digests == {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def test_what_was_dropped_is_not_retained() -> None:
+    retained = RetainedVersions()
+    arrive(retained, 3)
+    retained.commit()
+    arrive(retained, 4)
+    retained.begin()  # the round was dropped
+    with pytest.raises(ValueError, match="version 4 must be retained to be stored, the retained one is 3"):
+        retained.committed(4, None)
+    assert retained.committed(3, None).version == 3
+
+
+def test_a_newer_version_replaces_the_retained_one() -> None:
+    retained = RetainedVersions()
+    for version in (3, 4):
+        arrive(retained, version)
+        retained.commit()
+    with pytest.raises(ValueError, match="version 3 must be retained to be stored, the retained one is 4"):
+        retained.committed(3, None)
+    assert torch.equal(retained.committed(4, None).tensors["n"], torch.tensor([4]))
+
+
+def test_a_commit_that_is_not_retained_frees_the_older_version() -> None:
+    retained = RetainedVersions()
+    arrive(retained, 3)
+    retained.commit()
+    arrive(retained, None)
+    retained.commit()
+    with pytest.raises(ValueError, match="the retained one is None"):
+        retained.committed(3, None)
+
+
+def test_forgetting_a_version_frees_it_and_older_ones() -> None:
+    retained = RetainedVersions()
+    arrive(retained, 3)
+    retained.commit()
+    retained.forget(2)
+    assert retained.committed(3, None).version == 3
+    retained.forget(4)
+    with pytest.raises(ValueError, match="the retained one is None"):
+        retained.committed(3, None)

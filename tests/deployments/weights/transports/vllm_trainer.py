@@ -31,7 +31,7 @@ from deployments.weights.staging.base import Tensors
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
-from deployments.weights.store.retained import RetainedVersions
+from deployments.weights.store.version_writer import RetainedVersions
 from deployments.weights.transports.gloo import _wait_abandoned, create_process_group
 from deployments.weights.transports.rendezvous import RendezvousInfo, meet
 from deployments.weights.transports.vllm_ipc import StagedIpcEngine

@@ -1,8 +1,9 @@
-"""A directory that somebody else wrote: which files count, and what is refused before a tensor is read."""
+"""Checkpoints that users wrote, and stored versions: which files count, and what is refused."""
 
 import fcntl
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -13,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deployments.weights.store.checkpoint import Checkpoint, confined, stated
-from deployments.weights.store.checkpoint_files import INDEX
+from deployments.weights.store.checkpoint_files import INDEX, Checkpoint, check_files, confined, stated
 from deployments.weights.store.version_writer import CommittedVersion, write_version
-from deployments.weights.store.versions import Store
+from deployments.weights.store.versions import MANIFEST, Store
 from deployments.weights.wire.digest import digest
+from deployments.weights.wire.digest_definition import version_digest
 
 TENSORS = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -272,3 +273,102 @@ def test_a_router_reads_without_torch() -> None:
     """It would take seconds of the interpreter lock, beside requests."""
     code = "import sys, app.http.directory_publisher\nprint('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+# -- stored versions -------------------------------------------------------------------------------
+
+
+def write(store: Store, tensors: dict[str, torch.Tensor], fleet_id: str | None = None) -> Path:
+    committed = CommittedVersion(version=3, label=None, fleet_id=fleet_id, tensors=tensors)
+    return write_version(committed, store, lambda directory: None)
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Path:
+    """The directory of version 3."""
+    return write(Store(tmp_path / "store"), TENSORS | {"empty": torch.zeros(0, 4)})
+
+
+def rotten(directory: Path, name: str) -> None:
+    """Flip a bit of this tensor."""
+    (part,) = [part for part in opened(directory, 1).parts if name in part.names]
+    with Path(part.path).open("r+b") as file:
+        file.seek(part.ranges[part.names.index(name)][0])
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_stored_version_matches_its_manifest(version: Path) -> None:
+    check_files(version, 3)
+    checkpoint = opened(version)
+    assert checkpoint.written is not None and checkpoint.written.version == 3
+    for part in checkpoint.parts:
+        assert stated(part, checkpoint.written) == stated(part)
+
+
+def test_all_files_of_a_stored_version_are_compared(version: Path) -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(version / "model.safetensors").items()}
+    save_file({"w": tensors.pop("w")}, version / "model-2.safetensors")
+    save_file(tensors, version / "model.safetensors")
+    check_files(version, 3)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_flipped_bit_is_reported_with_the_name_of_its_tensor(version: Path, name: str) -> None:
+    rotten(version, name)
+    damage = (
+        f"^version 3 in {version} is damaged: '{name}' was written with digest \\w{{16}} and has \\w{{16}}"
+    )
+    checkpoint = opened(version)
+    with pytest.raises(ValueError, match=damage + "; publish another version"):
+        [stated(part, checkpoint.written) for part in checkpoint.parts]
+    with pytest.raises(ValueError, match=damage + "$"):
+        check_files(version, 3)
+
+
+def test_added_and_missing_tensors_are_reported(version: Path) -> None:
+    tensors = {name: TENSORS[name] for name in TENSORS if name != "odd"}
+    save_file({**tensors, "more": torch.ones(2)}, version / "model.safetensors")
+    message = "is damaged: 'empty' was written and is gone; 'more' is not in its manifest; 'odd' was written"
+    with pytest.raises(ValueError, match=message):
+        opened(version)
+    with pytest.raises(ValueError, match=message):
+        check_files(version, 3)
+
+
+def test_truncated_file_of_a_stored_version_is_reported(version: Path) -> None:
+    file = version / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"model\.safetensors must have [0-9]+ bytes by its header"):
+        check_files(version, 3)
+
+
+def test_directory_with_another_version_is_refused(version: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(version, tmp_path / "store" / "v00000004")
+    with pytest.raises(ValueError, match=r"v00000004 must hold version 4, and its manifest says 3"):
+        check_files(copy, 4)
+    with pytest.raises(FileNotFoundError, match="version 3 must be in"):
+        check_files(tmp_path, 3)
+
+
+def test_version_of_another_fleet_or_commit_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    path = write(store, {"w": torch.ones(2)}, "a")
+    written = store.manifest_of(3).digest
+    assert written == version_digest(["w"], [digest(torch.ones(2))])
+    check_files(path, 3, "a", written)
+    with pytest.raises(ValueError, match="must hold version 3 of fleet b, and its manifest names fleet a"):
+        check_files(path, 3, "b")
+    with pytest.raises(ValueError, match=f"as it was committed, with digest 00ff, and .* states {written}"):
+        check_files(path, 3, "a", "00ff")
+
+
+def test_manifest_of_another_program_is_ignored(tmp_path: Path) -> None:
+    directory = whole(tmp_path / "model")
+    assert opened(directory).written is None
+    (directory / MANIFEST).write_text('{"version": "1.2", "files": []}')
+    assert opened(directory).written is None
+    (directory / MANIFEST).unlink()
+    os.mkfifo(directory / MANIFEST)  # opening it would block
+    assert opened(directory).written is None
