@@ -12,7 +12,6 @@ The second version has memory only during a round.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import torch
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
@@ -27,14 +26,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from deployments.weights.staging.base import GIB, Staging, Tensors, outer_columns, second_instance_config
 from deployments.weights.staging.cpu_exchange import Exchange
 from deployments.weights.wire.chunk_layout import Chunk
-
-
-class Loaded(Enum):
-    """How much of a parameter was loaded."""
-
-    NOTHING = auto()
-    PART = auto()
-    ALL = auto()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,11 +65,11 @@ class BlankParameter:
         for _, module, name in self.places:
             module._parameters[name] = self.parameter
 
-    def loaded(self) -> Loaded:
+    def lacks(self) -> tuple[bool, bool]:
+        """Whether some of it was not loaded, and whether nothing was."""
         missing = outer_columns(self.parameter.data).isnan()
-        if not missing.any():
-            return Loaded.ALL
-        return Loaded.NOTHING if missing.all() else Loaded.PART
+        some = bool(missing.any())
+        return some, some and bool(missing.all())
 
     def pad(self) -> None:
         """Zero what was not loaded: padding, which no checkpoint contains."""
@@ -169,15 +160,15 @@ class CpuShadowStaging(Staging):
         unfilled: list[str] = []
         alone = []  # parameters of which nothing was loaded
         for blank in self._blanks:
-            loaded = blank.loaded()
-            if loaded is not Loaded.ALL and not complete:
+            some, everything = blank.lacks()
+            if some and not complete:
                 unfilled += blank.names
-            if loaded is Loaded.PART:
-                blank.pad()
-            if loaded is Loaded.NOTHING:
+            if everything:
                 alone.append(blank)
+            elif some:
+                blank.pad()
             for path, _, _ in blank.places:
-                states.setdefault(path, set()).add(loaded is not Loaded.NOTHING)
+                states.setdefault(path, set()).add(not everything)
         untouched = {path for path, found in states.items() if found == {False}}
         for blank in alone:
             for path, _, name in blank.places:
@@ -220,11 +211,7 @@ def cpu_shadow_staging(vllm_config: VllmConfig, model: torch.nn.Module) -> CpuSh
 
 
 def check_cpu_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-    """Check that this engine's model can have a second instance.
-
-    Raises:
-        ValueError: all reasons why it cannot.
-    """
+    """Raises ValueError with all reasons why this engine's model cannot have a second instance."""
     reasons = []
     if vllm_config.compilation_config.mode != CompilationMode.NONE:
         reasons.append("it is compiled ('enforce_eager: true' compiles nothing)")
@@ -241,11 +228,8 @@ def check_cpu_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
 
 
 def check_cpu_memory(vllm_config: VllmConfig, needed: int) -> None:
-    """Check that a second version fits beside the KV cache, which is allocated later.
-
-    Raises:
-        ValueError: it does not; the message has the sizes in GiB.
-    """
+    """Raises ValueError with the sizes in GiB if a second version does not fit beside the KV cache, allocated
+    later."""
     cache = vllm_config.cache_config.kv_cache_memory_bytes or 0
     available = get_memory_node_info().available_memory
     if needed + cache > available:

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from deployments.weights.staging.base import Staging, Tensors
 from deployments.weights.staging.load_plan import LoadPlans
 from deployments.weights.staging.model_state.derived import Derived
-from deployments.weights.staging.model_state.observation import pair
+from deployments.weights.staging.model_state.pairs import pair
 from deployments.weights.staging.nan_poison import NanPoison
 from deployments.weights.staging.shadow_model import build_shadow, check_memory, check_support
 from deployments.weights.staging.worker_reports import LoadPlanSummary
@@ -100,8 +100,7 @@ class DeviceStaging(Staging):
         if unfilled:
             self._plans.refuse(self._received)
         else:
-            self._plans.confirm()
-            self._plans.retain_only(self._received)
+            self._plans.confirm(self._received)
         torch.cuda.current_stream().synchronize()
         return unfilled
 

@@ -1,13 +1,10 @@
 """The copies that vLLM's loaders make for a chunk: recorded once, then repeated without the loaders.
 
-Loading tensor by tensor is Python, and Python beside the thread that decodes slows decoding down. Most
-loaders only copy views of the received tensors to views of the model's parameters. So while a chunk is
-loaded for the first time, every operation on tensors is recorded. If all of them were such copies, they are
-the chunk's plan, and from then on they are made together with the digests, in a few calls per chunk.
-
-A plan is confirmed when, at the end of its first round, each of its targets holds the bytes of its source. A
-chunk for which a loader did anything else (a computation, a number read on the host) has no plan and is
-loaded by vLLM in every round.
+Loading tensor by tensor is Python beside the thread that decodes, and slows it down. Most loaders only copy
+views of received tensors to views of parameters. So all tensor operations of a chunk's first load are
+recorded. If all are such copies, they are the chunk's plan, and later rounds make them together with the
+digests, in a few calls. At the end of the first round each target must hold the bytes of its source. A chunk
+for which a loader did anything else has no plan: vLLM loads it in every round.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +26,8 @@ _CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # they
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One copy: from a view of a tensor of the chunk to a part of the model."""
+class PlannedCopy:
+    """From a view of a tensor of the chunk to a part of the model."""
 
     index: int  # of the tensor in the chunk
     shape: tuple[int, ...]
@@ -39,59 +36,49 @@ class Step:
     target: torch.Tensor
 
     def source(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The view to copy from.
-
-        Args:
-            tensors: of the chunk, in its order.
-        """
+        """The view to copy from, of the chunk's tensors in order."""
         tensor = tensors[self.index]
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
 @dataclass(slots=True)
 class _Plan:
-    steps: list[Step]
+    copies: list[PlannedCopy]
+    digests: list[torch.Tensor]  # of the copies' sources in the first round
     prepared: dict[int, Callable[[], Findings]] = field(default_factory=dict)  # by `memory_key`
 
 
-@dataclass(slots=True)
-class _Recording:
-    chunk: Chunk
-    steps: list[Step] = field(default_factory=list)
-    digests: list[torch.Tensor] = field(default_factory=list)  # of the steps' sources
-
-
 class LoadPlans:
-    """The plans of the chunks that were received so far. Used on the staging thread, under its stream."""
+    """The plans of the chunks received so far. Used on the staging thread, under its stream."""
 
     def __init__(self) -> None:
         self._plans: dict[Chunk, _Plan] = {}
-        self._recordings: list[_Recording] = []
+        self._unconfirmed: dict[Chunk, _Plan] = {}
         self.refused: dict[Chunk, str] = {}  # chunks without a plan, and why
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def replay(self, received: ReceivedChunk) -> Findings | None:
-        """Load the chunk and inspect its tensors; None if it has no plan, and nothing was done."""
+        """Load the chunk and inspect its tensors; None without doing anything if it has no plan."""
         plan = self._plans.get(received.chunk)
         if plan is None:
             return None
         inspection = plan.prepared.get(received.memory_key)
         if inspection is None:
             tensors = received.read()
-            copies = [Copy(index=s.index, source=s.source(tensors), target=s.target) for s in plan.steps]
+            copies = [Copy(index=c.index, source=c.source(tensors), target=c.target) for c in plan.copies]
             inspection = plan.prepared[received.memory_key] = prepare_inspection(tensors, copies)
         return inspection()
 
     def release(self) -> None:
-        """Refer to no memory of received chunks; the plans stay."""
+        """Drop references to the memory of received chunks; the plans stay."""
         for plan in self._plans.values():
             plan.prepared.clear()
 
     @contextmanager
     def record(self, chunk: Chunk, tensors: Tensors) -> Iterator[None]:
-        """Record what a loader does inside the block, which loads the chunk from these tensors."""
+        """Record the loader inside the block, which loads the chunk from these tensors."""
         if chunk in self.refused:
             yield
             return
@@ -102,46 +89,44 @@ class LoadPlans:
         if recorder.objection:
             self.refused[chunk] = recorder.objection
             return
-        recording = _Recording(chunk, recorder.steps)
-        recording.digests = [_digest(s.source(sources).to(s.target.dtype)) for s in recorder.steps]
-        self._recordings.append(recording)
+        digests = [_digest(c.source(sources).to(c.target.dtype)) for c in recorder.copies]
+        self._unconfirmed[chunk] = _Plan(recorder.copies, digests)
 
-    def confirm(self) -> None:
-        """A round is complete: what was recorded in it becomes plans, where targets equal sources."""
-        recordings, self._recordings = self._recordings, []
-        for recording in recordings:
-            found = [_digest(step.target) for step in recording.steps]
-            if found and not torch.equal(torch.cat(found), torch.cat(recording.digests)):
-                self.refused[recording.chunk] = "a loaded tensor was changed after it had been copied"
+    def confirm(self, chunks: set[Chunk]) -> None:
+        """A round of these chunks is complete: confirm its plans where targets equal sources. Forgets all
+        other chunks: those of layouts that are no longer sent."""
+        for chunk, plan in self._unconfirmed.items():
+            found = [_digest(copy.target) for copy in plan.copies]
+            if found and not torch.equal(torch.cat(found), torch.cat(plan.digests)):
+                self.refused[chunk] = "a loaded tensor was changed after it had been copied"
             else:
-                self._plans[recording.chunk] = _Plan(recording.steps)
+                self._plans[chunk] = plan
+                plan.digests.clear()
+        self.discard()
+        self._plans = {chunk: plan for chunk, plan in self._plans.items() if chunk in chunks}
+        self.refused = {chunk: why for chunk, why in self.refused.items() if chunk in chunks}
 
     def discard(self) -> None:
-        """The round was not completed: its recordings become no plans."""
-        self._recordings = []
+        """The round was not completed."""
+        self._unconfirmed = {}
 
     def refuse(self, chunks: set[Chunk]) -> None:
-        """A round of these chunks left parameters unfilled, perhaps because of their plans: remove these."""
+        """A round of these chunks left parameters unfilled: remove their plans, which may be the cause."""
         self.discard()
         suspects = chunks & self._plans.keys()
         self.refused |= dict.fromkeys(suspects, "a round with it left parameters unfilled")
         self._plans = {chunk: plan for chunk, plan in self._plans.items() if chunk not in suspects}
 
-    def retain_only(self, chunks: set[Chunk]) -> None:
-        """Forget all other chunks: those of layouts that are no longer sent."""
-        self._plans = {chunk: plan for chunk, plan in self._plans.items() if chunk in chunks}
-        self.refused = {chunk: why for chunk, why in self.refused.items() if chunk in chunks}
-
 
 class _Recorder(TorchDispatchMode):
-    """Records every operation on this thread: `steps` are the copies out of `tensors`, `objection` says why
-    they are not all that happened."""
+    """Records every operation on this thread: `copies` out of `tensors`; `objection` names the first other
+    one."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
         self._storages = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
-        self.steps: list[Step] = []
+        self.copies: list[PlannedCopy] = []
         self.objection = ""
 
     def __torch_dispatch__(
@@ -153,14 +138,14 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _inspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if func is _COPY and self._is_ours(args[1]) and not self._is_ours(args[0]):
+        if func is _COPY and self._is_received(args[1]) and not self._is_received(args[0]):
             self._record_copy(args[0], args[1])
         elif func._schema.is_mutable:
-            if args[0].numel() and not (func in _CONSTANTS and not self._is_ours(args[0])):
+            if args[0].numel() and not (func in _CONSTANTS and not self._is_received(args[0])):
                 self.objection = f"{func} writes something other than a copy of a received tensor"
-        elif any(map(self._is_ours, _tensors_in((args, kwargs)))):
+        elif any(map(self._is_received, _tensors_in((args, kwargs)))):
             results = tree_leaves(result)
-            if not all(isinstance(leaf, torch.Tensor) and self._is_ours(leaf) for leaf in results):
+            if not all(isinstance(leaf, torch.Tensor) and self._is_received(leaf) for leaf in results):
                 self.objection = f"{func} computes from the received tensors"
 
     def _record_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -175,13 +160,15 @@ class _Recorder(TorchDispatchMode):
             if start <= address < start + tensor.numel() * tensor.itemsize and source.dtype == tensor.dtype:
                 offset = (address - start) // tensor.itemsize
                 shape, stride = tuple(source.shape), tuple(source.stride())
-                self.steps.append(
-                    Step(index=index, shape=shape, stride=stride, offset=offset, target=target.detach())
+                self.copies.append(
+                    PlannedCopy(
+                        index=index, shape=shape, stride=stride, offset=offset, target=target.detach()
+                    )
                 )
                 return
         self.objection = f"a copy of {source.dtype} elements that are not a view of one tensor"
 
-    def _is_ours(self, value: Any) -> bool:
+    def _is_received(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._storages
 
 

@@ -5,8 +5,6 @@ element would cost two passes over the weights. One launch writes all of it and 
 fused calls process columns one parameter at a time (4 ms at 8B).
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -24,12 +22,6 @@ _FORMATS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parameter:
-    shadow: torch.Tensor
-    live: torch.Tensor
-
-
 class NanPoison:
     """The poison in a shadow's parameters. Integer parameters get none.
 
@@ -41,11 +33,11 @@ class NanPoison:
     def __init__(self, shadow: torch.nn.Module, model: torch.nn.Module) -> None:
         live = dict(model.named_parameters())
         self._parameters = {
-            name: _Parameter(shadow=parameter.data, live=live[name].data)
+            name: (parameter.data, live[name].data)
             for name, parameter in shadow.named_parameters()
             if parameter.dtype in _FORMATS and parameter.numel() and name in live
         }
-        tensors = [parameter.shadow for parameter in self._parameters.values()]
+        tensors = [poisoned for poisoned, _ in self._parameters.values()]
         self._table = torch.from_numpy(_groups(tensors)).to(next(shadow.parameters()).device)
         # Transposed tensors are few: torch writes them, through views.
         self._strided = {
@@ -82,9 +74,8 @@ class NanPoison:
     def restore_live(self, names: list[str]) -> None:
         """Copy the live model's numbers to where these parameters are still NaN."""
         for name in names:
-            parameter = self._parameters[name]
-            shadow = parameter.shadow
-            shadow.copy_(torch.where(shadow.isnan(), parameter.live, shadow))
+            shadow, live = self._parameters[name]
+            shadow.copy_(torch.where(shadow.isnan(), live, shadow))
 
 
 @triton.jit

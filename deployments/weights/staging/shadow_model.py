@@ -1,7 +1,4 @@
-"""The shadow model of `device`: whether it is possible, and how it is built.
-
-It is a second instance of vLLM's own model, with its weights in the format of its kernels.
-"""
+"""The shadow model of `device`: a second instance of vLLM's own model, in the format of its kernels."""
 
 import copy
 import inspect
@@ -29,13 +26,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deployments.weights.staging.base import GIB, second_instance_config
 from deployments.weights.staging.model_state.derived import Moving, classify, keep_constants
-from deployments.weights.staging.model_state.observation import (
-    changed_tensors,
-    differing,
-    named_tensors,
-    observe,
-)
-from deployments.weights.staging.model_state.reachable import name_of, reachable
+from deployments.weights.staging.model_state.observation import changed_tensors, differing, observe
+from deployments.weights.staging.model_state.pairs import named_tensors
+from deployments.weights.staging.model_state.reachable import path_name, reachable
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest import digest_tensor
 
@@ -44,14 +37,14 @@ _LOADED: Any = 0.5  # more than nothing and less than everything: vLLM processes
 
 
 def load_in_place(shadow: torch.nn.Module, model_config: ModelConfig, device: torch.device) -> None:
-    """Load into the parameters as they are, for a model that does nothing with them afterwards."""
+    """Load into the parameters as they are, for a model that does not process them afterwards."""
     for parameter in shadow.parameters():
         fill(parameter)
     process_weights_after_loading(shadow, model_config, device)
 
 
 def load_by_layers(shadow: torch.nn.Module, model_config: ModelConfig) -> None:
-    """Load as vLLM's layerwise reload does in a round: layers get new tensors, which are then processed."""
+    """Load as a round does, by vLLM's layerwise reload: layers get new tensors, which are then processed."""
     initialize_layerwise_reload(shadow)
     loaders: list[tuple[torch.Tensor, Any]] = []
     for layer in shadow.modules():
@@ -83,13 +76,13 @@ def _fill_parameter(param: torch.Tensor) -> None:
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor) -> None:
-    """Numbers that differ from vLLM's dummy weights, and are eight times as large: a scale that is derived
-    from the largest one must differ as well, also one that is a power of two. Whole numbers of one byte are
-    packed weights and may be anything; larger ones may be indices and become zero."""
+    """Fill with numbers eight times as large as vLLM's dummy weights: a scale derived from the largest must
+    differ too, even as a power of two. Integers of one byte are packed weights and may be anything; larger
+    ones may be indices and become zero."""
     value = getattr(tensor, "dummy_weight_value", None)
     generator = torch.Generator(tensor.device).manual_seed(_SEED)
     if value is not None:
-        tensor.fill_(value)  # vLLM's own: others would be refused
+        tensor.fill_(value)  # vLLM refuses others
     elif tensor.is_floating_point():
         values = torch.empty(tensor.shape, dtype=torch.float16, device=tensor.device)
         tensor.copy_(values.uniform_(1e-4, 8e-3, generator=generator))
@@ -103,11 +96,7 @@ _RESERVE_BYTES = 1 << 30  # what loading needs beside the shadow itself
 
 
 def check_support(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
-    """Check that this engine's model can have a shadow.
-
-    Raises:
-        ValueError: all reasons why it cannot.
-    """
+    """Raises ValueError with all reasons why this engine's model cannot have a shadow."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"the engine runs on {device}, and a shadow needs a CUDA device")
@@ -123,11 +112,7 @@ def check_support(vllm_config: VllmConfig, device: torch.device, model: torch.nn
 
 
 def check_memory(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
-    """Check that a second copy of the weights fits on the device.
-
-    Raises:
-        ValueError: it does not; the message has the sizes in GiB.
-    """
+    """Raises ValueError, with the sizes in GiB, if a second copy of the weights does not fit."""
     needed = _size_bytes(model)
     free, total = torch.cuda.mem_get_info(device)
     fraction = vllm_config.cache_config.gpu_memory_utilization
@@ -144,7 +129,7 @@ def check_memory(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shadow:
-    """A second instance, in the format of its kernels.
+    """A second instance.
 
     Attributes:
         layerwise: vLLM processes weights after loading them.
@@ -157,14 +142,14 @@ class Shadow:
 
 
 def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.Module) -> Shadow:
-    """The shadow of the model that was loaded.
+    """The shadow of a loaded model.
 
     Raises:
-        ValueError: the live model keeps something of its weights that a round could not replace; names it.
+        ValueError: names what the live model keeps of its weights that a round could not replace.
     """
     config = second_instance_config(vllm_config)
     config.model_config = model_config = copy.copy(vllm_config.model_config)
-    # vLLM ties embeddings again where a checkpoint's two are equal. Those of a later version may differ.
+    # vLLM ties embeddings where a checkpoint's two are equal. Those of a later version may differ.
     model_config.word_embeddings_untied_by_checkpoint = False
     before = observe(live)
     # The first digest on a device builds tables that all later ones read: not in the memory that sleeps.
@@ -197,7 +182,7 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
     if disturbed:
         raise ValueError(
             "staging 'device' is not possible: building a second instance of this model changed the one that "
-            f"serves: {join_reasons([name_of(way) for way in disturbed])}; use 'host' or 'none'"
+            f"serves: {join_reasons([path_name(path) for path in disturbed])}; use 'host' or 'none'"
         )
     if model_config.enable_sleep_mode:
         _move_buffers(shadow)
@@ -207,8 +192,7 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
 
 @contextmanager
 def _marked_memory() -> Iterator[None]:
-    """New memory is NaN, or the largest number: what a layer allocates and never writes before it is used can
-    be told from what comes from weights."""
+    """New memory is NaN, or the largest integer, which tells scratch memory from what comes from weights."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -223,9 +207,9 @@ def _marked_memory() -> Iterator[None]:
 
 
 def _move_buffers(shadow: torch.nn.Module) -> None:
-    """Move all but the parameters out of the memory that sleeps, whose content is lost at level 2. A round
-    fills parameters; no round sends buffers (rotary tables, attention scales, maps of experts) and tensors
-    that kernels keep, and vLLM saves only the buffers of the live model."""
+    """Move all but the parameters out of the memory that sleeps, whose content is lost at level 2. No round
+    sends buffers (rotary tables, attention scales, maps of experts) and kernels' tensors, and vLLM saves only
+    the live model's buffers."""
     parameters = {id(parameter) for parameter in shadow.parameters()}
     for tensor in reachable(shadow).tensors.values():
         if id(tensor) not in parameters:
@@ -233,10 +217,8 @@ def _move_buffers(shadow: torch.nn.Module) -> None:
 
 
 def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Address, layout and digest of every parameter: equal if and only if nothing was processed.
-
-    Buffers count by name only: attention sets its scales to 1 in place, in every model.
-    """
+    """Address, layout and digest of every parameter: equal if and only if nothing was processed. Buffers
+    count by name only: attention sets its scales to 1 in place, in every model."""
     parameters = {name: parameter.data for name, parameter in model.named_parameters() if parameter.numel()}
     plain = {name: tensor for name, tensor in parameters.items() if tensor.is_cuda and tensor.is_contiguous()}
     digests = dict(zip(plain, digest_tensor(list(plain.values())).tolist(), strict=True)) if plain else {}
@@ -253,8 +235,8 @@ def _size_bytes(model: torch.nn.Module) -> int:
 
 @contextmanager
 def _own_rotary_embeddings() -> Iterator[None]:
-    # vLLM caches these modules by their arguments. A shadow that shared one with the live model would
-    # replace the live model's table while it is loaded layer by layer.
+    # vLLM caches these modules by their arguments. Loading a shadow layer by layer would replace the table of
+    # a module that it shares with the live model.
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
     live = dict(_ROPE_DICT)
@@ -267,9 +249,8 @@ def _own_rotary_embeddings() -> Iterator[None]:
 
 
 def _memory_pool(sleep_mode: bool) -> AbstractContextManager[Any]:
-    """With sleep mode the shadow sleeps and wakes with the weights."""
     if not sleep_mode:
         return nullcontext()
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    return CuMemAllocator.get_instance().use_memory_pool(tag="weights")
+    return CuMemAllocator.get_instance().use_memory_pool(tag="weights")  # sleeps and wakes with them

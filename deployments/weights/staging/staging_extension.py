@@ -1,10 +1,10 @@
 """What a replica can call in a vLLM worker beyond vLLM's own weight-transfer calls.
 
 vLLM mixes this class into its worker (`worker_extension_cls`); the replica calls it with `collective_rpc` and
-receives one answer per worker, encoded as JSON types (`reports`).
+gets one answer per worker, in JSON types (`worker_reports`).
 
-    staging_*   the staged transports; `weight_transfer_engine` is a `StagedWeightTransferEngine`
-    native_*    vLLM's own engines (`staging: none`). They load into the live model, inside a pause
+    staging_*   the staged transports
+    native_*    vLLM's own engines (`staging: none`), which load into the live model, inside a pause
 """
 
 from pathlib import Path
@@ -23,37 +23,31 @@ from deployments.weights.wire.digest_definition import version_digest
 
 
 class StagingWorkerExtension:
-    """The methods that are added to vLLM's worker. Called on the engine's thread, between two steps."""
+    """Called on the engine's thread, between two steps."""
 
-    weight_transfer_engine: Any
+    weight_transfer_engine: Any  # a `StagedWeightTransferEngine` for `staging_*`
     model_runner: Any
     vllm_config: Any
     start_weight_update: Any
     update_weights: Any
     _weight_update_active: bool
 
-    @property
-    def _staging_engine(self) -> StagedWeightTransferEngine[Any, Any]:
-        engine: StagedWeightTransferEngine[Any, Any] = self.weight_transfer_engine
-        return engine
-
     def staging_connected(self) -> dict[str, Any]:
         """A `ConnectState`."""
-        return to_wire(self._staging_engine.connected())
+        return to_wire(self.weight_transfer_engine.connected())
 
     def staging_report_to(self, page: str) -> bool:
-        """Write progress to the `ProgressPage` of this name; False if it is on another host."""
-        return self._staging_engine.report_to(page)
+        return self.weight_transfer_engine.report_to(page)
 
     def staging_receive(self, payload: Any, share: float, begins: bool, retain_version: int | None) -> None:
-        """vLLM's `update_weights`. Returns at once; `staging_progress` says how far the payload is.
+        """vLLM's `update_weights`. Returns at once; `staging_progress` reports on it.
 
         Args:
             payload: one for all workers, or a list with one for each.
             share: of the device's time, the most that staging may take, in (0, 1].
-            begins: it is the first payload of an update: vLLM's `start_weight_update` is called before.
-            retain_version: where `begins`, retain the tensors of the update as this version for the store;
-                only one worker of the replica does.
+            begins: the first payload of an update: calls vLLM's `start_weight_update` before.
+            retain_version: where `begins`, the first worker retains the update's tensors for the store, as
+                this version.
 
         Raises:
             RuntimeError: vLLM's, if an update is active and another one begins, or none is active.
@@ -64,66 +58,58 @@ class StagingWorkerExtension:
     def staging_read(
         self, part: dict[str, Any], share: float, begins: bool, retain_version: int | None
     ) -> None:
-        """As `staging_receive`, for a `FilePart` that every worker reads by itself.
-
-        Raises:
-            RuntimeError: vLLM's, as there.
-        """
+        """`staging_receive` of a `FilePart` that every worker reads by itself."""
         self._prepare(share, begins, retain_version)
-        self._staging_engine.read_part(from_wire(FilePart, part))
+        self.weight_transfer_engine.read_part(from_wire(FilePart, part))
 
     def staging_receive_files(self, payload: dict[str, Any], directory: str) -> None:
-        """See `StagedWeightTransferEngine.receive_files`; `staging_progress` says how far it is."""
-        self._staging_engine.receive_files(payload, directory)
+        self.weight_transfer_engine.receive_files(payload, directory)
 
     def _prepare(self, share: float, begins: bool, retain_version: int | None) -> None:
         if begins:
             self.start_weight_update()
-            if retain_version is not None and self._staging_engine.worker_index == 0:
-                self._staging_engine.retained.expect(retain_version)
-        self._staging_engine.share = share
+            if retain_version is not None and self.weight_transfer_engine.worker_index == 0:
+                self.weight_transfer_engine.retained.expect(retain_version)
+        self.weight_transfer_engine.share = share
 
     def staging_progress(self) -> dict[str, Any]:
         """A `StagingState`."""
-        return to_wire(self._staging_engine.progress())
+        return to_wire(self.weight_transfer_engine.progress())
 
     def staging_plans(self) -> dict[str, Any]:
         """A `LoadPlanSummary`."""
-        return to_wire(self._staging_engine.staging.plans())
+        return to_wire(self.weight_transfer_engine.staging.plans())
 
     def staging_verify(self) -> dict[str, Any]:
-        """A `StagingState`, after a check that the staged version is complete."""
-        return to_wire(self._staging_engine.verify())
+        """A `StagingState`, after the check that the staged version is complete."""
+        return to_wire(self.weight_transfer_engine.verify())
 
     def staging_drop(self) -> None:
-        """Discard the update; live weights were never touched."""
-        self._staging_engine.drop()
-        self._weight_update_active = False  # vLLM has no way to end an update without loading it
+        self.weight_transfer_engine.drop()
+        self._weight_update_active = False  # vLLM cannot end an update without loading it
 
     def staging_store(
         self, version: int, label: str | None, directory: str, fleet_id: str, digest: str | None
     ) -> None:
-        """Begin to write the retained version to the store; `staging_store_state` says how it ended.
+        """Begin to write the retained version to the store; `staging_store_state` reports on it.
 
         Raises:
             ValueError: the version is not retained here.
         """
-        engine = self._staging_engine
+        engine = self.weight_transfer_engine
         if engine.worker_index == 0:
             retained = engine.retained.committed(version, label, fleet_id, digest)
             engine.version_writer.put(retained, Store(Path(directory)))
 
     def staging_store_state(self) -> dict[str, Any] | None:
-        """How the last write to the store ended, a `StoreResult`; None if none has ended on this worker."""
-        result = self._staging_engine.version_writer.result
+        """The `StoreResult` of this worker's last write; None if none is done."""
+        result = self.weight_transfer_engine.version_writer.result
         return None if result is None else to_wire(result)
 
     def staging_forget(self, version: int) -> None:
-        """Free the retained version, if it is this one or older."""
-        self._staging_engine.retained.forget(version)
+        self.weight_transfer_engine.retained.forget(version)
 
     def reload_refusal(self) -> str | None:
-        """Why a reload of this model would not replace all its weights; None if it would."""
         return reload_refusal(self.model_runner.get_model())
 
     def load_checkpoint(self, path: str) -> None:
@@ -139,8 +125,8 @@ class StagingWorkerExtension:
         """Check that an update over vLLM's own engine replaces the weights.
 
         Raises:
-            RuntimeError: its reload does not reach all of this model's, or vLLM has disabled its NCCL
-                communicator and then reports success for broadcasts that never happened.
+            RuntimeError: its reload would not replace all, or vLLM has disabled its NCCL communicator: it
+                then reports success for broadcasts that never happened.
         """
         if (refusal := self.reload_refusal()) is not None:
             raise RuntimeError(f"staging 'none' is not possible: {refusal}")
@@ -152,21 +138,15 @@ class StagingWorkerExtension:
             )
 
     def native_update(self, payload: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """vLLM's `update_weights`, with CUDA IPC handles decoded from JSON types.
-
-        Args:
-            payload: one for all workers, or a list with one for each.
-
-        Raises:
-            ValueError: as `decode_payload`.
-        """
+        """vLLM's `update_weights`, with CUDA IPC handles decoded from JSON types. The payload is one for all
+        workers, or a list with one for each. Raises ValueError as `decode_payload`."""
         if isinstance(payload, list):
             self.update_weights([decode_payload(part) for part in payload])
         else:
             self.update_weights(decode_payload(payload))
 
     def native_digest(self) -> str:
-        """The digest of the live parameters: equal on replicas that loaded the same weights."""
+        """The digest of the live parameters."""
         parameters = self.model_runner.get_model().named_parameters()
         tensors = {name: parameter.data.contiguous() for name, parameter in parameters if parameter.numel()}
         return version_digest(list(tensors), digests(list(tensors.values())))

@@ -55,11 +55,7 @@ _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hid
 
 
 class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Init, Update]):
-    """Base of all transports on the replica's side.
-
-    Its methods are called on the engine's thread; `connect`, `receive` and the staging run on the staging
-    thread, in the order of submission.
-    """
+    """Base of all transports on the replica's side. Called on the engine's thread."""
 
     supports_draft_weight_update = False
     one_payload = True  # a version is one payload; False: one per chunk
@@ -73,8 +69,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        # Not `model_config.model`: of a replica that caught up, it is a version in the store, which will be
-        # removed.
+        # Not `model_config.model`: for a replica that caught up, a stored version, which will be removed.
         started_from = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
         loading = vllm_config.load_config
         checkpoint = cached(started_from, vllm_config.model_config.revision, loading.download_dir)
@@ -106,7 +101,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     @abstractmethod
     def connect(self, init_info: Init) -> None:
-        """Join the transfer group. Runs on the staging thread and may wait for peers.
+        """Join the transfer group, on the staging thread.
 
         Raises:
             TransferFailed: a peer is gone, or did not join in time.
@@ -114,7 +109,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     @abstractmethod
     def receive(self, update_info: Update) -> Iterator[ReceivedChunk]:
-        """The chunks of one payload, in order. Runs on the staging thread and may wait for peers.
+        """The chunks of one payload, in order, on the staging thread.
 
         Raises:
             TransferFailed: a peer is gone, or sent nothing in time.
@@ -123,7 +118,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self._reading = None
-        # A rendezvous waits for the other members: on the engine's own thread it would stop decoding.
         self._connecting = self._thread.submit(self._connect, init_info)
 
     def _connect(self, init_info: Init) -> None:
@@ -165,15 +159,14 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return self.receive(self.parse_update_info(update_info))
 
     def receive_files(self, update_info: dict[str, Any], directory: str) -> None:
-        """An update of its own: one payload, whose tensors are the bytes of files. It touches nothing of the
-        model and is complete when `progress` says that the payload is done. The first worker writes them."""
+        """An update of its own, of one payload whose tensors are the bytes of files. The first worker writes
+        them; the model is not touched."""
         self._begin(update := StagedUpdate())
         files = ReceivedFiles(Path(directory) if self.worker_index == 0 else None)
         self._submit(update, self._stage_files, partial(self._receive, update_info), files)
 
     def read_part(self, part: FilePart) -> None:
-        """`update_weights` with tensors from a file of this host instead of the transport, whose connection
-        is not touched."""
+        """`update_weights` from a file of this host. The transport's connection is not touched."""
         assert self._update is not None
         self._update.from_files = True
         self._reading = FileRead(part, Path(self.checkpoint), self.device)
@@ -197,7 +190,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return True
 
     def progress(self) -> StagingState:
-        """How far the update is."""
         assert self._update is not None
         return self._update.report()
 
@@ -211,8 +203,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return update.report()
 
     def drop(self) -> None:
-        """Discard the update. A payload that still arrives is stopped by `abort`, which may also close a
-        connection: not where a file was read, even if it is dropped twice."""
+        """Discard the update. `abort` stops a payload that still arrives, and may close the connection: not
+        where a file was read, even if it is dropped twice."""
         self._update = None
         self.retained.begin()
         (self if self._reading is None else self._reading).abort()
@@ -347,10 +339,8 @@ def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
 
 
 def check_draft(vllm_config: VllmConfig) -> None:
-    """Check that no draft model was loaded from the served model's checkpoint.
-
-    A draft with a checkpoint of its own is no part of a version: the served model checks its proposals.
-    Layers that the two share follow the update.
+    """Check that no draft model was loaded from the served model's checkpoint. A draft with one of its own is
+    no part of a version: the served model checks its proposals.
 
     Raises:
         ValueError: an update would leave the draft at the first version.

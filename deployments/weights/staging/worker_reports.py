@@ -1,8 +1,5 @@
-"""What a worker reports to its replica, and its form on the way through vLLM's `collective_rpc`.
-
-vLLM carries plain JSON types between a worker and the process that asks it, so reports are encoded on one
-side and validated on the other.
-"""
+"""What a worker reports to its replica: as plain JSON types through vLLM's `collective_rpc`, or by a page of
+shared memory, which the replica reads without a call to the workers."""
 
 import mmap
 from dataclasses import dataclass, replace
@@ -14,7 +11,6 @@ from deployments.host.shared_memory import SharedWords, create_mapping
 from deployments.protocol.poll import Check, Outcome
 
 T = TypeVar("T")
-_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +46,9 @@ class LoadPlanSummary:
     refused: tuple[str, ...] = ()  # why other chunks have none, each reason once
 
 
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+
+
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
@@ -72,34 +71,17 @@ def from_wire(kind: type[T], encoded: Any) -> T:
     return report
 
 
-def to_bytes(report: Any) -> bytes:
-    """A report as one line of JSON."""
-    return _adapter(type(report)).dump_json(report)
-
-
-def from_bytes(kind: type[T], encoded: bytes) -> T:
-    """The inverse of `to_bytes`.
-
-    Raises:
-        ValueError: not a report of this kind.
-    """
-    report: T = _adapter(kind).validate_json(encoded)
-    return report
-
-
-# A page of shared memory in which the workers of a replica write how far their staging is.
-#
-# The replica's process reads it without a call to the workers. Each worker has a slot: a sequence number (odd
-# while the slot is being written), the length of the report, and the report (JSON). One process writes a slot
-# and one reads it.
-
 SLOT_BYTES = 16384
 _HEADER_BYTES = 16
 _MAX_MESSAGE = 2000  # characters; JSON takes up to six bytes for each
 
 
 class ProgressPage(SharedWords):
-    """The last report of each worker, by worker index."""
+    """The last report of each worker of a replica, by worker index.
+
+    A slot has a sequence number (odd while the slot is written), the report's length, and the report (JSON).
+    One process writes a slot and one reads it.
+    """
 
     def __init__(self, mapping: mmap.mmap) -> None:
         super().__init__(mapping)
@@ -110,7 +92,7 @@ class ProgressPage(SharedWords):
         """A new page without reports, and the name of its segment, which the caller removes.
 
         Raises:
-            OSError: there is no room in shared memory.
+            OSError: not enough shared memory.
         """
         name, mapping = create_mapping(SLOT_BYTES * workers)
         return name, cls(mapping)
@@ -121,7 +103,11 @@ class ProgressPage(SharedWords):
 
     def write(self, index: int, state: StagingState | None) -> None:
         """Write a worker's report; None erases it. A message that does not fit is shortened."""
-        encoded = b"" if state is None else to_bytes(_shortened(state))
+        encoded = b""
+        if state is not None:
+            # A file name in an error may hold a lone surrogate, which UTF-8 cannot encode.
+            message = state.message[:_MAX_MESSAGE].encode(errors="replace").decode()
+            encoded = _adapter(StagingState).dump_json(replace(state, message=message))
         word, start = self._slot(index)
         self._words[word] += 1
         self._bytes[start : start + len(encoded)] = encoded
@@ -129,21 +115,16 @@ class ProgressPage(SharedWords):
         self._words[word] += 1
 
     def read(self, index: int) -> StagingState | None:
-        """The last report of a worker; None if there is none, or if it is being written at this moment."""
+        """A worker's last report; None if there is none, or if it is being written."""
         word, start = self._slot(index)
         sequence = self._words[word]
         encoded = bytes(self._bytes[start : start + self._words[word + 1]])
         if sequence % 2 or sequence != self._words[word] or not encoded:
             return None
-        return from_bytes(StagingState, encoded)
+        state: StagingState = _adapter(StagingState).validate_json(encoded)
+        return state
 
     def _slot(self, index: int) -> tuple[int, int]:
         """Where a slot begins, in words, and where its report begins, in bytes."""
         offset = index * SLOT_BYTES
         return offset // self._words.itemsize, offset + _HEADER_BYTES
-
-
-def _shortened(state: StagingState) -> StagingState:
-    # A file name in an error may hold a lone surrogate, which UTF-8 cannot encode.
-    message = state.message[:_MAX_MESSAGE].encode(errors="replace").decode()
-    return replace(state, message=message)

@@ -1,9 +1,8 @@
-"""What a model keeps of its weights beside its parameters: found, and brought along by a swap.
+"""What a model derives from its weights and keeps beside its parameters: found, and brought along by a swap.
 
-Three states of two instances are compared: the live one, its shadow with other weights, and the shadow
-after it was loaded a second time, again with other weights. Whatever is equal in all three is constant.
-Whatever differs comes from the weights and must follow them, so it needs a counterpart that a second load
-renews. If it has none, the engine does not start.
+Three states are compared: the live instance, its shadow with other weights, and the shadow loaded again with
+others. What is equal in all three is constant. What differs must follow the weights, so a second load has to
+renew its counterpart; otherwise the engine does not start.
 """
 
 from collections.abc import Mapping
@@ -20,12 +19,12 @@ from deployments.weights.staging.model_state.observation import (
     same,
 )
 from deployments.weights.staging.model_state.reachable import (
-    Element,
+    IN_SET,
+    AccessPath,
     Number,
-    Way,
-    follow,
-    name_of,
-    put,
+    assign,
+    path_name,
+    resolve,
     tensor_at,
 )
 from deployments.weights.wire.checkpoint_schema import join_reasons
@@ -35,14 +34,14 @@ _ADDRESS = 1 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
-    """The ways to everything beside the parameters that comes from the weights."""
+    """The paths of everything beside the parameters that comes from the weights."""
 
-    tensors: tuple[Way, ...]
-    numbers: tuple[Way, ...]
+    tensors: tuple[AccessPath, ...]
+    numbers: tuple[AccessPath, ...]
 
 
 def classify(live: Observation, first: Observation, second: Observation, *, layerwise: bool = True) -> Moving:
-    """What must follow the weights.
+    """Find what must follow the weights.
 
     Args:
         first: of the shadow.
@@ -50,52 +49,58 @@ def classify(live: Observation, first: Observation, second: Observation, *, laye
         layerwise: rounds process weights after loading them.
 
     Raises:
-        ValueError: something cannot follow; names it, and says why.
+        ValueError: names what cannot follow, and why.
     """
-    before, after = first.tensors | first.buffers, second.tensors | second.buffers
+    before, after = first.derivable, second.derivable
     found = [*differing(live, first), *differing(live, second), *differing(first, second)]
-    if layerwise:  # what loading makes anew may come from weights even if it is equal by chance
-        found += [way for way in after if way in before and before[way].object() is not after[way].object()]
+    if layerwise:  # renewed objects may be equal by chance
+        found += [
+            path for path in after if path in before and before[path].object() is not after[path].object()
+        ]
     moving = list(dict.fromkeys(found))
     problems = [
-        f"{name_of(way)!r} is a {kind}, which may hold tensors that nobody can see"
-        for way, kind in live.closed.items()
+        f"{path_name(path)!r} is a {kind}, which may hold tensors out of sight"
+        for path, kind in live.closed.items()
     ]
-    for way, content in live.tensors.items():
-        twin = second.tensors.get(way)
+    for path, content in live.tensors.items():
+        twin = second.tensors.get(path)
         if twin is None:
-            problems.append(f"{name_of(way)!r} is a tensor that it does not have")
+            problems.append(f"{path_name(path)!r} is a tensor that it does not have")
         elif twin.layout != content.layout:
-            problems.append(f"{name_of(way)!r} is {_words(content.layout)} and there {_words(twin.layout)}")
-        elif way in moving and twin.address == content.address:
-            problems.append(f"{name_of(way)!r} is one tensor of both, and loading changes it")
-    stale = [way for way in moving if not _is_renewed(way, first, second)]
+            problems.append(
+                f"{path_name(path)!r} is {_words(content.layout)} and there {_words(twin.layout)}"
+            )
+        elif path in moving and twin.address == content.address:
+            problems.append(f"{path_name(path)!r} is one tensor of both, and loading changes it")
+    stale = [path for path in moving if not _is_renewed(path, first, second)]
     stale += [
-        way
-        for way in changed(live.parameters, second.parameters)
-        if way in first.parameters and not first.parameters[way].differs(second.parameters[way])
+        path
+        for path in changed(live.parameters, second.parameters)
+        if path in first.parameters and not first.parameters[path].differs(second.parameters[path])
     ]
-    problems += [f"{name_of(way)!r} comes from the weights, and loading does not renew it" for way in stale]
-    problems += [f"{name_of(way)!r} is in a set, which has no order" for way in moving if Element() in way]
-    problems += [f"{name_of(way)!r} holds addresses" for way in moving if _holds_addresses(way, live)]
+    problems += [
+        f"{path_name(path)!r} comes from the weights, and loading does not renew it" for path in stale
+    ]
+    problems += [f"{path_name(path)!r} is in a set, which has no order" for path in moving if IN_SET in path]
+    problems += [f"{path_name(path)!r} holds addresses" for path in moving if _holds_addresses(path, live)]
     if problems:
         raise ValueError(
             "staging 'device' is not possible: a second instance of this model does not follow what the one "
             f"that serves keeps beside its parameters: {join_reasons(problems)}; use 'host' or 'none'"
         )
     # A number that only loading sets appears in the shadow with its first round.
-    late = [way for way in live.numbers if way not in second.numbers]
+    late = [path for path in live.numbers if path not in second.numbers]
     return Moving(
-        tensors=tuple(way for way in moving if way in live.tensors),
-        numbers=(*(way for way in moving if way in live.numbers), *late),
+        tensors=tuple(path for path in moving if path in live.tensors),
+        numbers=(*(path for path in moving if path in live.numbers), *late),
     )
 
 
 def keep_constants(live: Observation, moving: Moving, device: torch.device) -> None:
-    """Move the constants of the live model out of the memory that sleeps. At level 2 its content is lost, no
-    round replaces a constant, and vLLM saves only buffers. Before anything is captured: addresses change."""
-    for way in live.tensors.keys() - set(moving.tensors):
-        tensor = live.tensors[way].object()
+    """Move the live model's constants out of the memory that sleeps: at level 2 its content is lost, no round
+    replaces them, and vLLM saves only buffers. Before anything is captured: addresses change."""
+    for path in live.tensors.keys() - set(moving.tensors):
+        tensor = live.tensors[path].object()
         if tensor is not None and tensor.device == device:
             tensor.data = tensor.detach().clone()  # the same object: others refer to it too
 
@@ -104,40 +109,42 @@ class Derived:
     """The swap of what `classify` found.
 
     Args:
-        baked: numbers of the live model are part of compiled or captured code, and cannot be changed.
+        baked: compiled or captured code contains the live model's numbers.
     """
 
     def __init__(
         self, model: torch.nn.Module, shadow: torch.nn.Module, moving: Moving, *, baked: bool
     ) -> None:
         self._model, self._shadow, self._moving, self._baked = model, shadow, moving, baked
-        # Held here: what was captured refers to this memory, whatever happens to the layer's attributes.
-        self._live: Mapping[Way, torch.Tensor] = {way: tensor_at(model, way) for way in moving.tensors}
+        # Held here: captured graphs refer to this memory, whatever happens to the layer's attributes.
+        self._live: Mapping[AccessPath, torch.Tensor] = {
+            path: tensor_at(model, path) for path in moving.tensors
+        }
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._changes: list[tuple[Way, Number]] = []
+        self._changes: list[tuple[AccessPath, Number]] = []
 
     def collect(self) -> None:
-        """A round has filled the shadow: find what the swap brings along.
+        """The shadow is filled: find what the swap brings along.
 
         Raises:
-            ValueError: something cannot follow; names it.
+            ValueError: names what cannot follow.
         """
         problems: list[str] = []
         self._copies, self._changes = [], []
-        for way, live in self._live.items():
+        for path, live in self._live.items():
             try:
-                twin = tensor_at(self._shadow, way)
+                twin = tensor_at(self._shadow, path)
             except LookupError as error:
                 problems.append(str(error))
                 continue
             if layout_of(twin) != layout_of(live):
                 problems.append(
-                    f"{name_of(way)!r} is {_words(layout_of(live))} and became {_words(layout_of(twin))}"
+                    f"{path_name(path)!r} is {_words(layout_of(live))} and became {_words(layout_of(twin))}"
                 )
             else:
                 self._copies.append((live, twin))
-        for way in self._moving.numbers:
-            problems += self._collect_number(way)
+        for path in self._moving.numbers:
+            problems += self._collect_number(path)
         if problems:
             raise ValueError(f"the model cannot take this version while it serves: {join_reasons(problems)}")
 
@@ -145,44 +152,43 @@ class Derived:
         """Copy, on the current stream, and set the numbers."""
         for live, twin in self._copies:
             live.copy_(twin)
-        for way, number in self._changes:
-            put(self._model, way, number)
+        for path, number in self._changes:
+            assign(self._model, path, number)
 
-    def _collect_number(self, way: Way) -> list[str]:
+    def _collect_number(self, path: AccessPath) -> list[str]:
         try:
-            number, live = follow(self._shadow, way), follow(self._model, way)
+            number, live = resolve(self._shadow, path), resolve(self._model, path)
         except LookupError:
             return []  # an attribute of the initial load only
         if same(number, live):
             return []
         if self._baked:
             return [
-                f"{name_of(way)!r} changed from {live} to {number}, and compiled or captured code contains "
-                "the old number; use enforce_eager"
+                f"{path_name(path)!r} changed from {live} to {number}, and compiled or captured code has the "
+                "old number; use enforce_eager"
             ]
         try:
-            put(self._model, way, live)
+            assign(self._model, path, live)
         except TypeError as error:
             return [f"{error}; it would change from {live} to {number}"]
-        self._changes.append((way, number))
+        self._changes.append((path, number))
         return []
 
 
-def _is_renewed(way: Way, first: Observation, second: Observation) -> bool:
-    if way in second.numbers:
-        return way not in first.numbers or not same(first.numbers[way], second.numbers[way])
-    before = (first.tensors | first.buffers).get(way)
-    after = (second.tensors | second.buffers).get(way)
+def _is_renewed(path: AccessPath, first: Observation, second: Observation) -> bool:
+    if path in second.numbers:
+        return path not in first.numbers or not same(first.numbers[path], second.numbers[path])
+    before, after = first.derivable.get(path), second.derivable.get(path)
     return before is None or after is None or before.is_older(after)
 
 
-def _holds_addresses(way: Way, live: Observation) -> bool:
-    """Whether it is a whole number, or a tensor of such, as large as an address (of packed weights)."""
-    content = live.tensors.get(way)
+def _holds_addresses(path: AccessPath, live: Observation) -> bool:
+    """Whether it is an integer, or a tensor of integers, as large as an address (of packed weights)."""
+    content = live.tensors.get(path)
     if content is not None:
         tensor = content.object()
         return tensor is not None and tensor.dtype == torch.int64 and bool((tensor >= _ADDRESS).any())
-    number = live.numbers.get(way)
+    number = live.numbers.get(path)
     return isinstance(number, int) and number >= _ADDRESS
 
 

@@ -1,9 +1,8 @@
-"""Everything a model computes with: the tensors and numbers that can be reached from it, and the way to each.
+"""Everything a model computes with: the tensors and numbers reachable from it, and the path to each.
 
-vLLM's layers keep what they derive from weights in more places than parameters and buffers: plain attributes,
-lists, quantization methods, kernels, wrappers of other libraries, closures, Python floats. The walk goes
-through all of them. Two instances of one model have the same ways, so a way found in one leads to the same
-thing in the other.
+vLLM's layers keep what they derive from weights in plain attributes, lists, quantization methods, kernels,
+wrappers of other libraries, closures and Python floats; the walk visits all of them. Two instances of one
+model have the same paths, so a path found in one leads to the same thing in the other.
 """
 
 import functools
@@ -31,12 +30,12 @@ class Attribute:
 
     name: str
 
-    def of(self, owner: Any) -> Any:
+    def get(self, owner: Any) -> Any:
         # Not getattr alone: a property of the same name would compute something else.
         own = getattr(owner, "__dict__", {})
         return own[self.name] if self.name in own else getattr(owner, self.name)
 
-    def put(self, owner: Any, value: Any) -> None:
+    def set(self, owner: Any, value: Any) -> None:
         setattr(owner, self.name, value)
 
     def __str__(self) -> str:
@@ -49,110 +48,80 @@ class Item:
 
     key: Hashable
 
-    def of(self, owner: Any) -> Any:
+    def get(self, owner: Any) -> Any:
         return owner[self.key]
 
-    def put(self, owner: Any, value: Any) -> None:
+    def set(self, owner: Any, value: Any) -> None:
         owner[self.key] = value
 
     def __str__(self) -> str:
         return f"[{self.key!r}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A variable that a function closes over."""
-
-    index: int
-
-    def of(self, owner: Any) -> Any:
-        return owner.__closure__[self.index].cell_contents
-
-    def put(self, owner: Any, value: Any) -> None:
-        owner.__closure__[self.index].cell_contents = value
-
-    def __str__(self) -> str:
-        return f".<closure {self.index}>"
+IN_SET = Item(...)  # cannot be followed: a set has no order, so nothing of another instance corresponds
+AccessPath = tuple[Attribute | Item, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Element:
-    """Of a set, which has no order: nothing of another instance corresponds to it."""
-
-    def of(self, owner: Any) -> Any:
-        raise LookupError("elements of sets have no place")
-
-    def put(self, owner: Any, value: Any) -> None:
-        raise TypeError("elements of sets have no place")
-
-    def __str__(self) -> str:
-        return "{...}"
+def path_name(path: AccessPath) -> str:
+    """The path as Python would write it."""
+    return "".join(map(str, path)).lstrip(".")
 
 
-Step = Attribute | Item | Cell | Element
-Way = tuple[Step, ...]
-
-
-def name_of(way: Way) -> str:
-    """The way in words, as Python would write it where it can."""
-    return "".join(map(str, way)).lstrip(".")
-
-
-def follow(root: Any, way: Way) -> Any:
-    """What the way leads to.
+def resolve(root: Any, path: AccessPath) -> Any:
+    """What is at the path.
 
     Raises:
-        LookupError: it leads nowhere in this instance.
+        LookupError: nothing is, in this instance.
     """
     found = root
-    for step in way:
+    for step in path:
         try:
-            found = step.of(found)
+            found = step.get(found)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise LookupError(f"{name_of(way)!r} leads nowhere at {str(step)!r}") from error
+            raise LookupError(f"{path_name(path)!r} does not exist at {str(step)!r}") from error
     return found
 
 
-def tensor_at(root: Any, way: Way) -> torch.Tensor:
-    """The tensor, or numpy's array as one, that the way leads to, without its history.
+def tensor_at(root: Any, path: AccessPath) -> torch.Tensor:
+    """The tensor at the path, detached, or numpy's array as one.
 
     Raises:
-        LookupError: the way leads nowhere, or to something else.
+        LookupError: nothing is there, or something else.
     """
-    found = follow(root, way)
+    found = resolve(root, path)
     if isinstance(found, np.ndarray):
         return torch.from_numpy(found)
     if not isinstance(found, torch.Tensor):
-        raise LookupError(f"{name_of(way)!r} leads to a {type(found).__name__}")
+        raise LookupError(f"{path_name(path)!r} is a {type(found).__name__}")
     return found.detach()
 
 
-def put(root: Any, way: Way, value: Any) -> None:
-    """Replace what the way leads to.
+def assign(root: Any, path: AccessPath, value: Any) -> None:
+    """Replace what is at the path.
 
     Raises:
         TypeError: its owner cannot be changed (a tuple, a frozen dataclass).
     """
-    owner = follow(root, way[:-1])
+    owner = resolve(root, path[:-1])
     try:
-        way[-1].put(owner, value)
+        path[-1].set(owner, value)
     except (AttributeError, TypeError) as error:
-        raise TypeError(f"{name_of(way)!r} cannot be changed: {error}") from error
+        raise TypeError(f"{path_name(path)!r} cannot be changed: {error}") from error
 
 
 @dataclass(slots=True, kw_only=True)
 class Reachable:
-    """What a model reaches, each thing once, by the first way to it.
+    """What a model reaches, each thing once, by the first path to it.
 
     Attributes:
         tensors: with memory, and not empty.
-        numbers: Python's, and numpy's.
-        closed: objects of compiled libraries that may hold tensors which nobody can see.
+        numbers: Python's and numpy's.
+        closed: objects of compiled libraries that may hold tensors out of sight.
     """
 
-    tensors: dict[Way, torch.Tensor] = field(default_factory=dict)
-    numbers: dict[Way, Number] = field(default_factory=dict)
-    closed: dict[Way, str] = field(default_factory=dict)
+    tensors: dict[AccessPath, torch.Tensor] = field(default_factory=dict)
+    numbers: dict[AccessPath, Number] = field(default_factory=dict)
+    closed: dict[AccessPath, str] = field(default_factory=dict)
 
 
 # Never holders of weights: code, and what runs it.
@@ -170,8 +139,8 @@ _LEAVES = (
 )
 # Attributes that no forward pass reads: torch.compile's own numbering, and what fills a parameter.
 _NOT_COMPUTED_WITH = ("_torchdynamo", "weight_loader")
-# Packages whose objects describe or connect; their buffers hold nothing that comes from a checkpoint. vLLM's
-# configurations also refer to the layers of every model of the process.
+# Packages whose objects describe or connect: their buffers hold nothing from a checkpoint, and vLLM's
+# configurations refer to the layers of every model of the process.
 _OTHER = (
     "vllm.config",
     "vllm.distributed",
@@ -181,88 +150,81 @@ _OTHER = (
     "torch.distributed",
     "torch.utils.hooks",
 )
+# Where Python's callables hold what they call.
+_HELD: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (types.FunctionType, ("__closure__", "__defaults__", "__kwdefaults__")),
+    (types.CellType, ("cell_contents",)),
+    (types.MethodType, ("__self__", "__func__")),
+    (functools.partial, ("func", "args", "keywords")),
+)
 
 
 def reachable(model: torch.nn.Module) -> Reachable:
-    """Walk from a model."""
-    return _Walk(model).found
-
-
-class _Walk:
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.found = Reachable()
-        self._seen: set[int] = set()
-        self._held: list[Any] = []  # the walk's own temporaries: an id must not be used twice
-        # Modules first, by their path in the model: they are what everything else refers to.
-        modules = {id(module): path for path, module in model.named_modules()}
-        self._seen |= modules.keys()
-        for path, module in model.named_modules():
-            steps: Way = tuple(Attribute(part) for part in path.split(".")) if path else ()
-            for step, value in _parts(module):
-                self._visit((*steps, step), value)
-
-    def _visit(self, start: Way, value: Any) -> None:
-        waiting: list[tuple[Way, Any]] = [(start, value)]
+    found = Reachable()
+    # Modules first, by their path in the model: everything else refers to them.
+    modules = dict(model.named_modules())
+    seen: dict[int, Any] = {id(module): module for module in modules.values()}  # held: ids stay unique
+    for name, module in modules.items():
+        start: AccessPath = tuple(Attribute(part) for part in name.split(".")) if name else ()
+        waiting = _parts(start, module)
         while waiting:
-            way, value = waiting.pop()
+            path, value = waiting.pop()
             if isinstance(value, Number | np.generic):
-                self.found.numbers[way] = value.item() if isinstance(value, np.generic) else value
-                continue
-            if value is None or isinstance(value, _CODE + _LEAVES) or id(value) in self._seen:
-                continue
-            self._seen.add(id(value))
-            self._held.append(value)
-            if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
-                self._add_tensor(way, value)
-            elif isinstance(value, np.ndarray) and value.size and value.dtype != object:
-                self._add_tensor(way, torch.from_numpy(value))
-            elif isinstance(value, torch.ScriptObject | torch.UntypedStorage | torch.TypedStorage):
-                self.found.closed[way] = f"{type(value).__module__}.{type(value).__qualname__}"
-                continue
-            elif type(value).__module__.startswith(_OTHER):
-                continue
-            parts = reversed(list(_parts(value)))
-            if isinstance(value, QuantizationConfig):  # its numbers are settings and statistics
-                parts = ((step, part) for step, part in parts if not isinstance(part, Number))
-            waiting += [((*way, step), part) for step, part in parts]
+                found.numbers[path] = value.item() if isinstance(value, np.generic) else value
+            elif value is not None and not isinstance(value, _CODE + _LEAVES) and id(value) not in seen:
+                seen[id(value)] = value
+                waiting += _visit(path, value, found)
+    return found
 
-    def _add_tensor(self, way: Way, tensor: torch.Tensor) -> None:
+
+def _visit(path: AccessPath, value: Any, found: Reachable) -> list[tuple[AccessPath, Any]]:
+    """Note what the value is; returns its parts."""
+    tensor = value if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) else None
+    if isinstance(value, np.ndarray) and value.size and value.dtype != object:
+        tensor = torch.from_numpy(value)
+    if tensor is not None:
         if tensor.numel() and not tensor.is_meta:
-            self.found.tensors[way] = tensor
+            found.tensors[path] = tensor
+    elif isinstance(value, torch.ScriptObject | torch.UntypedStorage | torch.TypedStorage):
+        found.closed[path] = f"{type(value).__module__}.{type(value).__qualname__}"
+        return []
+    elif type(value).__module__.startswith(_OTHER):
+        return []
+    parts = _parts(path, value)
+    if isinstance(value, QuantizationConfig):  # its numbers are settings and statistics
+        parts = [(below, part) for below, part in parts if not isinstance(part, Number)]
+    return parts
 
 
-def _parts(value: Any) -> Iterator[tuple[Step, Any]]:
-    """What an object consists of, one step further."""
+def _parts(path: AccessPath, value: Any) -> list[tuple[AccessPath, Any]]:
+    """What an object consists of, the last part first."""
+    below: list[tuple[Attribute | Item, Any]] = [*_items(value), *_attributes(value)]
+    return [((*path, step), part) for step, part in reversed(below)]
+
+
+def _items(value: Any) -> Iterator[tuple[Item, Any]]:
     if isinstance(value, Mapping) and not isinstance(value, torch.nn.Module):
         yield from ((Item(key), part) for key, part in list(value.items()))
     elif isinstance(value, list | tuple | deque):
         yield from ((Item(index), part) for index, part in enumerate(value))
     elif isinstance(value, set | frozenset):
-        yield from ((Element(), part) for part in value if not isinstance(part, Number))
-    elif isinstance(value, types.FunctionType):
-        for index, cell in enumerate(value.__closure__ or ()):
-            with suppress(ValueError):  # a variable that was never set
-                yield Cell(index), cell.cell_contents
-        for name in ("__defaults__", "__kwdefaults__"):
+        yield from ((IN_SET, part) for part in value if not isinstance(part, Number))
+
+
+def _attributes(value: Any) -> Iterator[tuple[Attribute, Any]]:
+    names = [name for kind, held in _HELD if isinstance(value, kind) for name in held]
+    if is_traceable_wrapper_subclass(value):
+        names += value.__tensor_flatten__()[0]
+    for name in names:
+        with suppress(ValueError):  # a variable that was never set
             yield Attribute(name), getattr(value, name)
-    elif isinstance(value, types.MethodType):
-        yield Attribute("__self__"), value.__self__
-        yield Attribute("__func__"), value.__func__
-    elif isinstance(value, functools.partial):
-        yield from ((Attribute(name), getattr(value, name)) for name in ("func", "args", "keywords"))
-    elif is_traceable_wrapper_subclass(value):
-        yield from ((Attribute(name), getattr(value, name)) for name in value.__tensor_flatten__()[0])
-    yield from _attributes(value)
-
-
-def _attributes(value: Any) -> Iterator[tuple[Step, Any]]:
     own = getattr(value, "__dict__", None)
-    held = dict(own) if isinstance(own, dict) else {}
+    attributes = dict(own) if isinstance(own, dict) else {}
     if isinstance(value, torch.nn.Module):
         for group in ("_parameters", "_buffers", "_modules"):
-            held |= held.pop(group, {})
-    computed = (name for name in held if not str(name).startswith(_NOT_COMPUTED_WITH))
-    yield from ((Attribute(name), held[name]) for name in computed)
+            attributes |= attributes.pop(group, {})
+    computed = (name for name in attributes if not str(name).startswith(_NOT_COMPUTED_WITH))
+    yield from ((Attribute(name), attributes[name]) for name in computed)
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):

@@ -1,4 +1,4 @@
-"""Real vLLM models, each with its shadow, and what was found.
+"""Small models of vLLM's families, each with its shadow, and what was found.
 
 In a process of its own: vLLM's parallel state and current configuration are global.
 """
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -18,12 +19,15 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention import selector
 
 from deployments.weights.staging.model_state.derived import Derived
-from deployments.weights.staging.model_state.observation import changed, observe, pair
-from deployments.weights.staging.model_state.reachable import name_of
+from deployments.weights.staging.model_state.observation import changed, observe
+from deployments.weights.staging.model_state.pairs import pair
+from deployments.weights.staging.model_state.reachable import path_name
 from deployments.weights.staging.shadow_model import build_shadow
-from tests.deployments.weights.staging.cpu_kernels import use_kernels
+
+AMX = torch.cpu._is_amx_tile_supported()
 
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -119,6 +123,33 @@ GPU_FAMILIES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
 }
 
 
+def has_onednn() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU; without, vLLM takes the kernels of torch."""
+    try:
+        _custom_ops.create_onednn_mm(torch.zeros(64, 64, dtype=torch.bfloat16).t(), 32)
+    except RuntimeError:  # a CPU without AVX-512, as seen on an AMD EPYC
+        return False
+    return True
+
+
+def use_kernels(kernels: str) -> None:
+    """Let vLLM take these kernels, in this process.
+
+    onednn: weights packed where only their address is to be seen. amx: weights packed into tensors, which
+    closures and MLA's kernels hold. torch: weights as they are.
+    """
+    _custom_ops._supports_onednn = kernels != "torch"
+    torch.cpu._is_amx_tile_supported = lambda: kernels == "amx"
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def init_parallel_state(config: VllmConfig, rendezvous: Path, backend: str) -> None:
+    if not torch.distributed.is_initialized():
+        with set_current_vllm_config(config):
+            init_distributed_environment(1, 0, f"file://{rendezvous}", 0, backend)
+            initialize_model_parallel(1, 1)
+
+
 def load(model: torch.nn.Module, config: VllmConfig, device: torch.device) -> None:
     """Random weights through vLLM's own steps after loading."""
     if _has_online_quant(model):
@@ -158,20 +189,19 @@ def inspected(config: VllmConfig, device: torch.device) -> dict[str, Any]:
     found, expected = observe(live), observe(shadow.model)
     behind = [
         *changed(found.tensors | found.parameters, expected.tensors | expected.parameters),
-        *(way for way, number in found.numbers.items() if number != expected.numbers.get(way)),
+        *(path for path, number in found.numbers.items() if number != expected.numbers.get(path)),
     ]
     return {
         "layerwise": shadow.layerwise,
-        "tensors": [name_of(way) for way in shadow.moving.tensors],
-        "numbers": [name_of(way) for way in shadow.moving.numbers],
-        "behind": [name_of(way) for way in behind],
+        "tensors": [path_name(path) for path in shadow.moving.tensors],
+        "numbers": [path_name(path) for path in shadow.moving.numbers],
+        "behind": [path_name(path) for path in behind],
     }
 
 
 def inspect_all(directory: Path, kind: str) -> list[dict[str, Any]]:
     """Of each family, on a `cpu` with each of the kernels, or on `cuda`."""
     results = []
-    distributed = False
     for kernels in ("onednn", "torch") if kind == "cpu" else ("cuda",):  # with AMX vLLM cannot reload MLA
         if kind == "cpu":
             use_kernels(kernels)
@@ -185,13 +215,7 @@ def inspect_all(directory: Path, kind: str) -> list[dict[str, Any]]:
                 max_model_len=64,
                 **{"enforce_eager": True, **arguments},
             ).create_engine_config()
-            if not distributed:
-                with set_current_vllm_config(config):
-                    init_distributed_environment(
-                        1, 0, f"file://{directory / 'rendezvous'}", 0, "gloo" if kind == "cpu" else "nccl"
-                    )
-                    initialize_model_parallel(1, 1)
-                distributed = True
+            init_parallel_state(config, directory / "rendezvous", "gloo" if kind == "cpu" else "nccl")
             try:
                 found = inspected(config, torch.device(kind if kind == "cpu" else "cuda:0"))
             except Exception as error:  # whatever it is: the other families are to be seen as well

@@ -8,42 +8,13 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from deployments.weights.staging.cpu_shadow import (
+    BlankParameter,
     CpuShadowStaging,
+    blank_parameters,
     check_cpu_memory,
     cpu_shadow_staging,
 )
-from deployments.weights.staging.host import HostStaging
-from deployments.weights.staging.transfer_engine import make_staging
 from deployments.weights.wire.chunk_layout import plan_chunks
-from tests.deployments.weights.staging.family_results import KERNELS, ONCE, Results, family_results
-
-
-@pytest.fixture(scope="module", params=KERNELS)
-def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
-    return family_results(tmp_path_factory.mktemp("shadow"), "shadow", request.param)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "family", ["experts", "padded-experts", "dense", "mla", "gpt-oss", "tied", "tied-twice"]
-)
-def test_after_each_swap_a_model_is_what_a_fresh_load_of_the_version_is(family: str, found: Results) -> None:
-    assert found[family].get("behind") == [[], []], found[family]
-
-
-@ONCE
-@pytest.mark.timeout(600)
-def test_an_output_embedding_that_the_engine_has_tied_may_not_differ_later(found: Results) -> None:
-    assert "they differ" in found["tied-twice"]["refused"]
-    assert found["tied-twice"]["behind after"] == [], "what serves is as it was"
-
-
-@ONCE
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", ["dense-lora", "experts-lora"])
-def test_modules_that_lora_wraps_are_refused(family: str, found: Results) -> None:
-    message = "staging 'device' is not possible on this CPU: LoRA wraps the live modules; 'host' is"
-    assert found[family]["refused"] == message
 
 
 class Half(torch.nn.Module):
@@ -156,27 +127,64 @@ def test_a_second_copy_that_does_not_fit_is_refused_with_the_sizes() -> None:
         check_cpu_memory(VllmConfig(), 1 << 50)
 
 
-def configured(staging: str) -> VllmConfig:
-    """Of an engine whose model cannot be constructed a second time: the configuration does not name one."""
-    config = VllmConfig(additional_config={"staging": staging})
-    config.compilation_config.mode = CompilationMode.NONE
-    return config
-
-
-def test_a_model_that_cannot_be_constructed_twice_is_refused(live: Model) -> None:
-    with pytest.raises(
-        ValueError, match=r"^staging 'device' is not possible on this CPU: .*; 'host' is$"
-    ) as e:
-        make_staging(configured("device"), torch.device("cpu"), live)
-    assert "compiled" not in str(e.value)
-
-
-def test_an_engine_whose_staging_is_not_configured_takes_the_other_one_then(live: Model) -> None:
-    assert isinstance(make_staging(configured("automatic"), torch.device("cpu"), live), HostStaging)
-
-
 def test_an_engine_that_compiles_is_refused(live: Model) -> None:
     config = VllmConfig()
     config.compilation_config.mode = CompilationMode.VLLM_COMPILE
     with pytest.raises(ValueError, match="it is compiled"):
         cpu_shadow_staging(config, live)
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 3)
+        self.second = torch.nn.Linear(4, 3, bias=False)
+        self.second.weight = self.first.weight
+
+
+@pytest.fixture
+def blanks() -> list[BlankParameter]:
+    """A weight that is tied, and a bias."""
+    blanks = blank_parameters(Tied())
+    for blank in blanks:
+        blank.allocate()
+    return blanks
+
+
+@torch.no_grad()
+def test_what_was_loaded_of_each_parameter_is_known(blanks: list[BlankParameter]) -> None:
+    [weight, bias] = blanks
+    assert weight.names == ["first.weight", "second.weight"]
+    assert [blank.lacks() for blank in blanks] == [(True, True)] * 2
+    weight.parameter[:2] = 1.0
+    bias.parameter.fill_(0.0)
+    assert [blank.lacks() for blank in blanks] == [(True, False), (False, False)]
+    weight.parameter[2] = 1.0
+    assert weight.lacks() == (False, False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [True, False])
+def test_padding_is_zero(rows: bool, blanks: list[BlankParameter]) -> None:
+    weight = blanks[0]
+    loaded = torch.ones(3, 4)
+    (loaded[2:] if rows else loaded[:, 3:]).zero_()
+    (weight.parameter[:2] if rows else weight.parameter[:, :3]).fill_(1.0)
+    weight.pad()
+    assert torch.equal(weight.parameter, loaded)
+
+
+@torch.no_grad()
+def test_what_processing_made_is_replaced_and_has_no_memory_afterwards() -> None:
+    model = Tied()
+    [weight, bias] = blank_parameters(model)
+    assert model.first.weight.numel() == 0
+    weight.allocate()
+    bias.allocate()
+    model.first.weight = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
+    weight.release()
+    bias.release()
+    assert model.first.weight is model.second.weight is weight.parameter
+    assert sum(parameter.numel() for parameter in model.parameters()) == 0
+    weight.allocate()
+    assert model.second.weight.shape == (3, 4)

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.deployments.weights.staging.cpu_kernels import has_onednn
-from tests.deployments.weights.staging.families import inspect_all
+from tests.deployments.weights.staging.families import has_onednn, inspect_all
 from tests.forked import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -1,39 +1,13 @@
-"""A model that staging in host memory swapped is what a fresh load of the same version is."""
+"""What vLLM's reload leaves out, found in models of its own layers' types."""
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedLinearMethod
 
-from deployments.weights.staging.host import replacing_all
-from tests.deployments.weights.staging.family_results import KERNELS, ONCE, Results, family_results
-
-pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module", params=KERNELS)
-def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
-    return family_results(tmp_path_factory.mktemp("host"), "host", request.param)
-
-
-@pytest.mark.parametrize("family", ["experts", "padded-experts", "dense", "mla", "tied", "tied-twice"])
-def test_all_that_was_loaded_is_replaced_by_each_swap(family: str, found: Results) -> None:
-    assert found[family].get("behind") == [[], []], found[family]
-
-
-@ONCE
-def test_all_weights_of_modules_that_lora_wraps_are_replaced(found: Results) -> None:
-    assert found["dense-lora"].get("behind") == [[], []], found["dense-lora"]
-
-
-@ONCE
-def test_an_output_embedding_that_the_engine_has_tied_may_not_differ_later(found: Results) -> None:
-    assert "'lm_head.weight' must be equal to the input embeddings" in found["tied-twice"]["refused"]
-
-
-@ONCE
-def test_a_model_that_vllm_would_leave_as_it_was_is_refused(found: Results) -> None:
-    assert "GptOssForCausalLM copies weights past its loaders" in found["gpt-oss"]["refused"]
+from deployments.weights.staging.host import lacking, make_reloadable, not_reloadable, replacing_all
 
 
 def test_experts_that_a_failed_reload_did_not_come_to_have_their_kernels_again() -> None:
@@ -49,6 +23,51 @@ def test_experts_that_a_failed_reload_did_not_come_to_have_their_kernels_again()
     assert method.moe_kernel is kernel
 
 
-@ONCE
-def test_experts_that_lora_wraps_are_not_replaced_in_silence(found: Results) -> None:
-    assert "keeps the former weights of experts that LoRA wraps" in found["experts-lora"]["refused"]
+def model(*, amx: bool = True, method: object | None = None) -> torch.nn.Module:
+    """One layer, as vLLM leaves it: the projection's weight is gone."""
+    projection = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    attention = MLAAttention.__new__(MLAAttention)
+    for each in (projection, attention):
+        torch.nn.Module.__init__(each)
+    projection.output_size_per_partition, projection.input_size_per_partition = 6, 4
+    projection.params_dtype = torch.bfloat16
+    projection.quant_method = method or UnquantizedLinearMethod()
+    projection.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    attention.is_amx_bmm_enabled, attention.kv_b_proj = amx, projection
+    found = torch.nn.Module()
+    found.layers = torch.nn.ModuleList([torch.nn.Module()])
+    found.layers[0].kv_b_proj, found.layers[0].attention = projection, attention
+    return found
+
+
+def test_a_projection_gets_memory_that_does_not_look_like_weights() -> None:
+    one = model()
+    make_reloadable(one)
+    weight = one.layers[0].kv_b_proj.weight
+    assert (tuple(weight.shape), weight.dtype) == ((6, 4), torch.bfloat16)
+    assert weight.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["layers.0.kv_b_proj.weight"], []),
+        (["language_model.model.layers.0.kv_b_proj.weight"], []),
+        (["layers.10.kv_b_proj.weight", "layers.0.kv_b_proj.bias"], ["layers.0.kv_b_proj.weight"]),
+        ([], ["layers.0.kv_b_proj.weight"]),
+    ],
+)
+def test_what_a_part_of_a_version_lacks_is_named(names: list[str], expected: list[str]) -> None:
+    assert lacking(model(), names) == expected
+
+
+def test_quantized_weights_cannot_be_reloaded() -> None:
+    assert not_reloadable(model(method=object())) == ["layers.0.kv_b_proj"]
+    assert not_reloadable(model()) == []
+
+
+def test_other_kernels_keep_the_weight() -> None:
+    other = model(amx=False, method=object())
+    make_reloadable(other)
+    assert other.layers[0].kv_b_proj.weight.numel() == 0
+    assert (lacking(other, []), not_reloadable(other)) == ([], [])

@@ -65,7 +65,7 @@ def one_round(plans: LoadPlans, chunk: Chunk, seed: int, load: Callable[[Tensors
             load(received.named())
     else:
         assert unsigned(found.digests) == digests([tensor for _, tensor in version(seed)])
-    plans.confirm()
+    plans.confirm({chunk})
     return found is not None
 
 
@@ -123,7 +123,7 @@ def test_a_change_past_torch_is_found_by_the_bytes(chunk: Chunk) -> None:
     with plans.record(chunk, received.named()):
         model.load(received.named())
     model.shard.numpy()[0, 0] += 1.0  # as a kernel outside torch would do it
-    plans.confirm()
+    plans.confirm({chunk})
     assert plans.replay(received) is None
     assert plans.refused[chunk] == "a loaded tensor was changed after it had been copied"
 
@@ -134,7 +134,7 @@ def test_a_round_that_was_dropped_leaves_no_plan(chunk: Chunk) -> None:
     with plans.record(chunk, received.named()):
         model.load(received.named())
     plans.discard()
-    plans.confirm()
+    plans.confirm({chunk})
     assert len(plans) == 0
 
 
@@ -151,9 +151,9 @@ def test_a_plan_that_left_parameters_unfilled_is_not_used_again(chunk: Chunk) ->
 def test_chunks_that_are_no_longer_sent_are_forgotten(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
     one_round(plans, chunk, 1, model.load)
-    plans.retain_only({chunk})
+    plans.confirm({chunk})
     assert len(plans) == 1
-    plans.retain_only(set())
+    plans.confirm(set())
     assert len(plans) == 0 and not one_round(plans, chunk, 2, model.load)
 
 

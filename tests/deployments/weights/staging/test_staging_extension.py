@@ -61,10 +61,11 @@ def test_an_update_is_staged_beside_the_live_model_and_swapped_by_the_commit(wor
 
 def test_a_version_of_several_payloads_is_complete_with_the_last(worker: MemoryWorker) -> None:
     first, second = weights(2.0)
-    state = receive(worker, [first])
-    assert (state.payloads_done, state.digest) == (1, "")
+    state = receive(worker, [first], share=0.25)
+    assert (state.payloads_done, state.digest, worker.engine.share) == (1, "", 0.25)
     state = receive(worker, [second], begins=False)
     assert (state.payloads_done, state.digest) == (2, digest_of([first, second]))
+    assert worker.engine.share == 1.0
 
 
 def test_a_version_without_one_of_its_tensors_is_rejected(worker: MemoryWorker) -> None:
@@ -117,6 +118,14 @@ def misshapen() -> Iterator[ReceivedChunk]:
     return chunks_of([("w", torch.zeros(4))])
 
 
+def of_another_model() -> Iterator[ReceivedChunk]:
+    return chunks_of([*weights(2.0), ("more", torch.ones(2))])
+
+
+def integers() -> Iterator[ReceivedChunk]:
+    return chunks_of([("w", torch.ones(2, 3).int())])
+
+
 def not_finite() -> Iterator[ReceivedChunk]:
     return chunks_of(weights(float("nan")))
 
@@ -136,6 +145,8 @@ def device_lost() -> Iterator[ReceivedChunk]:
     [
         (corrupted, Outcome.REJECTED, r"'b' was sent with digest \w{16} and arrived with \w{16}"),
         (misshapen, Outcome.REJECTED, r"'w' must have shape \[2, 3\], got \[4\]"),
+        (of_another_model, Outcome.REJECTED, "'more' is not a tensor of this model.*"),
+        (integers, Outcome.REJECTED, "'w' must be of a dtype like float32, got int32.*"),
         (not_finite, Outcome.REJECTED, "'w' holds NaN or infinity; 'b' holds NaN or infinity"),
         (peer_gone, Outcome.TRANSFER_FAILED, "rank 0 is gone"),
         (device_lost, Outcome.REPLICA_FAILED, "RuntimeError: CUDA error"),
@@ -167,13 +178,6 @@ def test_each_worker_takes_its_own_of_a_list_of_payloads(checkpoint: Path) -> No
     worker.staging_receive(payloads, share=1.0, begins=True, retain_version=None)
     assert progress_of(worker).digest == digest_of(weights(2.0))
     worker.engine.shutdown()
-
-
-def test_the_share_of_the_device_is_set_with_each_payload(worker: MemoryWorker) -> None:
-    receive(worker, weights(2.0)[:1], share=0.25)
-    assert worker.engine.share == 0.25
-    receive(worker, weights(2.0)[1:], begins=False)
-    assert worker.engine.share == 1.0
 
 
 def test_the_worker_goes_on_while_a_payload_arrives(worker: MemoryWorker) -> None:

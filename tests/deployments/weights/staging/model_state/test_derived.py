@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from deployments.weights.staging.model_state.derived import Derived, Moving, classify, keep_constants
-from deployments.weights.staging.model_state.observation import changed_tensors, observe, pair
+from deployments.weights.staging.model_state.observation import changed_tensors, observe
+from deployments.weights.staging.model_state.pairs import pair
 from tests.deployments.weights.staging.model_state.hiding_models import (
     HIDING,
     Model,
@@ -141,7 +142,7 @@ def test_an_element_of_a_set_is_refused() -> None:
         layer.scales = {weight * 2}
 
     message = refusal(hide)
-    assert "'layers.0.scales{...}' is in a set, which has no order" in message
+    assert "'layers.0.scales[Ellipsis]' is in a set, which has no order" in message
 
 
 def test_memory_that_nobody_can_look_into_is_refused() -> None:
@@ -191,4 +192,4 @@ def test_a_tensor_that_a_round_loses_rejects_the_version() -> None:
         if weight[0, 0] != Model(as_attribute, 4).layers[0].weight[0, 0]:  # type: ignore[index]
             layer.packed = weight * 2
 
-    assert "'layers.0.packed' leads nowhere at '.packed'" in collected(hide, baked=False)
+    assert "'layers.0.packed' does not exist at '.packed'" in collected(hide, baked=False)

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from deployments.weights.staging.model_state.reachable import name_of, reachable
+from deployments.weights.staging.model_state.reachable import path_name, reachable
 
 
 def test_a_way_has_the_name_that_python_would_write() -> None:
     model = torch.nn.Module()
     model.config = {"w": [(torch.ones(2),)], ("a", 1): torch.ones(3)}  # type: ignore[assignment]
     model.layer = SimpleNamespace(scale=torch.ones(1))  # type: ignore[assignment]
-    assert sorted(map(name_of, reachable(model).tensors)) == [
+    assert sorted(map(path_name, reachable(model).tensors)) == [
         "config['w'][0][0]",
         "config[('a', 1)]",
         "layer.scale",
@@ -22,4 +22,4 @@ def test_a_way_has_the_name_that_python_would_write() -> None:
 def test_numbers_of_numpy_count() -> None:
     model = torch.nn.Module()
     model.scale = np.float32(0.5)  # type: ignore[assignment]
-    assert "scale" in map(name_of, reachable(model).numbers)
+    assert "scale" in map(path_name, reachable(model).numbers)
