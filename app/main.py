@@ -1,7 +1,7 @@
 """The composition root: `serve run serve_config.yaml` imports `build` from here.
 
-No `from __future__ import annotations` in this module: Serve validates the arguments of `build` by its
-annotation, and would pass a raw dict if that were text.
+No `from __future__ import annotations` here: Serve reads the annotation of `build`'s argument, and would pass
+a raw dict if that were text.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from app.settings.engine import check_engine_args
 from app.settings.gpus import check_gpus, replica_gpus, slot_plan, trainer_gpus
 from app.settings.models import model_name, resolve_model
 from app.settings.section import Device
-from app.settings.specs import THREADS_BIND, UNBOUND, executor, staging, trainer_spec
+from app.settings.weights import StagingMode
 from deployments.controller.controller import Controller
 from deployments.controller.ray_cluster import GpuCapacity, ServeReplicas
 from deployments.host.fork_server.use import forked_worker
@@ -35,11 +35,12 @@ from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import STOP_TIMEOUT_S as TRAINER_STOP_TIMEOUT_S
 from deployments.trainer.trainer import Trainer
 from deployments.weights.transports.registry import backend
+from trainers.settings import TrainerConfig
 
 # A replica reserves one CPU by default, and requests to one that cannot be placed hang without an error.
 NO_CPU = {"num_cpus": 0}
-# One event loop instead of three: every streamed token would change threads twice. Only the router may do
-# this, because it never blocks.
+# One event loop instead of three, else every streamed token changes threads twice. The router may do this
+# because it never blocks.
 ROUTER_OPTIONS = {
     "num_cpus": 0,
     "runtime_env": {
@@ -52,11 +53,15 @@ ROUTER_OPTIONS = {
 UNLIMITED = 1_000_000
 HEALTH_PERIOD_S = 1.0
 STATS_PERIOD_S = 0.5
-SCALING_PERIOD_S = 1.0  # of replicas' reports to the policy that decides how many there are
-STOP_TIMEOUT_S = 10.0  # of an engine, after its last request
+SCALING_PERIOD_S = 1.0  # between reports of replicas to the scaling policy
+STOP_TIMEOUT_S = 10.0  # for an engine, after its last request
 ROLLOUT = "rollout"
 # A replica that cannot reach the controller stops taking requests before the fleet continues without it.
 SELF_FENCE_FRACTION = 2 / 3
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+UNBOUND = "nobind"
+IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+AUTOMATIC_STAGING = "automatic"  # 'device' where the engine's CPU allows it, else 'host'; its log says why
 
 
 def build(args: AppConfig) -> Application:
@@ -66,7 +71,7 @@ def build(args: AppConfig) -> Application:
         ConfigError: vLLM, the environment or the cluster does not allow a setting.
     """
     check_engine_args(args.engine.extra)
-    if ray.is_initialized():  # always where Serve builds; a test may build without a cluster
+    if ray.is_initialized():  # always true in Serve; tests build without a cluster
         check_gpus(args, [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]])
     tokens = _tokens(args)  # before the model, which may take minutes to prepare
     model = str(resolve_model(args.model))
@@ -81,7 +86,6 @@ def build(args: AppConfig) -> Application:
 
 def _tokens(args: AppConfig) -> Tokens:
     security = args.security
-    # Serve runs where it builds an application; a test may build without a cluster.
     tokens = security.tokens(host=listening_host() if ray.is_initialized() else None)
     return Tokens(
         operator=TokenSource(tokens=tokens.operator, file=security.token_file),
@@ -147,29 +151,27 @@ def _rollout(args: AppConfig, model: str, controller: Application, slots: Applic
 
 
 def _size(args: AppConfig) -> dict[str, Any]:
-    """The options of the rollout deployment that say how many replicas it has."""
+    """The replica options of the rollout deployment."""
     engine = args.engine
     if engine.max_replicas is None:
         return {"num_replicas": engine.first_replicas}
-    with warnings.catch_warnings():  # Serve wants the interval set for all deployments at once, by a variable
+    with warnings.catch_warnings():  # Serve prefers an interval for all deployments, in a variable
         warnings.simplefilter("ignore", DeprecationWarning)
         config = AutoscalingConfig(
             min_replicas=engine.min_replicas,
             max_replicas=engine.max_replicas,
-            # Serve would go back to it with every new configuration.
+            # Serve would return to it with every new configuration.
             initial_replicas=None if _is_deployed() else engine.first_replicas,
             metrics_interval_s=SCALING_PERIOD_S,
             look_back_period_s=10 * SCALING_PERIOD_S,
-            upscale_delay_s=0.0,  # the policy has its own delays: what the operator wants has none
+            upscale_delay_s=0.0,  # the policy has its own delays, which the operator's number skips
             downscale_delay_s=0.0,
             policy=AutoscalingPolicy(
                 policy_function=FleetScaling,
                 policy_kwargs={
                     "least": engine.min_replicas,
                     "most": engine.max_replicas,
-                    "target_load": engine.scaling.target_load,
-                    "up_s": engine.scaling.upscale_delay_s,
-                    "down_s": engine.scaling.downscale_delay_s,
+                    "down_s": engine.downscale_delay_s,
                 },
             ),
         )
@@ -177,7 +179,7 @@ def _size(args: AppConfig) -> dict[str, Any]:
 
 
 def _is_deployed() -> bool:
-    """Whether this configuration replaces another one of a live fleet."""
+    """Whether this configuration replaces that of a live fleet."""
     if not ray.is_initialized():
         return False
     return any(ROLLOUT in application.deployments for application in serve.status().applications.values())
@@ -204,7 +206,7 @@ def _router(
         serve.ingress()(Ingress),
         name="router",
         num_replicas=args.router.num_replicas,
-        max_ongoing_requests=UNLIMITED,  # the router counts by itself, to answer 503 with Retry-After
+        max_ongoing_requests=UNLIMITED,  # the router itself limits requests, to answer 503 with Retry-After
         ray_actor_options=ROUTER_OPTIONS,
         health_check_period_s=HEALTH_PERIOD_S,
     ).bind(
@@ -219,7 +221,7 @@ def _router(
 
 
 def _single(name: str, deployed: type, **options: float) -> serve.Deployment:
-    """A deployment of one replica that computes little."""
+    """A deployment of one replica that needs no CPU of its own."""
     return serve.deployment(
         deployed,
         name=name,
@@ -231,11 +233,7 @@ def _single(name: str, deployed: type, **options: float) -> serve.Deployment:
 
 
 def engine_spec(args: AppConfig, model: str) -> EngineSpec:
-    """The engine of each replica.
-
-    Args:
-        model: a directory or a hub id.
-    """
+    """The engine of each replica; `model` is a directory or a hub id."""
     engine = args.engine
     arguments = {
         "dtype": engine.dtype,
@@ -265,23 +263,61 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
     )
 
 
+def executor(config: AppConfig) -> dict[str, str]:
+    """vLLM's argument `distributed_executor_backend`; empty: vLLM chooses.
+
+    On a CPU vLLM chooses "mp", to bind the worker's threads to cores. Without binding, engine and worker only
+    spin while they wait for each other, up to a second each time (`SpinCondition` in
+    vllm/distributed/device_communicators/shm_broadcast.py); `benchmarks/RESULTS.md` has the cost.
+    """
+    if config.engine.world_size > 1:
+        # Inside a placement group vLLM would take Ray's workers.
+        return {"distributed_executor_backend": "mp"}
+    if config.device is Device.CPU and config.engine.env.get(THREADS_BIND, UNBOUND) == UNBOUND:
+        return {"distributed_executor_backend": IN_ENGINE_PROCESS}
+    return {}
+
+
+def staging(config: AppConfig) -> str:
+    """The configured staging, or the one for this device."""
+    if config.weights.staging is not None:
+        return config.weights.staging.value
+    if config.device is Device.CPU and not config.engine.serves_adapters:
+        return AUTOMATIC_STAGING
+    return StagingMode.HOST.value
+
+
+def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> TrainerSpec:
+    """The spec of a trainer; `model` is the directory or hub id that `args.model` resolved to."""
+    return TrainerSpec(
+        model=model,
+        store_dir=str(args.store_path),
+        transport=args.weights.transport,
+        chunk_bytes=args.weights.effective_chunk_bytes,
+        native=args.weights.staging is StagingMode.NONE,
+        device=args.device.value,
+        config=trainer,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.engine.extra.get("revision"),  # the replicas': version 0 is the same everywhere
+    )
+
+
 def _engine_resources(args: AppConfig) -> dict[str, object]:
     """The resources that Ray reserves for a replica, and the environment of its processes.
 
-    Serve restarts every replica when one of these changes: none may depend on how many there are.
+    Serve restarts every replica when one of these changes, so none may depend on the number of replicas.
     """
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_API_KEY": "",  # one that the operator's shell has would shut the routers out: they keep tokens
+        "VLLM_API_KEY": "",  # the operator's own would shut the routers out, which check tokens themselves
     }
     if args.device is Device.CPU:
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(args.engine.cpu_kv_cache_gib),
-            THREADS_BIND: UNBOUND,  # vLLM would bind each engine to all cores
+            THREADS_BIND: UNBOUND,  # vLLM would bind every engine to the same cores
         }
-    # On GPUs engines start and serve as forks, but it is not shown that they come back sooner, and the lanes
-    # of .ci/gpu have not run with them.
+    # Not on GPUs: forked engines work there, but the lanes of .ci/gpu have not run with them.
     forked = forked_worker() if args.device is Device.CPU else {}
     return {
         **NO_CPU,

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainers.settings import OptimizerConfig, Schedule
 
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch's defaults
 BLOCK = 256
 STEPS = "step"  # AdamW's count of a parameter's updates
 CODES, SCALE = "_codes", "_scale"  # after AdamW's name of a moment
@@ -32,10 +33,9 @@ def learning_rate_factor(config: OptimizerConfig) -> Callable[[int], float]:
         if config.schedule is Schedule.CONSTANT or total is None:
             return 1.0
         progress = min(1.0, (step - warmup) / (total - warmup))
-        remaining = 1.0 - progress
         if config.schedule is Schedule.COSINE:
-            remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
-        return config.final_fraction + (1.0 - config.final_fraction) * remaining
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return 1.0 - progress
 
     return factor
 
@@ -54,8 +54,8 @@ def build_optimizer(
         optimizer = torch.optim.AdamW(
             parameters,
             lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
+            betas=BETAS,
+            eps=EPSILON,
             weight_decay=config.weight_decay,
             fused=True,  # one pass over the memory; its count of steps lies beside the moments
         )
@@ -101,8 +101,8 @@ def _adamw_8bit(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -
     made: torch.optim.Optimizer = Optimizer(
         parameters,
         lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
+        betas=BETAS,
+        eps=EPSILON,
         weight_decay=config.weight_decay,
         block_size=BLOCK,
     )

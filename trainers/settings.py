@@ -181,14 +181,10 @@ class OptimizerConfig(_Settings):
     moments: Literal["full", "8bit"] = "full"
 
     learning_rate: PositiveFloat = 1e-6
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    epsilon: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     schedule: Schedule = Schedule.CONSTANT
     warmup_steps: NonNegativeInt = 0
-    total_steps: PositiveInt | None = None  # where a decaying schedule ends; required for linear and cosine
-    final_fraction: float = Field(default=0.0, ge=0, le=1)  # of the learning rate, from total_steps on
+    total_steps: PositiveInt | None = None  # where linear and cosine, which require it, reach zero
 
     @model_validator(mode="after")
     def _schedule_ends_after_the_warmup(self) -> Self:

@@ -1,7 +1,13 @@
-"""A Serve config file: read, checked, and given to a running fleet (`slipstream deploy`)."""
+"""A Serve config file: read, checked, and deployed to a running fleet (`slipstream deploy`).
+
+Serve restarts every process of an application when one of its `args` changes. Live settings are therefore
+moved from `args` to the `user_config` of the deployment that uses them, which Serve hands to running
+processes (`reconfigure`). All other settings restart the fleet, replica after replica.
+"""
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +16,25 @@ import httpx
 import yaml
 
 from app.settings.config import AppConfig, parse_config
-from app.settings.errors import ConfigError
-from app.settings.live import divide, restarting
+from app.settings.section import ConfigError
+
+ROUTER = (
+    "max_ongoing_requests",
+    "request_timeout_s",
+    "load_factor",
+    "prefix_affinity",
+)
+WEIGHTS = (
+    "min_replicas",
+    "max_unavailable",
+    "stage_timeout_s",
+    "commit_timeout_s",
+    "drain_timeout_s",
+    "commit",
+    "in_flight",
+)
+LIVE: Mapping[str, tuple[str, ...]] = {"router": ROUTER, "weights": WEIGHTS}
+DEPLOYMENTS: Mapping[str, str] = {"router": "router", "weights": "controller"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +68,8 @@ def read_serve_file(path: Path) -> ServeFile:
     application = _application(path, document)
     host, port = _address(document.get("http_options") or {})
     config = parse_config(application.get("args") or {})
-    if host != config.security.host:
-        raise ConfigError(
-            f"'http_options.host': expected the same address as 'security.host' ({config.security.host!r}), "
-            f"got {host!r}"
-        )
-    config.security.tokens()
-    # Serve builds the application in a worker whose directory is not this one.
+    config.security.tokens(host=host)
+    # Serve builds the application in a worker with another working directory.
     application["args"] = {**application["args"], "state_dir": str(config.state_dir)}
     document["applications"] = [divide(application, config)]
     return ServeFile(
@@ -81,6 +99,42 @@ def _application(path: Path, document: Any) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected one entry under 'applications', got {got}")
     application: dict[str, Any] = applications[0]
     return application
+
+
+def divide(application: Mapping[str, Any], config: AppConfig) -> dict[str, Any]:
+    """An application of a Serve config with its live settings in `user_config`.
+
+    Args:
+        config: its `args`, checked.
+    """
+    args = {**application["args"]}
+    own = {each["name"]: dict(each) for each in application.get("deployments", ())}
+    for section, names in LIVE.items():
+        values = getattr(config, section).model_dump(mode="json", include=set(names))
+        own.setdefault(DEPLOYMENTS[section], {"name": DEPLOYMENTS[section]})["user_config"] = values
+        if section in args:
+            args[section] = {name: value for name, value in args[section].items() if name not in names}
+    own["router"]["num_replicas"] = config.router.num_replicas
+    if "router" in args:
+        args["router"].pop("num_replicas", None)
+    return {
+        **application,
+        # Any other empty section says something: a trainer with nothing but defaults.
+        "args": {name: value for name, value in args.items() if name not in LIVE or value != {}},
+        "deployments": list(own.values()),
+    }
+
+
+def restarting(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The settings whose change restarts the fleet, from two `args` that were divided."""
+    names: list[str] = []
+    for section in sorted({*deployed, *wanted}):
+        old, new = deployed.get(section), wanted.get(section)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            names += [f"{section}.{name}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+        elif old != new:
+            names.append(section)
+    return names
 
 
 APPLICATIONS = "/api/serve/applications/"

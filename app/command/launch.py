@@ -27,10 +27,9 @@ from app.command import machine
 from app.command.cluster import ClusterError, LocalCluster, has_haproxy, require_free_port, without_frames
 from app.command.deploy import ServeFile, read_serve_file
 from app.settings.config import AppConfig
-from app.settings.errors import ConfigError
 from app.settings.gpus import check_gpus
 from app.settings.models import is_offline, resolve_model
-from app.settings.section import Device
+from app.settings.section import ConfigError, Device
 from deployments.host.shared_memory import remove_orphans
 from deployments.protocol.errors import JournalError
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from app.settings.tokens import read_token_file
+from app.settings.security import read_token_file
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import SlipstreamError
 

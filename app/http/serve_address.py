@@ -11,7 +11,7 @@ import ray
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.config import ProxyLocation
 
-from app.settings.tokens import is_loopback
+from app.settings.security import is_loopback
 from deployments.protocol.errors import Conflict
 
 ANSWER_TIMEOUT_S = 30.0

@@ -1,12 +1,10 @@
-"""The configuration: everything under `args` in serve_config.yaml, with its defaults.
+"""The configuration: settings under `args` in serve_config.yaml, their defaults, rules between sections.
 
-The sections are in modules of their own: `engine`, `weights`, `security`, and `trainers.settings` for the
-section `trainer`. Rules between sections are in `rules`, and error messages are made in `errors`.
-
-Importing this module imports nothing heavy (no torch, Ray, vLLM or transformers): a wrong setting is
-reported in milliseconds, before anything starts.
+The larger sections are in `engine`, `weights`, `security` and `trainers.settings`. Importing this module
+imports nothing heavy (no torch, Ray, vLLM or transformers): a wrong setting is reported in milliseconds.
 """
 
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,29 +18,28 @@ from pydantic import (
 )
 
 from app.settings.engine import EngineConfig
-from app.settings.errors import ConfigError, explain
-from app.settings.rules import broken_rules
-from app.settings.section import Device, Placement, Section
+from app.settings.section import ConfigError, Device, Placement, Section, expected, explain
 from app.settings.security import AbsolutePath, SecurityConfig
-from app.settings.weights import WeightsConfig
-from deployments.ledger.adapters.catalog import AdapterLimits
+from app.settings.weights import StagingMode, WeightsConfig, Wire, quoted
+from deployments.ledger.adapters.catalog import MAX_NAME, AdapterLimits, is_name
 from deployments.ledger.limits import SizeLimits
 from deployments.trainer.spec import adapter_directory
+from deployments.weights.transports.registry import TRANSPORTS, SameGpu, Transport
 from trainers.settings import TrainerConfig
 
 
 class RouterConfig(Section):
-    """The proxy in front of the replicas: how many requests it admits, and for how long they may wait."""
+    """The proxy in front of the replicas."""
 
     num_replicas: PositiveInt = 1
-    max_ongoing_requests: PositiveInt = 2048  # per router replica; beyond these: 503 with Retry-After
-    request_timeout_s: PositiveFloat = 600.0  # of looking for a replica; the answer itself has no limit
+    max_ongoing_requests: PositiveInt = 2048  # per router replica; above that: 503 with Retry-After
+    request_timeout_s: PositiveFloat = 600.0  # to find a replica; responses have no limit
     max_body_bytes: PositiveInt = 32 << 20
-    max_sequences: PositiveInt = 16384  # of one request: its prompts times its 'n'; more are a 400
-    # A session leaves its replica, and a prompt the one that has its beginning in the KV cache, when that has
-    # so many times the mean load. 1000: they stay.
+    max_sequences: PositiveInt = 16384  # prompts times 'n' of one request; above that: 400
+    # At this multiple of the mean load a session leaves its replica, and a prompt the one that has its prefix
+    # in the KV cache. 1000: they stay.
     load_factor: float = Field(default=1.25, gt=1)
-    prefix_affinity: bool = True  # without a session: where the beginning of the prompt is in the KV cache
+    prefix_affinity: bool = True  # prefer the replica that has the prompt's prefix in its KV cache
 
 
 class StoreConfig(Section):
@@ -50,7 +47,7 @@ class StoreConfig(Section):
 
     path: Path = Path("store")  # relative to state_dir
     keep: PositiveInt = 3  # committed versions
-    # A replica writes what an outside program published. Until then each replica retains it in host memory:
+    # A replica writes what an external trainer published. Until then each replica keeps it in host memory:
     # with staging 'device' this costs a copy of every tensor before the commit, beside decoding.
     outside_versions: bool = True
 
@@ -66,13 +63,13 @@ class AppConfig(Section):
 
     model: str = Field(min_length=1)  # built-in name, directory, or Hugging Face id
     served_model_name: str | None = None  # None: the same as `model`
-    trust_remote_code: bool = False  # run the code that a checkpoint brings with it, in engines and trainer
+    trust_remote_code: bool = False  # run a checkpoint's own code, in engines and trainer
     device: Device = Device.CPU
     placement: Placement = Placement.SEPARATE
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
     router: RouterConfig = RouterConfig()
-    trainer: TrainerConfig | None = None  # None: an outside trainer publishes through the HTTP routes
+    trainer: TrainerConfig | None = None  # None: an external trainer publishes through the HTTP routes
     store: StoreConfig = StoreConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     security: SecurityConfig = SecurityConfig()
@@ -80,20 +77,18 @@ class AppConfig(Section):
 
     @property
     def public_model_name(self) -> str:
-        """The name by which clients ask for the model."""
+        """The model's name in requests."""
         return self.model if self.served_model_name is None else self.served_model_name
 
     @property
     def fleet_size(self) -> SizeLimits:
         """How many replicas there may be."""
         if self.placement is Placement.COLOCATED:
-            reason = "the slots that replicas share with the trainer are reserved when the fleet starts"
-            return self.engine.size.model_copy(update={"fixed": reason})
+            return self.engine.size.model_copy(update={"fixed": _RESERVED_SLOTS})
         return self.engine.size
 
     @property
     def adapter_limits(self) -> AdapterLimits:
-        """What the fleet allows of adapters."""
         return AdapterLimits(
             keep=self.adapters.keep,
             base_model=self.public_model_name,
@@ -107,12 +102,12 @@ class AppConfig(Section):
 
     @property
     def checkpoint_roots(self) -> tuple[Path, ...]:
-        """Below which a checkpoint directory may be published: the store's too, or nobody could go back."""
+        """Directories below which checkpoints may be published: also the store, for rollbacks."""
         return (self.store_path, *self.security.checkpoint_roots)
 
     @property
     def adapter_roots(self) -> tuple[Path, ...]:
-        """Below which an adapter may be loaded: the trainer's own too, if it trains one."""
+        """Directories below which adapters may be loaded: also the trainer's own."""
         trains = self.trainer is not None and self.trainer.published_adapter is not None
         own = (adapter_directory(self.store_path),) if trains else ()
         return (*own, *self.security.checkpoint_roots)
@@ -128,7 +123,7 @@ class AppConfig(Section):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        if broken := list(broken_rules(self)):
+        if broken := list(_broken_rules(self)):
             raise ValueError("\n".join(broken))
         return self
 
@@ -143,3 +138,229 @@ def parse_config(data: Any) -> AppConfig:
         return AppConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError(explain(error, AppConfig)) from None
+
+
+# -- rules between sections, one sentence for each that is broken ----------------------------------
+# Those within `trainer` are in `trainers.settings`, which works without this application.
+
+_RESERVED_SLOTS = "the slots that replicas share with the trainer are reserved when the fleet starts"
+
+# Engine arguments that have their own settings.
+RESERVED_ENGINE_ARGS = {
+    "model": "model",
+    "tokenizer": "model",
+    "served_model_name": "served_model_name",
+    "trust_remote_code": "trust_remote_code",
+    "weight_transfer_config": "weights.transport",
+    "data_parallel_rank": "engine.data_parallel_size",
+}
+
+# vLLM's own defaults, where `engine.extra` does not say otherwise.
+VLLM_MAX_LORA_RANK, VLLM_MAX_LORAS = 16, 1
+
+# Variables of the engine that have their own settings, or that placement decides.
+RESERVED_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "placement",
+    "VLLM_CPU_KVCACHE_SPACE": "engine.cpu_kv_cache_gib",
+    "VLLM_API_KEY": "security.user_token_file",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "engine.extra.enable_lora",
+    "VLLM_LORA_RESOLVER_CACHE_DIR": "security.checkpoint_roots",
+    "VLLM_LORA_RESOLVER_HF_REPO_LIST": "security.checkpoint_roots",
+}
+
+
+def _broken_rules(config: AppConfig) -> Iterator[str]:
+    yield from _device_rules(config)
+    yield from _count_rules(config)
+    yield from _size_rules(config)
+    yield from _gpu_share_rules(config)
+    yield from _trainer_rules(config)
+    yield from _lora_rules(config)
+    yield from _extra_rules(config)
+
+
+def _names(accept: Callable[[Transport], bool]) -> str:
+    """The transports with a property, for a sentence."""
+    return quoted([name for name, transport in TRANSPORTS.items() if accept(transport)])
+
+
+def _device_rules(config: AppConfig) -> Iterator[str]:
+    device, weights = config.device.value, config.weights
+    transport = weights.transport_record
+    if transport.device != device:
+        wanted = f"{_names(lambda other: other.device == device)} with device {device!r}"
+        reason = f"{transport.name!r} connects processes on device {transport.device!r}"
+        yield expected("weights.transport", wanted, repr(transport.name), reason)
+    if weights.staging is StagingMode.NONE and not transport.native:
+        reason = f"'none' selects vLLM's own engines, which are {_names(lambda other: other.native)}"
+        yield expected("weights.staging", f"'host' with transport {transport.name!r}", "'none'", reason)
+    if weights.wire is Wire.VLLM:
+        yield from _wire_rules(config)
+    if weights.staging is StagingMode.DEVICE and config.engine.serves_adapters:
+        reason = "LoRA wraps the modules that a shadow would copy"
+        yield expected("weights.staging", "'host' with 'engine.extra.enable_lora'", "'device'", reason)
+    if config.device is Device.CPU:
+        yield from _cpu_rules(config)
+
+
+def _wire_rules(config: AppConfig) -> Iterator[str]:
+    weights = config.weights
+    if not weights.transport_record.native:
+        reason = f"vLLM's own trainer engines are {_names(lambda other: other.native)}"
+        transport = weights.transport_record.name
+        yield expected("weights.wire", f"'slipstream' with transport {transport!r}", "'vllm'", reason)
+        return
+    if weights.staging not in (StagingMode.DEVICE, StagingMode.NONE):
+        reason = "with a GPU to receive on, a version is staged there"
+        yield expected("weights.staging", "'device' or 'none' with wire 'vllm'", "'host'", reason)
+    if config.trainer is not None:
+        reason = "the trainer deployment states digests, which vLLM's wire cannot carry"
+        yield expected("weights.wire", "'slipstream' with a trainer", "'vllm'", reason)
+
+
+def _cpu_rules(config: AppConfig) -> Iterator[str]:
+    if config.placement is Placement.COLOCATED:
+        yield expected("placement", "'separate' with device 'cpu'", "'colocated'", "there is no GPU to share")
+    if config.trainer is not None and config.trainer.packed:
+        reason = "FlexAttention has no backward pass there"
+        yield expected("trainer.packed", "false with device 'cpu'", "true", reason)
+    if config.engine.enable_sleep_mode:
+        reason = "sleep releases GPU memory"
+        yield expected("engine.enable_sleep_mode", "false with device 'cpu'", "true", reason)
+
+
+def _count_rules(config: AppConfig) -> Iterator[str]:
+    replicas = config.engine.first_replicas
+    setting = "min_replicas" if config.engine.num_replicas is None else "num_replicas"
+    for name in ("min_replicas", "max_unavailable"):
+        count = getattr(config.weights, name)
+        if count > replicas:
+            reason = f"'engine.{setting}' is {replicas}"
+            yield expected(f"weights.{name}", f"at most {replicas}", count, reason)
+    if config.weights.lease_s < config.weights.heartbeat_timeout_s:
+        reason = "a lease must not expire before a replica's membership does"
+        least = f"at least 'weights.heartbeat_timeout_s', {config.weights.heartbeat_timeout_s:g}"
+        yield expected("weights.lease_s", least, f"{config.weights.lease_s:g}", reason)
+    if config.engine.enable_expert_parallel and config.engine.world_size == 1:
+        reason = "experts are distributed over the ranks of one replica"
+        wanted = "more than one rank in a replica, or false"
+        yield expected("engine.enable_expert_parallel", wanted, "true with 1 rank", reason)
+
+
+def _size_rules(config: AppConfig) -> Iterator[str]:
+    engine = config.engine
+    count, least, most = engine.num_replicas, engine.min_replicas, engine.max_replicas
+    if config.placement is Placement.COLOCATED:
+        if count is None:
+            wanted = "a number with placement 'colocated'"
+            yield expected("engine.num_replicas", wanted, "'auto'", _RESERVED_SLOTS)
+        if most is not None:
+            yield expected("engine.max_replicas", "none with placement 'colocated'", most, _RESERVED_SLOTS)
+        return
+    if most is None:
+        if count is None:
+            reason = "each replica needs its GPUs or cores"
+            yield expected("engine.max_replicas", "a number with num_replicas 'auto'", "none", reason)
+        return
+    if not least <= most:
+        reason = f"'engine.max_replicas' is {most}"
+        yield expected("engine.min_replicas", f"at most {most}", least, reason)
+    elif count is not None and not least <= count <= most:
+        reason = "'engine.min_replicas' and 'engine.max_replicas'"
+        yield expected("engine.num_replicas", f"{least} to {most}", count, reason)
+    if engine.extra.get("disable_log_stats"):
+        reason = "the load is known from vLLM's statistics"
+        yield expected("engine.extra.disable_log_stats", "false with 'engine.max_replicas'", "true", reason)
+
+
+def _gpu_share_rules(config: AppConfig) -> Iterator[str]:
+    if config.device is Device.CPU:
+        return
+    shares = {"engine.gpus_per_rank": config.engine.gpus_per_rank}
+    if config.trainer is not None:
+        shares["trainer.gpus_per_rank"] = config.trainer.gpus_per_rank
+    for name, share in shares.items():
+        if share > 1:
+            yield expected(name, "at most 1", f"{share:g}", "a rank runs on one GPU")
+    if config.placement is Placement.SEPARATE:
+        yield from _whole_gpu_rules(config, shares)
+        return
+    total = sum(shares.values())
+    if config.trainer is not None and total > 1:
+        parts = " + ".join(f"{share:g}" for share in shares.values())
+        reason = "an engine rank and a trainer rank share each GPU when colocated"
+        yield expected(
+            "engine.gpus_per_rank + trainer.gpus_per_rank", "at most 1", f"{parts} = {total:g}", reason
+        )
+
+
+def _whole_gpu_rules(config: AppConfig, shares: Mapping[str, float]) -> Iterator[str]:
+    """Ranks of one group must be on different GPUs, which Ray ensures only for whole GPUs and for slots."""
+    ranks = {"engine.gpus_per_rank": config.engine.world_size}
+    if config.trainer is not None:
+        ranks["trainer.gpus_per_rank"] = config.trainer.world_size
+    for name, count in ranks.items():
+        if count > 1 and shares[name] < 1:
+            reason = f"{count} ranks need a GPU each, and Ray could place fractions on the same one"
+            yield expected(name, "1 with placement 'separate'", f"{shares[name]:g}", reason)
+
+
+def _trainer_rules(config: AppConfig) -> Iterator[str]:
+    is_colocated = config.placement is Placement.COLOCATED
+    transport, engine, trainer = config.weights.transport_record, config.engine, config.trainer
+    if trainer is None:
+        if is_colocated:
+            reason = "without a trainer nothing shares the GPUs"
+            yield expected("trainer", "a trainer with placement 'colocated'", "none", reason)
+        return
+    if not is_colocated:
+        if transport.same_gpu is SameGpu.POSSIBLE and config.weights.staging is StagingMode.NONE:
+            wanted = f"'colocated' with vLLM's own {transport.name!r} engine and a trainer"
+            reason = "it connects only processes on the same GPU"
+            yield expected("placement", wanted, "'separate'", reason)
+        return
+    if transport.same_gpu is SameGpu.IMPOSSIBLE:
+        names = _names(lambda other: other.same_gpu is SameGpu.POSSIBLE)
+        reason = f"{transport.name!r} does not connect two processes on the same GPU"
+        wanted = f"{names} with placement 'colocated'"
+        yield expected("weights.transport", wanted, repr(transport.name), reason)
+    gpus = engine.first_replicas * engine.world_size
+    if trainer.world_size != gpus:
+        replicas = "1 replica" if engine.first_replicas == 1 else f"{engine.first_replicas} replicas"
+        reason = f"one trainer rank on every GPU of the replicas: {replicas} of {engine.world_size}"
+        yield expected("trainer.world_size", f"{gpus} with placement 'colocated'", trainer.world_size, reason)
+
+
+def _lora_rules(config: AppConfig) -> Iterator[str]:
+    lora = None if config.trainer is None else config.trainer.published_adapter
+    if lora is None:
+        return
+    if not is_name(lora.name) or lora.name == config.public_model_name:
+        wanted = f"1 to {MAX_NAME} printable characters, not the model's own name"
+        yield expected("trainer.lora.name", wanted, repr(lora.name))
+    if not config.engine.serves_adapters:
+        reason = "replicas must be able to serve what the trainer publishes"
+        yield expected("engine.extra.enable_lora", "true with 'trainer.lora'", "false", reason)
+        return
+    most = config.engine.extra.get("max_lora_rank", VLLM_MAX_LORA_RANK)
+    if isinstance(most, int) and lora.rank > most:
+        wanted = f"at most 'engine.extra.max_lora_rank', {most}"
+        yield expected("trainer.lora.rank", wanted, lora.rank, "a replica has capacity for no more")
+    slots = config.engine.extra.get("max_loras", VLLM_MAX_LORAS)
+    if isinstance(slots, int) and slots < 2:
+        reason = "requests of one version of the adapter end while those of the next begin"
+        yield expected("engine.extra.max_loras", "at least 2 with 'trainer.lora'", slots, reason)
+
+
+def _extra_rules(config: AppConfig) -> Iterator[str]:
+    if config.engine.extra.get("ec_transfer_config") is not None:
+        reason = "an update cannot drop encoder outputs that are cached outside the engine"
+        yield expected("engine.extra.ec_transfer_config", "none", "one", reason)
+    own = {name: f"engine.{name}" for name in type(config.engine).model_fields} | RESERVED_ENGINE_ARGS
+    for name in config.engine.extra:
+        if name in own:
+            yield f"'engine.extra.{name}': set '{own[name]}' instead (every setting has one name)"
+    for name in config.engine.env:
+        if name in RESERVED_VARIABLES:
+            owner = RESERVED_VARIABLES[name]
+            yield f"'engine.env.{name}': set '{owner}' instead (every setting has one name)"

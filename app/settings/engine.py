@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from app.settings.errors import ConfigError
-from app.settings.section import Section
+from app.settings.section import ConfigError, Section
 from deployments.ledger.limits import SizeLimits
 
 
@@ -23,29 +22,20 @@ def _engine_variable(name: str) -> str:
 EngineVariable = Annotated[str, AfterValidator(_engine_variable)]
 EnvironmentValue = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-# A number, or None for 'auto'.
+# None: 'auto'.
 ReplicaCount = Annotated[
     PositiveInt | None, BeforeValidator(lambda value: None if value == "auto" else value)
 ]
 
 
-class ScalingConfig(Section):
-    """When the load adds and removes replicas (`num_replicas: auto`)."""
-
-    # Of a replica's `max_num_seqs`, or of its KV cache if that is fuller. Above it replicas are added.
-    target_load: Fraction = 0.8
-    upscale_delay_s: NonNegativeFloat = 10.0  # the load must last for so long
-    downscale_delay_s: NonNegativeFloat = 300.0
-
-
 class EngineConfig(Section):
     """The rollout replicas: one vLLM engine each."""
 
-    # What the fleet starts with. 'auto': `min_replicas`, and then as many as the load needs.
+    # At the start. 'auto': `min_replicas`, and then as many as the load needs.
     num_replicas: ReplicaCount = 2
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt | None = None  # None: the number is fixed; else `slipstream scale` changes it
-    scaling: ScalingConfig = ScalingConfig()
+    downscale_delay_s: NonNegativeFloat = 300.0  # with 'auto': how long the load must have been lower
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: PositiveInt | None = None  # None: the model's own
     max_num_seqs: PositiveInt = 256
@@ -61,11 +51,8 @@ class EngineConfig(Section):
     quantization: str | None = None
     enable_sleep_mode: bool = False
     gpus_per_rank: PositiveFloat = 1.0  # a fraction when a trainer rank shares the GPU
-    start_timeout_s: PositiveFloat = 600.0
-    drain_timeout_s: PositiveFloat = 120.0  # of requests that run on a replica which is stopped
-    extra: dict[str, Any] = Field(
-        default_factory=dict
-    )  # further arguments of vLLM's AsyncEngineArgs, by name
+    drain_timeout_s: PositiveFloat = 120.0  # for the running requests of a replica that is stopped
+    extra: dict[str, Any] = Field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
     # Environment of the engine processes: VLLM_*, NCCL_* and CUDA_*, for example VLLM_BATCH_INVARIANT: 1.
     env: dict[EngineVariable, EnvironmentValue] = Field(default_factory=dict)
 
@@ -97,7 +84,7 @@ class EngineConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
-# Of `vllm serve`, not of the engine: how a replica's server reads tool calls out of what the model said.
+# Arguments of `vllm serve`, not of the engine: how a replica's server parses tool calls.
 TOOL_ARGUMENTS = (
     "enable_auto_tool_choice",
     "exclude_tools_when_tool_choice_none",
@@ -142,10 +129,10 @@ def check_names(extra: Mapping[str, Any], known: list[str]) -> None:
 
 
 def check_tools(extra: Mapping[str, Any], parsers: Collection[str]) -> None:
-    """Check that tool calls can be read: a replica would not start, or would ignore the parser.
+    """Check vLLM's arguments for tool calls: a replica would not start, or would ignore the parser.
 
     Args:
-        parsers: names of vLLM's parsers of tool calls.
+        parsers: vLLM's tool parsers.
 
     Raises:
         ConfigError: one of the two arguments without the other, or an unknown parser.

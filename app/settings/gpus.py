@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from app.settings.config import AppConfig
-from app.settings.errors import ConfigError
-from app.settings.section import Device, Placement
+from app.settings.section import ConfigError, Device, Placement
 from deployments.weights.transports.registry import SameGpu
 
 if TYPE_CHECKING:

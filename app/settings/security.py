@@ -1,9 +1,13 @@
-"""The section `security`: the address of the fleet, and the tokens of its operator and of its users.
+"""The section `security`: the tokens of the fleet's operator and of its users.
 
-Serve logs and displays what a configuration holds, so a configuration names a file and holds no token.
+Serve logs and displays what a configuration holds, so a configuration names a file and holds no token. A file
+has one token a line, and each one is valid: an operator adds a token, moves the clients, and removes the old
+one, while the fleet runs. No error shows a token.
 """
 
+import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,34 +15,33 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from app.settings.errors import ConfigError
-from app.settings.section import Section
-from app.settings.tokens import is_loopback, read_token_file, read_tokens
+from app.settings.section import ConfigError, Section
 
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 OPERATOR_VARIABLE, USER_VARIABLE = "SLIPSTREAM_TOKEN", "SLIPSTREAM_USER_TOKEN"
+MIN_CHARACTERS = 16
+_TOKEN = re.compile(r"[!-~]+")  # printable ASCII without spaces: what a header and a URL can carry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredTokens:
-    """The tokens of a fleet; empty: nobody is asked."""
+    """The tokens of a fleet; empty: none is required."""
 
     operator: tuple[str, ...] = field(default=(), repr=False)
     user: tuple[str, ...] = field(default=(), repr=False)
 
 
 class SecurityConfig(Section):
-    """Who can reach the fleet, and with which tokens.
+    """Which tokens open the fleet.
 
     The operator's token opens every route; the users' opens those that generate. See SECURITY.md.
     """
 
-    host: str = "127.0.0.1"  # the same as http_options.host
     token_file: AbsolutePath | None = None  # the operator's; None: the environment variable SLIPSTREAM_TOKEN
     user_token_file: AbsolutePath | None = None  # None: SLIPSTREAM_USER_TOKEN; without both users need none
     # Directories below which an operator may publish checkpoints, beside the fleet's own store, and load
-    # adapters. Every host of the fleet must see them at the same path. Whoever may write there decides what
-    # the fleet serves.
+    # adapters. Every host of the fleet must see them at the same path. Anyone who can write there decides
+    # what the fleet serves.
     checkpoint_roots: tuple[AbsolutePath, ...] = ()
 
     def tokens(
@@ -47,7 +50,7 @@ class SecurityConfig(Section):
         """The tokens that callers need.
 
         Args:
-            host: where Serve listens; None: `host` of this section.
+            host: where Serve listens; None: nowhere yet.
 
         Raises:
             ConfigError: no operator's token although other hosts can connect, or users have one; an empty or
@@ -58,12 +61,11 @@ class SecurityConfig(Section):
         if set(operator) & set(user):
             raise ConfigError("'security.user_token_file': expected another token than the operator's")
         where = "or in the file 'security.token_file', got none"
-        for name, address in (("security.host", self.host), ("http_options.host", host)):
-            if not operator and address is not None and not is_loopback(address):
-                raise ConfigError(
-                    f"'{name}' is {address!r}, which other hosts can reach: expected a token in "
-                    f"{OPERATOR_VARIABLE} {where}"
-                )
+        if not operator and host is not None and not is_loopback(host):
+            raise ConfigError(
+                f"'http_options.host' is {host!r}, which other hosts can reach: expected a token in "
+                f"{OPERATOR_VARIABLE} {where}"
+            )
         if user and not operator:
             raise ConfigError(
                 f"users need a token: expected one of the operator in {OPERATOR_VARIABLE} {where}"
@@ -74,12 +76,54 @@ class SecurityConfig(Section):
 def _tokens(
     setting: str, file: Path | None, variable: str, environment: Mapping[str, str]
 ) -> tuple[str, ...]:
+    source = f"the environment variable {variable}" if file is None else f"'security.{setting}'"
     try:
-        if file is not None:
-            return read_token_file(file)
+        return read_tokens(environment.get(variable, "")) if file is None else read_token_file(file)
     except ValueError as error:
-        raise ConfigError(f"'security.{setting}': {error}") from error
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this host can connect to an address: no token is needed there."""
     try:
-        return read_tokens(environment.get(variable, ""))
-    except ValueError as error:
-        raise ConfigError(f"the environment variable {variable}: {error}") from error
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_tokens(text: str) -> tuple[str, ...]:
+    """The tokens of a text, one a line; empty lines are skipped.
+
+    Raises:
+        ValueError: one is too short, or has characters that a header cannot carry.
+    """
+    tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
+    for number, token in enumerate(tokens, 1):
+        if _TOKEN.fullmatch(token) is None:
+            raise ValueError(
+                f"token {number}: expected printable ASCII characters without spaces, got others"
+            )
+        if len(token) < MIN_CHARACTERS:
+            raise ValueError(
+                f"token {number}: expected at least {MIN_CHARACTERS} characters, got {len(token)} "
+                "(for example of `openssl rand -hex 32`)"
+            )
+    return tokens
+
+
+def read_token_file(file: Path) -> tuple[str, ...]:
+    """The tokens of a file, at least one.
+
+    Raises:
+        ValueError: it cannot be read, is empty, or has a wrong token.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"expected a readable file, got {file} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected a text file, got {file} ({error.reason})") from error
+    tokens = read_tokens(text)
+    if not tokens:
+        raise ValueError(f"expected a file with a token, got {file}, which is empty")
+    return tokens

@@ -14,7 +14,7 @@ from deployments.weights.transports.registry import OWN_WIRE, TRANSPORTS, VLLM_W
 
 
 def quoted(names: list[str]) -> str:
-    """Names for a sentence: 'a', 'b' or 'c'."""
+    """For a sentence: 'a', 'b' or 'c'."""
     *others, last = [repr(name) for name in names]
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -32,13 +32,13 @@ class StagingMode(StrEnum):
     """Where received tensors are held until the commit."""
 
     HOST = "host"  # in host memory, and loaded inside the pause
-    # In a shadow of the parameters, filled while generating: the pause is one copy, on a CPU not even that.
+    # In a shadow of the parameters, filled while generating: the pause is one copy, or on a CPU a swap.
     DEVICE = "device"
     NONE = "none"  # nowhere: vLLM's own engines load inside the pause. Least memory, longest pause
 
 
 class Wire(StrEnum):
-    """What an outside publisher sends."""
+    """What an external trainer sends."""
 
     SLIPSTREAM = OWN_WIRE  # our transports, with a digest for each tensor
     VLLM = VLLM_WIRE  # vLLM's own trainer engines `nccl` and `ipc`, unchanged: TRL, SkyRL and others
@@ -58,40 +58,37 @@ class WeightsConfig(Section):
     heartbeat_timeout_s: PositiveFloat = 30.0
     stage_timeout_s: PositiveFloat = 120.0
     commit_timeout_s: PositiveFloat = 60.0
-    # How long running requests may go on before an update with `in_flight: wait`, or `/pause` and `/sleep`
-    # with `mode=wait`; those that arrive meanwhile wait. Longer than the longest answer takes; publishers do
-    # not wait for longer than the limit.
+    # How long running requests may continue before an update with `in_flight: wait`, or `/pause` and `/sleep`
+    # with `mode=wait`; new ones wait meanwhile. Longer than the longest completion takes; publishers wait no
+    # longer than the upper bound.
     drain_timeout_s: float = Field(default=120.0, gt=0, le=300)
     lease_s: PositiveFloat = 60.0
 
     transport: TransportName = "shm"
     # None: on a CPU 'device' where that is possible (the engine's log says why not), else 'host'.
     staging: StagingMode | None = None
-    # With staging 'none' it is always vLLM's, whatever stands here.
+    # Staging 'none' always uses vLLM's.
     wire: Wire = Wire.SLIPSTREAM
-    # A trainer rank has two chunks on its GPU (ipc, nccl), and a replica on another one has one (ipc) or two
+    # A trainer rank holds two chunks on its GPU (ipc, nccl), a replica on another one holds one (ipc) or two
     # (nccl). None: the transport's default.
     chunk_bytes: int | None = Field(default=None, ge=1 << 16, le=4 << 30)
-    # The share of a GPU's time, or of one core's, that staging may take while requests run: below 1 it pauses
-    # between chunks, so decoding stays fast and an update takes longer. None: the transport's default. On an
-    # idle replica it never pauses.
+    # The share of a GPU's or one core's time that staging may take while requests run. Below 1 it pauses
+    # between chunks: decoding stays fast, an update takes longer. None: the transport's default. An idle
+    # replica never pauses.
     staging_share: float | None = Field(default=None, gt=0.0, le=1.0)
-    # CUDA IPC handles arrive pickled only. Even then a restricted unpickler reads them.
+    # CUDA IPC handles can only arrive pickled; a restricted unpickler reads them.
     allow_pickled_ipc_over_http: bool = False
 
     @property
     def transport_record(self) -> Transport:
-        """The registry's facts about the transport."""
         return TRANSPORTS[self.transport]
 
     @property
     def effective_chunk_bytes(self) -> int:
-        """The configured chunk size, else the transport's default."""
         return self.transport_record.chunk_bytes if self.chunk_bytes is None else self.chunk_bytes
 
     @property
     def effective_staging_share(self) -> float:
-        """The configured share, else the transport's default."""
         return self.transport_record.staging_share if self.staging_share is None else self.staging_share
 
     def ledger(self) -> LedgerConfig:

@@ -1,13 +1,13 @@
-"""How many replicas the fleet should have: what each replica reports, and the policy that decides.
+"""How many replicas the fleet should have: Serve's autoscaling policy and the replicas' reports to it.
 
-    replica              record_autoscaling_stats ─► ScalingStats, with what the operator wants
-    Serve's controller   FleetScaling(context)    ─► the number of replicas that Serve starts or stops towards
+    replica              record_autoscaling_stats ─► ScalingStats, with the operator's number
+    Serve's controller   FleetScaling(context)    ─► the number of replicas that Serve scales to
 
-Requests go past Serve's own counters, so the load is what vLLM's scheduler says. What the operator wants is
-kept in our controller's journal alone, and reaches the policy with the reports.
+Requests bypass Serve's own counters, so the load is vLLM's scheduler's. Only our controller's journal keeps
+the operator's number, which reaches the policy with the reports.
 
-Serve pickles this module by value into its own controller, where our code need not be installed: it imports
-the standard library only.
+Serve pickles this module by value into its own controller, where our code may be missing: import the
+standard library only.
 """
 
 import math
@@ -15,26 +15,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-SETTLED = 0.75  # after a replica has gone, the others' load is at most this share of the target
+TARGET_LOAD = 0.8  # of a replica's `max_num_seqs`, or of its KV cache if that is fuller
+UPSCALE_DELAY_S = 10.0  # how long a higher load must have lasted: a replica takes longer than that to start
+SETTLED = 0.75  # after a replica is removed, the others' load is at most this share of the target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingStats:
-    """What one replica reports: numbers only, as Serve demands."""
+    """One replica's report: numbers only, as Serve demands."""
 
     running: float  # requests in vLLM's batch, over all data-parallel ranks
-    waiting: float  # requests that vLLM has no place for
-    places: float  # that the batch has at most
+    waiting: float  # requests queued in vLLM
+    places: float  # the batch's limit
     kv_use: float  # share of the KV cache's blocks in use, 0 to 1
-    halted: float = 0.0  # 1: paused or asleep, so that its load says nothing
-    wanted: float = 0.0  # replicas that the operator wants; 0: as many as the load needs
+    halted: float = 0.0  # 1: paused or asleep, so its load means nothing
+    wanted: float = 0.0  # the operator's number of replicas; 0: as many as the load needs
     wanted_number: float = 0.0  # increases with every change of `wanted`
 
     @property
     def demand(self) -> float:
-        """How many full replicas its requests would occupy."""
+        """How many full replicas its requests would fill."""
         requests = self.running + self.waiting
-        # What waits needs as much of the cache as what runs.
+        # Waiting requests need as much cache as running ones.
         cache = self.kv_use * (requests / self.running) if self.running else 0.0
         return max(requests / max(self.places, 1.0), cache)
 
@@ -42,19 +44,16 @@ class ScalingStats:
 class FleetScaling:
     """Serve's autoscaling policy of the rollout deployment.
 
-    The operator's number holds as it is. Without one the load decides: more replicas once the load has been
-    above `target_load` for `up_s`, fewer once it would have fitted on fewer for `down_s`.
+    The operator's number is followed at once. Without one the load decides: more replicas once it has been
+    above `TARGET_LOAD` for `UPSCALE_DELAY_S`, fewer once it would have fit on fewer for `down_s`.
 
     Args:
-        least, most: bounds of the load's number, and of the operator's.
-        target_load: how full a replica should be at most, 0 to 1.
+        least, most: bounds of either number.
     """
 
-    def __init__(self, *, least: int, most: int, target_load: float, up_s: float, down_s: float) -> None:
+    def __init__(self, *, least: int, most: int, down_s: float) -> None:
         self._least = least
         self._most = most
-        self._target_load = target_load
-        self._up_s = up_s
         self._down_s = down_s
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
@@ -72,8 +71,8 @@ class FleetScaling:
         """The number of replicas, and the state for the next decision.
 
         Args:
-            reports: the newest of each running replica; none: nothing is known, and nothing changes.
-            target: the number that Serve has been told last.
+            reports: the newest of each running replica; without any nothing changes.
+            target: Serve's current target.
             now: seconds.
         """
         if not reports:
@@ -82,8 +81,8 @@ class FleetScaling:
         if wanted:
             return self._bounded(wanted), {}
         if any(each.halted for each in reports):
-            return target, dict(state)  # its load says nothing
-        demand = sum(each.demand for each in reports) / self._target_load
+            return target, dict(state)
+        demand = sum(each.demand for each in reports) / TARGET_LOAD
         return self._by_load(demand, target, now, state)
 
     def _by_load(
@@ -92,11 +91,11 @@ class FleetScaling:
         more, fewer = self._bounded(math.ceil(demand)), self._bounded(math.ceil(demand / SETTLED))
         since = state.get("since", now)
         above_since = state.get("above_since", now) if more > target else None
-        if now - state.get("seen", now) > self._up_s:  # the fleet stood still meanwhile
+        if now - state.get("seen", now) > UPSCALE_DELAY_S:  # the policy did not run meanwhile
             above_since = now if more > target else None
         recent = _remember(state.get("recent", ()), fewer, now, self._down_s)
         decided = self._bounded(target)
-        if above_since is not None and now - above_since >= self._up_s:
+        if above_since is not None and now - above_since >= UPSCALE_DELAY_S:
             decided, above_since = more, None
         elif now - since >= self._down_s:
             decided = min(decided, max(count for _, count in recent))

@@ -51,7 +51,7 @@ def operator_wants(wanted: int, number: int) -> ScalingStats:
     return ScalingStats(running=0, waiting=0, places=16, kv_use=0, wanted=wanted, wanted_number=number)
 
 
-def test_a_wish_is_followed_at_once(decide: Decide) -> None:
+def test_the_operators_number_is_followed_at_once(decide: Decide) -> None:
     assert decide(2, operator_wants(4, 1)) == 4
     assert decide(4, operator_wants(1, 2)) == 1
 

@@ -1,6 +1,6 @@
 """A Serve application that starts in a second, and leaves a process behind on purpose.
 
-Its deployments have the names of those that take live settings (`app/settings/live.py`).
+Its deployments have the names of those that take live settings (`app/command/deploy.py`).
 """
 
 import subprocess

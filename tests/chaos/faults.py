@@ -26,7 +26,7 @@ class Action(StrEnum):
 
 
 STOPPED_S = {Action.STOP_5_S: 5.0, Action.STOP_45_S: 45.0}
-# An engine's worker is its core's process here (app/settings/specs.py), as on one GPU.
+# An engine's worker is its core's process here (app/main.py), as on one GPU.
 TARGETS = (
     "replica",
     "engine",

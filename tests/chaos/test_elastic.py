@@ -49,9 +49,8 @@ def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 def automatic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     """One replica with places for four requests, and half of them taken."""
     root = tmp_path_factory.mktemp("automatic")
-    scaling = {"target_load": 0.8, "upscale_delay_s": 3.0, "downscale_delay_s": 5.0}
     size = {"num_replicas": "auto", "min_replicas": 1, "max_replicas": MOST - 1, "max_num_seqs": 4}
-    engine = {**size, "scaling": scaling}
+    engine = {**size, "downscale_delay_s": 5.0}
     with launch(root, save_marked(root / "model", 0), merged(SETTINGS, {"engine": engine})) as launched:
         arena = Arena(launched, root / "seen.jsonl", clients=2, replicas=1)
         try:

@@ -20,8 +20,8 @@ from starlette.testclient import TestClient
 from app.command.deploy import read_serve_file
 from app.http.route import GuardedRoute
 from app.settings.config import parse_config
-from app.settings.errors import ConfigError
-from app.settings.tokens import read_tokens
+from app.settings.section import ConfigError
+from app.settings.security import read_tokens
 from deployments.controller.journal import NAME, Journal, JournalError
 from deployments.ledger.decisions import Labelled, LeaseIssued, Started, encode
 from deployments.protocol.errors import InvalidRequest

@@ -65,7 +65,6 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         "engine": {"load_format": "dummy"},  # noise, until the trainer has published
         "router": {"num_replicas": ROUTERS, "request_timeout_s": 60},
         "store": {"keep": KEPT},
-        "security": {"host": "0.0.0.0"},
     }
     model = save_tiny_llama(root / "model", seed=1)
     with launch(root, model, changes, host="0.0.0.0", token=uuid.uuid4().hex) as fleet:

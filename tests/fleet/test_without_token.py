@@ -67,11 +67,10 @@ def test_a_serve_that_runs_already_is_asked_and_so_is_one_that_started_later(
     assert f"Serve listens on '0.0.0.0', {REASON}" in message
 
 
-@pytest.mark.long  # Ray once more, twice
-@pytest.mark.parametrize("security", [{}, {"host": "127.0.0.1"}])
-def test_serve_run_refuses_a_file_that_opens_the_fleet(tmp_path: Path, security: dict[str, str]) -> None:
+@pytest.mark.long  # Ray once more
+def test_serve_run_refuses_a_file_that_opens_the_fleet(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    args = {"model": str(tmp_path), "state_dir": str(tmp_path / "state"), "security": security}
+    args = {"model": str(tmp_path), "state_dir": str(tmp_path / "state")}
     application = {"name": "open", "route_prefix": "/", "import_path": "app.main:build", "args": args}
     http = {"host": "0.0.0.0", "port": port}
     file = tmp_path / "serve.yaml"

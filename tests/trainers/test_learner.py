@@ -187,11 +187,11 @@ def test_a_restored_learner_has_the_configured_rate_in_every_step(tmp_path: Path
     assert [resumed.step(batch)["learning_rate"] for _ in range(3)] == [1e-6] * 3
 
 
-def test_a_restored_learner_has_the_configured_decay_and_epsilon(tmp_path: Path) -> None:
+def test_a_restored_learner_has_the_configured_decay(tmp_path: Path) -> None:
     tiny.policy(tmp_path)
     batch = on_policy(Policy.load(tmp_path), ANSWERS)
-    configured = with_changes(optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.0, epsilon=1e-8))
-    other = with_changes(optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.5, epsilon=1e-3))
+    configured = with_changes(optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.0))
+    other = with_changes(optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.5))
     results = []
     for saved_under in (configured, other):
         former = Learner(Policy.load(tmp_path), saved_under)

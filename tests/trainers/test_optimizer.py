@@ -17,9 +17,9 @@ def test_a_warm_up_rises_linearly_from_above_zero() -> None:
     assert factors(OptimizerConfig(warmup_steps=3), 5) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 
 
-def test_linear_falls_to_the_final_fraction_and_stays() -> None:
-    config = OptimizerConfig(schedule=Schedule.LINEAR, total_steps=4, final_fraction=0.2)
-    assert factors(config, 6) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+def test_linear_falls_to_zero_and_stays() -> None:
+    config = OptimizerConfig(schedule=Schedule.LINEAR, total_steps=4)
+    assert factors(config, 6) == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0, 0.0])
 
 
 def test_cosine_is_half_way_down_in_the_middle() -> None:

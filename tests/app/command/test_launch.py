@@ -52,7 +52,7 @@ def test_a_wrong_setting_that_serve_reports_has_no_stack() -> None:
         "Deploying app 'slipstream' failed with exception:\nTraceback (most recent call last):\n"
         '  File "main.py", line 71, in build\n    check_gpus(args, hosts)\n'
     )
-    wrong = f"{stack}app.settings.errors.ConfigError: expected a Ray cluster with at least 3 GPUs, got one"
+    wrong = f"{stack}app.settings.section.ConfigError: expected a Ray cluster with at least 3 GPUs, got one"
     assert why_not_started(wrong) == "expected a Ray cluster with at least 3 GPUs, got one"
     used = f"{stack}{JournalError.__module__}.JournalError: /s: another controller uses it"
     assert why_not_started(used) == "/s: another controller uses it"

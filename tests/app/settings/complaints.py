@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from app.settings.config import parse_config
-from app.settings.errors import ConfigError
+from app.settings.section import ConfigError
 
 COLOCATED: dict[str, Any] = {
     "device": "cuda",

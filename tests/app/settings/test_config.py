@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from app.command.deploy import read_serve_file
 from app.settings.config import parse_config
-from app.settings.errors import ConfigError
+from app.settings.section import ConfigError
 from tests.app.settings.complaints import COLOCATED
 
 LAYOUTS = Path("app/layouts")

@@ -6,7 +6,7 @@ import pytest
 
 from app.settings.config import parse_config
 from app.settings.engine import EngineConfig, check_engine_args, check_names, check_tools
-from app.settings.errors import ConfigError
+from app.settings.section import ConfigError
 from tests.app.settings.complaints import COLOCATED, complaint
 
 

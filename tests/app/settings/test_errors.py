@@ -20,8 +20,7 @@ from tests.app.settings.complaints import complaint
         ),
         (
             {"security": {"zzz": 2}},
-            "unknown setting 'security.zzz' "
-            "(expected one of host, token_file, user_token_file, checkpoint_roots)",
+            "unknown setting 'security.zzz' (expected one of token_file, user_token_file, checkpoint_roots)",
         ),
         (
             {"engine": {"num_replicas": 0}},

@@ -6,8 +6,8 @@ import pytest
 
 from app.command.deploy import read_serve_file
 from app.settings.config import AppConfig, parse_config
-from app.settings.errors import ConfigError
 from app.settings.gpus import check_gpus, slot_plan, total_gpus
+from app.settings.section import ConfigError
 
 
 def colocated(replicas: int, workers: int) -> AppConfig:

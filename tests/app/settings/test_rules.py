@@ -33,7 +33,7 @@ LORA = {"enable_lora": True, "max_loras": 2}
         (
             SEPARATE | {"trainer": {}, "weights": {"transport": "nccl", "staging": "device", "wire": "vllm"}},
             "'weights.wire': expected 'slipstream' with a trainer, got 'vllm' "
-            "(the trainer deployment states digests, which vLLM's wire has no place for)",
+            "(the trainer deployment states digests, which vLLM's wire cannot carry)",
         ),
         (
             {"device": "cuda"},
@@ -83,7 +83,7 @@ LORA = {"enable_lora": True, "max_loras": 2}
                 "engine": {"extra": {"enable_lora": True}},
             },
             "'weights.staging': expected 'host' with 'engine.extra.enable_lora', got 'device' "
-            "(LoRA wraps the modules that a shadow would be a copy of)",
+            "(LoRA wraps the modules that a shadow would copy)",
         ),
         (
             {"engine": {"env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}}},
@@ -165,7 +165,7 @@ LORA = {"enable_lora": True, "max_loras": 2}
         (
             {"trainer": {"lora": {"name": "math", "rank": 32}}, "engine": {"extra": LORA}},
             "'trainer.lora.rank': expected at most 'engine.extra.max_lora_rank', 16, got 32 "
-            "(a replica has room for no more)",
+            "(a replica has capacity for no more)",
         ),
         (
             {
@@ -173,12 +173,12 @@ LORA = {"enable_lora": True, "max_loras": 2}
                 "engine": {"extra": LORA | {"max_lora_rank": 8}},
             },
             "'trainer.lora.rank': expected at most 'engine.extra.max_lora_rank', 8, got 16 "
-            "(a replica has room for no more)",
+            "(a replica has capacity for no more)",
         ),
         (
             {"trainer": {"lora": {"name": "math"}}, "engine": {"extra": {"enable_lora": True}}},
             "'engine.extra.max_loras': expected at least 2 with 'trainer.lora', got 1 "
-            "(answers of one version of the adapter end while those of the next begin)",
+            "(requests of one version of the adapter end while those of the next begin)",
         ),
         (
             {"trainer": {"lora": {"name": "math\n"}}, "engine": {"extra": LORA}},

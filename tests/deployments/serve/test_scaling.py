@@ -10,7 +10,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from deployments.serve import scaling
 from deployments.serve.scaling import FleetScaling, ScalingStats, latest
 
-POLICY = FleetScaling(least=1, most=4, target_load=0.8, up_s=10, down_s=100)
+POLICY = FleetScaling(least=1, most=4, down_s=100)
 
 
 def stats(requests: int = 0, *, kv_use: float = 0.0, places: int = 10, **fields: float) -> ScalingStats:
@@ -86,7 +86,7 @@ def test_a_steady_load_at_the_edge_does_not_flap() -> None:
     assert len([1 for a, b in zip(fleet.seen, fleet.seen[1:], strict=False) if a != b]) <= 1
 
 
-def test_the_operators_number_holds_until_the_next_wish() -> None:
+def test_the_operators_number_holds_until_it_changes() -> None:
     old, new = stats(100, wanted=1, wanted_number=1), stats(0, wanted=3, wanted_number=2)
     assert POLICY.decide([old, new], target=2, now=0, state={})[0] == 3
     assert POLICY.decide([stats(0, wanted=9, wanted_number=3)], target=2, now=0, state={})[0] == 4
@@ -116,7 +116,7 @@ def test_serves_time_series_are_read() -> None:
 
 def test_serve_carries_the_policy_without_our_code() -> None:
     """Serve pickles its module by value, so nothing in it may refer to another module of ours."""
-    kwargs = {"least": 1, "most": 4, "target_load": 0.8, "up_s": 1.0, "down_s": 1.0}
+    kwargs = {"least": 1, "most": 4, "down_s": 1.0}
     policy = AutoscalingPolicy(policy_function=FleetScaling, policy_kwargs=kwargs)
     config = AutoscalingConfig(min_replicas=1, max_replicas=4, policy=policy)
     definition = config.policy.get_serialized_policy_def()

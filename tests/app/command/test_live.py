@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from app.command.deploy import DEPLOYMENTS, LIVE, divide, restarting
 from app.settings.config import parse_config
-from app.settings.live import DEPLOYMENTS, LIVE, divide, restarting
 from deployments.ledger.limits import LedgerConfig
 
 

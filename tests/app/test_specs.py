@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from app.main import IN_ENGINE_PROCESS, THREADS_BIND, executor, staging, trainer_spec
 from app.settings.config import AppConfig, parse_config
-from app.settings.specs import IN_ENGINE_PROCESS, THREADS_BIND, executor, staging, trainer_spec
 from deployments.trainer.spec import TrainerSpec
 from tests.app.settings.complaints import COLOCATED, SEPARATE
 from tests.tiny_models import save_tiny_llama
