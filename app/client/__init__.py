@@ -1,9 +1,6 @@
-"""A running fleet as an outside program sees it: typed calls over HTTP.
+"""A client of a running fleet: typed calls over HTTP, without Ray, vLLM or torch.
 
-Runs in the command line, in jobs, in scenarios and in tests. `calls` and `completions` say what can be asked
-and how each answer is read; `connection` sends it, synchronously or asynchronously.
-
-Not here: retries of a whole training step, and anything that needs Ray, vLLM or torch.
+`calls` and `completions` define the calls; `connection` sends them, blocking or with asyncio.
 
 Read first: `app.client.connection`.
 """

@@ -1,4 +1,4 @@
-"""The calls of our own routes, and of the few of vLLM's that our programs need."""
+"""Calls of our own routes, and of the few of vLLM's that our programs need."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -40,7 +40,7 @@ def rounds() -> Call[Sequence[RoundReport]]:
 
 
 def publish_directory(path: str, label: str | None = None) -> Call[RoundReport]:
-    """Move the fleet to the weights of a checkpoint directory, which every replica's host can read."""
+    """Publish a checkpoint directory that every replica's host can read."""
     body = {"path": path} if label is None else {"path": path, "label": label}
     return Call(method="POST", path="/fleet/publish", body=body, read=typed(RoundReport), repeatable=False)
 
@@ -52,13 +52,13 @@ def rollback(version: int) -> Call[RoundReport]:
 
 
 def scale(replicas: int | Literal["auto"]) -> Call[SizeStatus]:
-    """Have so many replicas from now on, or as many as the load needs."""
+    """Set the number of replicas; 'auto': as many as the load needs."""
     body = {"replicas": replicas}
     return Call(method="POST", path="/fleet/scale", body=body, read=typed(SizeStatus))
 
 
 def pause(mode: Literal["keep", "wait", "abort"] | None = None) -> Call[Status]:
-    """Stop generating; `mode` None leaves what happens to running requests to the fleet."""
+    """Stop generating; `mode` None is the fleet's default for running requests."""
     query = {} if mode is None else {"mode": mode}
     return Call(method="POST", path="/pause", query=query, read=typed(Status))
 
@@ -96,8 +96,7 @@ def step(trajectories: Sequence[Trajectory]) -> Call[Object]:
 
 
 def publish(label: str | None = None, step: int | None = None) -> Call[RoundReport | AdapterReport]:
-    """Move the fleet to the trainer's weights, or to the next version of the adapter that it trains; refused
-    if the trainer has not done `step` optimizer steps."""
+    """Publish the trainer's weights or adapter; refused if it has not done `step` optimizer steps."""
     body = {name: value for name, value in (("label", label), ("step", step)) if value is not None}
     return Call(method="POST", path="/train/publish", body=body, read=_published(), repeatable=False)
 
@@ -129,7 +128,7 @@ def tokenize(model: str, prompt: str) -> Call[list[int]]:
 
 
 def tokenize_chat(model: str, messages: Sequence[Mapping[str, str]]) -> Call[list[int]]:
-    """The token ids of a conversation up to where the model answers."""
+    """The token ids of a conversation, with the generation prompt."""
     body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
     read = _then(_object(), lambda made: TypeAdapter(list[int]).validate_python(made["tokens"]))
     return Call(method="POST", path="/tokenize", body=body, read=read)
@@ -140,7 +139,7 @@ def tokenize_chat(model: str, messages: Sequence[Mapping[str, str]]) -> Call[lis
 
 @cache
 def typed(kind: type[T]) -> Reader[T]:
-    """Reads JSON as a type; unknown fields are ignored, as a newer fleet may send them."""
+    """Reads JSON as a type; ignores unknown fields, which a newer fleet may send."""
     adapter: TypeAdapter[T] = TypeAdapter(kind)
     return lambda content, headers: adapter.validate_json(content)
 

@@ -1,4 +1,4 @@
-"""Answers of the model, with the version of the weights behind every token."""
+"""Completions, with the weight version behind every token."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,22 +11,20 @@ from trainers.trajectory import Trajectory, VersionSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One sampled answer, or one piece of a streamed one."""
+    """One sampled completion, or one piece of a streamed one."""
 
     text: str
     token_ids: list[int]
-    logprobs: list[float]  # of `token_ids`; empty unless asked for
-    weight_versions: list[
-        VersionSpan
-    ]  # over `token_ids`; in a stream, the last piece has those of all pieces
+    logprobs: list[float]  # for `token_ids`; empty unless requested
+    weight_versions: list[VersionSpan]  # over `token_ids`; in a stream the last piece has all of them
     version: int | None = None  # the newest weights behind the whole completion
-    adapter: str | None = None  # NAME@VERSION; None: the model itself answered
+    adapter: str | None = None  # NAME@VERSION; None: the base model
     replica: str = ""  # id
-    finish_reason: str | None = None  # vLLM's; "abort": it was cut off; None in a stream until its last piece
+    finish_reason: str | None = None  # vLLM's; "abort": cut off; None in a stream until the last piece
 
     @property
     def oldest_version(self) -> int:
-        """Of what is trained, behind any of its tokens: of the adapter where one answered."""
+        """Version of what is trained (the adapter, if one answered) behind any token."""
         if self.adapter is not None:
             return int(self.adapter.rpartition("@")[2])
         return min(span.version for span in self.weight_versions)
@@ -40,11 +38,10 @@ class Answer:
 
     @property
     def aborted(self) -> bool:
-        """Cut off by an update, a pause or `/abort_requests`: not the model's whole answer."""
+        """Cut off by an update, a pause or `/abort_requests`."""
         return self.finish_reason == "abort"
 
     def trajectory(self, prompt_token_ids: Sequence[int], advantage: float | tuple[float, ...]) -> Trajectory:
-        """What a trainer learns from."""
         return Trajectory(
             prompt_token_ids=tuple(prompt_token_ids),
             token_ids=tuple(self.token_ids),
@@ -55,7 +52,7 @@ class Answer:
 
     @property
     def trained_versions(self) -> Sequence[VersionSpan]:
-        """Spans of the versions of what is trained; an adapter answers with one version."""
+        """Version spans of what is trained; an adapter has one version."""
         if self.adapter is None:
             return self.weight_versions
         return [VersionSpan(version=self.oldest_version, start=0, end=len(self.token_ids))]
@@ -63,18 +60,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The answers to one prompt."""
+    """The sampled completions of one prompt."""
 
     answers: Sequence[Answer]
     prompt_token_ids: Sequence[int] = ()  # empty if the fleet does not return them
 
     @property
     def answer(self) -> Answer:
-        """The only answer.
-
-        Raises:
-            ValueError: there is none, or there are more.
-        """
+        """The only one. Raises ValueError if there is none, or more."""
         (answer,) = self.answers
         return answer
 
@@ -161,12 +154,12 @@ def _answer(choice: Mapping[str, Any], version: int | None, replica: str) -> Ans
 
 
 def _span(span: Mapping[str, Any]) -> VersionSpan:
-    """vLLM's own, on `/inference/v1/generate`, have the version as a text."""
+    """On `/inference/v1/generate` vLLM sends the version as text."""
     return VersionSpan(version=int(span["version"]), start=span["start"], end=span["end"])
 
 
 def _logprobs(logprobs: Mapping[str, Any]) -> list[float]:
-    """Of `/v1/completions` (a list) or of `/v1/chat/completions` (an object for each token)."""
+    """`/v1/completions` has a list, `/v1/chat/completions` an object for each token."""
     values = logprobs.get("token_logprobs")
     if values is None:
         values = [entry["logprob"] for entry in logprobs.get("content") or ()]

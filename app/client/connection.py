@@ -1,8 +1,6 @@
-"""Sends typed calls to a fleet: one client that blocks, and one for asyncio.
+"""Clients of a fleet, blocking and asyncio, which send typed calls.
 
-    calls.rounds() ──► Call[list[RoundReport]] ──► FleetClient.send ──► list[RoundReport]
-
-A `Call` says what is asked and how the answer is read, so that both clients share everything but the waiting.
+calls.rounds() ──► Call[list[RoundReport]] ──► FleetClient.send ──► list[RoundReport]
 """
 
 import asyncio
@@ -19,20 +17,20 @@ import httpx
 T = TypeVar("T")
 LOCAL_URL = "http://127.0.0.1:8000"
 RETRY_PAUSE_S = 1.0
-# An idle connection; Serve keeps one for 90 s. httpcore 1.0.9 may close one at its end (5 s by httpx) that it
-# has just given to a request, which then reads nothing: 15 of 480 where connections ended after 6 ms.
+# For an idle connection; Serve keeps one for 90 s. When it is over, httpcore 1.0.9 may close a connection
+# that it has just given to a request, so it should be long (httpx: 5 s).
 KEPT_S = 60.0
-MAX_SHOWN = 1000  # characters of an answer in a message
-Reader = Callable[[bytes, Mapping[str, str]], T]  # of a body, or of one event of a stream; and the headers
+MAX_SHOWN = 1000  # characters of a response in a message
+Reader = Callable[[bytes, Mapping[str, str]], T]  # takes a body or one event of a stream, and the headers
 
 
 class FleetError(RuntimeError):
-    """The fleet refused a call, or does not answer; the text says what a person can do.
+    """The fleet refused a call or did not respond.
 
     Attributes:
         message: the fleet's own explanation.
-        status: of the answer; None if there was none.
-        type: for a program, see `deployments.protocol.errors`; empty if the answer named none.
+        status: HTTP status; None without a response.
+        type: for a program, see `deployments.protocol.errors`; empty if the response named none.
     """
 
     def __init__(self, text: str, *, message: str = "", status: int | None = None, type: str = "") -> None:
@@ -44,16 +42,16 @@ class FleetError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[T]):
-    """One call of the fleet, and how its answer is read."""
+    """One call of the fleet, and how its response is read."""
 
     method: str
     path: str
     read: Reader[T]
     body: Mapping[str, Any] | None = None
-    content: bytes | None = None  # in place of a body; `headers` say what it is
+    content: bytes | None = None  # instead of a JSON body; `headers` has its type
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
-    repeatable: bool = True  # may be sent again when its answer was lost
+    repeatable: bool = True  # may be sent again when its response was lost
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of httpx's `request`."""
@@ -68,7 +66,7 @@ class Call(Generic[T]):
 
 
 class FleetClient:
-    """Sends calls one at a time, and waits for each answer."""
+    """Sends calls one at a time."""
 
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
@@ -85,10 +83,10 @@ class FleetClient:
         self.http.close()
 
     def send(self, call: Call[T]) -> T:
-        """The answer of the fleet.
+        """Send the call; returns the fleet's response.
 
         Raises:
-            FleetError: the fleet refused, does not answer, or answered something else.
+            FleetError: the fleet refused, did not respond, or sent something else.
         """
         try:
             answer = self.http.request(**call.arguments())
@@ -101,9 +99,9 @@ class AsyncFleetClient:
     """Sends any number of calls at a time.
 
     Args:
-        patience_s: how long a call is repeated while the fleet is short of replicas (503) or does not answer.
-        retry_pause_s: between attempts, where the fleet does not say when to retry.
-        say: takes one line for a person, once for each time in which calls are repeated.
+        patience_s: how long to retry a call while the fleet is short of replicas (503) or does not respond.
+        retry_pause_s: between attempts, if the fleet does not say when to retry.
+        say: takes one line for a person, once per period of retries.
     """
 
     def __init__(
@@ -144,10 +142,10 @@ class AsyncFleetClient:
         await self.http.aclose()
 
     async def send(self, call: Call[T], *, patient: bool = True) -> T:
-        """The answer of the fleet; not `patient`, the first one.
+        """Send the call; returns the fleet's response. Not `patient`: without retries.
 
         Raises:
-            FleetError: the fleet refused, does not answer, or answered something else.
+            FleetError: the fleet refused, did not respond, or sent something else.
         """
         deadline = time.monotonic() + (self._patience_s if patient else 0.0)
         while True:
@@ -155,7 +153,7 @@ class AsyncFleetClient:
             try:
                 answer = await self.http.request(**call.arguments())
             except httpx.TransportError as error:
-                # What was sent may have been done: a step must not be done twice.
+                # The call may have been carried out: a step must not happen twice.
                 lost = not call.repeatable and not isinstance(error, httpx.ConnectError)
                 if lost or time.monotonic() >= deadline:
                     raise unreachable(self.http.base_url, error) from error
@@ -174,7 +172,7 @@ class AsyncFleetClient:
         self._is_waiting = True
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
-        """Each server-sent event of the answer that holds an object, as `call` reads it.
+        """Each server-sent event that holds an object, as `call` reads it.
 
         Raises:
             FleetError: the fleet refused, or the stream ended with an error.
@@ -194,7 +192,7 @@ async def _objects(answer: httpx.Response) -> AsyncIterator[bytes]:
     """The JSON objects of a server-sent stream."""
     rest = b""
     async for piece in answer.aiter_bytes():
-        # Not by lines: they would also end at U+0085 and its like, which JSON may hold.
+        # httpx's lines also end at U+0085 and the like, which JSON may contain.
         *events, rest = (rest + piece).split(b"\n\n")
         for event in events:
             if event.startswith(b"data: {"):
@@ -202,14 +200,12 @@ async def _objects(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def token_from(environment: Mapping[str, str] | None = None) -> str | None:
-    """The token to carry; None if there is none.
-
-    It is in SLIPSTREAM_TOKEN, else in the file SLIPSTREAM_TOKEN_FILE, else in SLIPSTREAM_USER_TOKEN.
+    """The token in SLIPSTREAM_TOKEN, else in the file SLIPSTREAM_TOKEN_FILE, else in SLIPSTREAM_USER_TOKEN.
 
     Raises:
         FleetError: the file cannot be read.
     """
-    # Never an option of a program: other users can read a process's arguments.
+    # Not an option of a program: other users can read a process's arguments.
     given = os.environ if environment is None else environment
     if token := given.get("SLIPSTREAM_TOKEN", "").strip():
         return token
@@ -223,29 +219,23 @@ def token_from(environment: Mapping[str, str] | None = None) -> str | None:
 
 
 def without_credentials(url: str) -> tuple[str, str | None]:
-    """An address, and the password that it carries as a token: messages and logs show addresses."""
+    """An address without credentials, for messages and logs, and its password, which is a token."""
     address = httpx.URL(url)
     password = address.password if address.password else None
     return str(address.copy_with(username=None, password=None)).rstrip("/"), password
 
 
 def bearer(token: str | None) -> dict[str, str]:
-    """The headers that carry the token."""
     return {} if token is None else {"authorization": f"Bearer {token}"}
 
 
 def unreachable(url: object, error: httpx.TransportError) -> FleetError:
-    """What a person reads when there was no answer."""
     reason = str(error) if str(error) else type(error).__name__
     return FleetError(f"no fleet answers at {str(url).rstrip('/')} ({reason})")
 
 
 def read(call: Call[T], answer: httpx.Response) -> T:
-    """The answer as the call's type.
-
-    Raises:
-        FleetError: the answer is an error, or something else than the call's type.
-    """
+    """The response as the call's type. Raises FleetError if it is an error or something else."""
     if not answer.is_success:
         _refuse(call, answer)
     return _read(call, answer.content, answer)
@@ -275,5 +265,5 @@ def _settings(url: str, token: str | None, timeout_s: float | None) -> dict[str,
         "base_url": address,
         "headers": bearer(token if password is None else password),
         "timeout": httpx.Timeout(timeout_s, connect=10.0),
-        "trust_env": False,  # a proxy of the environment is for the internet, not for a fleet nearby
+        "trust_env": False,  # the environment's proxy is for the internet
     }

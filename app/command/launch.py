@@ -2,9 +2,9 @@
 
     check the file ─► prepare the model ─► Ray ─► Serve ─► "Slipstream is up"
                                                     │
-                          Ctrl-C, SIGTERM, SIGHUP, a failed start, Ray's death
+                          Ctrl-C, SIGTERM, SIGHUP, a failed start, Ray's exit
                                                     ▼
-                             Serve shuts down ─► Ray ends ─► no process is left, no name in /dev/shm
+                             Serve shuts down ─► Ray stops ─► no process is left, no name in /dev/shm
 
 A second Ctrl-C skips Serve's shutdown.
 """
@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,37 +33,17 @@ from deployments.host.shared_memory import remove_orphans
 from deployments.protocol.errors import JournalError
 
 
-class Verdict(Enum):
-    """What the launcher makes of an application's status."""
-
-    STARTING = auto()
-    RUNNING = auto()
-    FAILED = auto()  # it will not come up by itself
-    UNHEALTHY = auto()  # it was up; Serve keeps trying to repair it
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplicationStatus:
     """One application, and how many replicas of its deployments are ready."""
 
-    status: str
+    status: str  # Serve's
     message: str
     deployments: Mapping[str, str] = field(default_factory=dict)  # name -> "1 of 2 ready"
 
-    @property
-    def verdict(self) -> Verdict:
-        match self.status:
-            case "RUNNING":
-                return Verdict.RUNNING
-            case "DEPLOY_FAILED":
-                return Verdict.FAILED
-            case "UNHEALTHY":
-                return Verdict.UNHEALTHY
-        return Verdict.STARTING
-
 
 def read_status(details: Mapping[str, Any], application: str) -> ApplicationStatus:
-    """Read the answer of Serve's REST API (GET /api/serve/applications/)."""
+    """The status of one application in Serve's REST API (GET /api/serve/applications/)."""
     found = details.get("applications", {}).get(application)
     if found is None:
         return ApplicationStatus(status="NOT_STARTED", message="")
@@ -81,7 +60,7 @@ def read_status(details: Mapping[str, Any], application: str) -> ApplicationStat
 
 
 def changes(before: ApplicationStatus | None, now: ApplicationStatus) -> list[str]:
-    """The deployments whose readiness has changed, one line each."""
+    """One line for each deployment whose readiness changed."""
     known = before.deployments if before is not None else {}
     return [f"{name}: {text}" for name, text in now.deployments.items() if known.get(name) != text]
 
@@ -99,16 +78,15 @@ _GRACE_S = 45.0
 
 
 class Stop(Exception):
-    """A signal asked the launcher to end."""
+    """A signal asked the launcher to exit."""
 
 
 def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of every process of the fleet; variables that the user has set keep their values."""
+    """The environment of every process of the fleet; the user's own variables win."""
     defaults = {
-        "RAY_AUTH_MODE": "disabled",  # a token in the home directory would switch it on
+        "RAY_AUTH_MODE": "disabled",  # a token in the home directory would enable it
         "RAY_USAGE_STATS_ENABLED": "0",
-        # With Ray's 15, any other busy process of the machine takes the cores from the engines: a fifth of
-        # the throughput beside one that spins.
+        # With Ray's 15 another busy process takes a fifth of the engines' throughput.
         "RAY_worker_niceness": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -126,12 +104,7 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
 
 
 def serve(config: Path, dashboard_port: int) -> int:
-    """Serve until a signal asks for the end; the exit status.
-
-    Args:
-        config: a Serve config file.
-        dashboard_port: where jobs are submitted.
-    """
+    """Serve a config file until a signal; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _raise_stop)
     try:
@@ -162,35 +135,29 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
         _watch(cluster, file)
     except Stop:
         failed = False
-        _print("Stopping (Ctrl-C again to stop at once)")
+        _print("Stopping (Ctrl-C again to kill)")
         _stop_serve(cluster)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # interrupted, the rest would leave processes behind
+            signal.signal(number, signal.SIG_IGN)  # an interrupted clean-up leaves processes behind
         cluster.stop(keep_logs=failed)
         remove_orphans()
         _print(f"Stopped; logs are in {cluster.directory}" if failed else "Stopped")
 
 
 def require_gpus(config: AppConfig) -> None:
-    """Return if this machine has the driver and the GPUs that the configuration needs.
-
-    Raises:
-        ConfigError: too few GPUs.
-        NotEnough: no GPU, no driver, or one that is too old.
-    """
+    """Raises ConfigError or NotEnough if this machine lacks the GPUs or the driver."""
     if config.device is not Device.CUDA:
         return
     if shutil.which("nvidia-smi") is None and Path("/dev/nvidiactl").exists():
-        return  # a container that has the driver and not its programs; the cluster's GPUs are counted later
+        return  # a container without the driver's programs; the cluster's GPUs are counted later
     answer = machine.ask_gpus()
     machine.check_gpus(answer)
     check_gpus(config, [machine.count_gpus(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))], "a machine")
 
 
 def why_not_started(message: str) -> str:
-    """Serve's message without the stack of an error that a person can mend: a wrong setting, or a state
-    directory that cannot be used."""
+    """Serve's message; without the stack for errors that the user can fix: settings, the state directory."""
     end = without_frames(message)
     for error in (ConfigError, JournalError):
         _, name, sentence = end.partition(f"{error.__module__}.{error.__qualname__}: ")
@@ -200,15 +167,15 @@ def why_not_started(message: str) -> str:
 
 
 def _watch(cluster: LocalCluster, file: ServeFile) -> None:
-    """Print what changes. Ends only by an exception: Stop, or ClusterError when the fleet cannot start."""
+    """Print what changes, until Stop, or ClusterError when the fleet cannot start."""
     start_s, before, was_up = time.monotonic(), None, False
     while True:
         now = _status(cluster, file.application, before)
         for line in changes(before, now):
             _print(f"  {line}")
-        if now.verdict is Verdict.FAILED and not was_up:
+        if now.status == "DEPLOY_FAILED" and not was_up:
             raise ClusterError(f"the fleet could not be started:\n{why_not_started(now.message)}")
-        if now.verdict is Verdict.RUNNING and not was_up:
+        if now.status == "RUNNING" and not was_up:
             was_up = True
             _print(
                 f"Slipstream is up: {file.url} (after {time.monotonic() - start_s:.0f} s; Ctrl-C stops it)"
@@ -223,7 +190,7 @@ def _status(cluster: LocalCluster, application: str, before: ApplicationStatus |
     cluster.require_alive()
     try:
         return read_status(cluster.details(), application)
-    except httpx.HTTPError as error:  # the dashboard is busy, or restarts: the fleet serves without it
+    except httpx.HTTPError as error:  # the fleet serves without the dashboard
         unknown = before.deployments if before is not None else {}
         return ApplicationStatus(status="UNKNOWN", message=repr(error), deployments=unknown)
 
@@ -232,7 +199,7 @@ def _stop_serve(cluster: LocalCluster) -> None:
     try:
         cluster.undeploy(_GRACE_S)
     except Stop:
-        _print("Ending at once")
+        _print("Killing")
 
 
 def _raise_stop(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,9 @@
-"""Which packages a machine needs, before any is installed; `make` runs this file with the system's Python.
+"""Which packages a machine needs; `make` runs this file with the system's Python before any is installed.
 
     python app/command/machine.py choose VENV CONFIG    prints `gpu` or `cpu`: requirements-<that>.txt
-    python app/command/machine.py check BUILD [CONFIG]  says in one sentence why the machine does not suffice
+    python app/command/machine.py check BUILD [CONFIG]  prints one sentence if the machine does not suffice
 
-The launcher counts GPUs, because it can read how many a configuration needs (`app.settings.gpus`).
+The launcher counts GPUs: it can read how many a configuration needs (`app.settings.gpus`).
 """
 
 from __future__ import annotations  # the system's Python may be older than ours
@@ -16,23 +16,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CPU, GPU = "cpu", "gpu"
-BUILD_FILE = ".build"  # in the environment: which packages it has
-STAMP = ".stamp"  # in the environment: its set-up has ended
-MIN_DRIVER = (580, 65, 6)  # of CUDA 13.0, with which torch 2.13 and vLLM 0.32 are built
-MIN_CAPABILITY = (7, 5)  # the oldest GPUs of CUDA 13
+BUILD_FILE = ".build"  # in the environment: its packages
+MIN_DRIVER = (580, 65, 6)  # CUDA 13.0, which torch 2.13 and vLLM 0.32 are built with
+MIN_CAPABILITY = (7, 5)  # the oldest that CUDA 13 supports
 TIMEOUT_S = 30.0
 QUERY = ("--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader")
 _DEVICE = re.compile(r"""(?:^|[\s{,])["']?device["']?\s*:\s*["']?(cuda|cpu)\b""")
 
-AskGpus = Callable[[], str]  # nvidia-smi's answer to `QUERY`
+AskGpus = Callable[[], str]  # nvidia-smi's output for `QUERY`
 
 
 class NotEnough(Exception):
-    """This machine cannot run what is asked of it; the text is one sentence."""
+    """This machine cannot run the configuration; the text is one sentence."""
 
 
 def build_for(config: str) -> str:
-    """The packages for a configuration, by its `device`."""
+    """The packages for a configuration's `device`."""
     for line in config.splitlines():
         found = _DEVICE.search(line.split("#")[0])
         if found is not None:
@@ -41,29 +40,20 @@ def build_for(config: str) -> str:
 
 
 def choose(venv: Path, config: Path) -> str:
-    """The packages that an environment has; of a new one, those that the configuration needs."""
+    """The packages that an environment has; for a new one those that the configuration needs."""
     if (venv / BUILD_FILE).is_file():
         return (venv / BUILD_FILE).read_text(encoding="utf-8").strip()
-    if (venv / STAMP).exists():  # made before there were two kinds
-        return CPU
     return build_for(config.read_text(encoding="utf-8")) if config.is_file() else CPU
 
 
 def check(build: str, config: Path | None, ask: AskGpus) -> None:
-    """Return if the machine and the packages suffice.
-
-    Args:
-        config: None where only the packages are to be installed.
-
-    Raises:
-        NotEnough: they do not.
-    """
+    """Raises NotEnough if machine or packages do not suffice; `config` None: only packages are installed."""
     if config is not None:
         if not config.is_file():
             raise NotEnough(f"expected a configuration file, got CONFIG={config}, which does not exist")
         needed = build_for(config.read_text(encoding="utf-8"))
         if needed == GPU:
-            check_gpus(ask())  # before any word of packages, which would not help
+            check_gpus(ask())  # first: other packages would not help
         if needed != build:
             device = "cuda" if needed == GPU else "cpu"
             raise NotEnough(
@@ -75,13 +65,10 @@ def check(build: str, config: Path | None, ask: AskGpus) -> None:
 
 
 def check_gpus(answer: str) -> None:
-    """Return if there is a GPU, and each one and the driver are new enough.
+    """Raises NotEnough if there is no GPU, or one of them or the driver is too old.
 
     Args:
-        answer: nvidia-smi's, one line for each GPU.
-
-    Raises:
-        NotEnough: they are not.
+        answer: nvidia-smi's output, one line for each GPU.
     """
     gpus = [line.split(",") for line in answer.splitlines() if line.strip()]
     if not gpus:
@@ -106,8 +93,8 @@ def count_gpus(answer: str, visible: str | None) -> int:
     """GPUs that a process may use.
 
     Args:
-        answer: nvidia-smi's, one line for each GPU.
-        visible: CUDA_VISIBLE_DEVICES; None if it is not set.
+        answer: nvidia-smi's output, one line for each GPU.
+        visible: CUDA_VISIBLE_DEVICES; None: not set.
     """
     every = sum(bool(line.strip()) for line in answer.splitlines())
     if visible is None:
@@ -116,11 +103,7 @@ def count_gpus(answer: str, visible: str | None) -> int:
 
 
 def ask_gpus() -> str:
-    """What nvidia-smi says of this machine.
-
-    Raises:
-        NotEnough: there is no nvidia-smi, or it fails.
-    """
+    """nvidia-smi's output. Raises NotEnough if there is no nvidia-smi, or it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise NotEnough(
@@ -147,7 +130,6 @@ def _text(version: Sequence[int]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line; see above."""
     command, *paths = arguments
     if command == "choose":
         print(choose(Path(paths[0]), Path(paths[1])))

@@ -1,29 +1,28 @@
-"""Ports of this machine for a fleet that starts: none that the system assigns to others meanwhile."""
+"""Ports for a fleet that starts: outside the range that the system assigns to others meanwhile."""
 
 import errno
 import random
 import socket
 from contextlib import ExitStack
 
-# Below the range from which the system assigns ports: Serve and HAProxy start late, and a port of that range
-# could belong to one of Ray's workers by then.
+# Below the system's ephemeral range: Serve and HAProxy start late, and one of Ray's workers could have taken
+# such a port by then.
 _SINGLE = range(10_000, 20_000)
 _FIRST, _END = 20_000, 32_600
-_SIZE = 200  # Serve keeps the port of a router that has ended out of use for two minutes
+_SIZE = 200  # Serve does not reuse the port of a stopped router for two minutes
 _NAMED = 4  # the claim, HAProxy's metrics and statistics, the fallback proxy
 _TRIES = 1000
 
 
 class PortBlock:
-    """Adjacent ports of a fleet's HAProxy, fallback proxy and routers: no other fleet has them.
+    """Adjacent ports of a fleet's HAProxy, fallback proxy and routers, which no other fleet has.
 
-    The first is listened on as long as the block is held.
+    The first port is bound as long as the block is held.
 
-    By default they are the same for every cluster of a machine. That is worse than a start that fails.
-    HAProxy sends requests to the fallback proxy's port while its router does not answer, and Serve's proxies
-    share a port (SO_REUSEPORT): a fleet whose router stood still was seen to answer with the weights of the
-    fleet beside it. Likewise the port of a router that is gone may be that of another fleet's router a moment
-    later.
+    Serve's defaults are the same for every cluster of a machine, which is worse than a start that fails:
+    HAProxy sends requests to the fallback proxy's port while its router does not respond, and Serve's proxies
+    share a port (SO_REUSEPORT). A fleet whose router stalled was seen to answer with the weights of the fleet
+    beside it. Likewise another fleet's router may take the port of a router that is gone.
 
     Raises:
         OSError: no block is free.
@@ -39,16 +38,12 @@ class PortBlock:
         return range(self._first + _NAMED, self._first + _SIZE)
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the block."""
         self._claim.close()
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now.
-
-    Raises:
-        OSError: there are not so many.
-    """
+    """Ports without a listener. Raises OSError if there are too few."""
     found: list[int] = []
     for port in random.SystemRandom().sample(_SINGLE, len(_SINGLE)):
         try:
@@ -66,7 +61,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _claimed() -> tuple[socket.socket, int]:
-    """A block of which nobody uses a port that has a name: what claims it, and its first port."""
+    """A block whose named ports are free: the socket that claims it, and its first port."""
     for _ in range(_TRIES):
         first = random.randrange(_FIRST, _END, _SIZE)
         with ExitStack() as probes:

@@ -20,11 +20,11 @@ from app.command.launch import DASHBOARD_PORT
 _RAY_JOB = (sys.executable, "-m", "ray.scripts.scripts", "job")
 _JOB = (sys.executable, "-m", "app.jobs")
 _FIRST = b"RL job:"  # how the job's own output begins
-QUIET_S = 4.0  # without a line, until the job writes its own
+QUIET_S = 4.0  # between progress lines, until the job writes its own
 
 
 def why_not(url: str) -> str | None:
-    """Why no job can be submitted, for a person; None if the fleet is up."""
+    """Why no job can be submitted; None if the fleet is up."""
     try:
         with FleetClient.connect(url, timeout_s=10.0) as fleet:
             fleet.send(calls.health())
@@ -41,8 +41,8 @@ def command(
     """The command that submits the job and prints its log until it ends.
 
     Args:
-        token_file: for the job, which runs in the cluster. A token itself would be displayed: among the
-            arguments of this process, and by Ray's dashboard. None: the job takes the cluster's.
+        token_file: for the job, which runs in the cluster; process arguments and Ray's dashboard would show a
+            token. None: the job uses the cluster's.
     """
     variables = {"SLIPSTREAM_URL": url, "PYTHONUNBUFFERED": "1"}
     if token_file:
@@ -55,7 +55,7 @@ def command(
 
 
 def submit(arguments: Sequence[str]) -> int:
-    """Run the job with these options to its end, or until Ctrl-C; the exit status."""
+    """Run the job with these options until it ends or Ctrl-C; returns the exit status."""
     if "--help" in arguments:  # needs no fleet
         return subprocess.call([*_JOB, "--help"])
     url, password = without_credentials(os.environ.get("SLIPSTREAM_URL", LOCAL_URL))
@@ -72,7 +72,7 @@ def submit(arguments: Sequence[str]) -> int:
         print(f"slipstream: {reason}", file=sys.stderr)
         return 1
     job_id = f"grpo-{uuid.uuid4().hex[:8]}"
-    # RAY_ADDRESS may name another cluster than the one that the fleet runs in, and Ray's client prefers it.
+    # Ray's client prefers RAY_ADDRESS, which may name another cluster than the fleet's.
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     token_file = os.environ.get("SLIPSTREAM_TOKEN_FILE")
     submitted = command(arguments, url=url, dashboard=dashboard, job_id=job_id, token_file=token_file)
@@ -89,7 +89,7 @@ def submit(arguments: Sequence[str]) -> int:
 
 
 def relay(output: IO[bytes], quiet_s: float = QUIET_S) -> None:
-    """Pass on what the job writes, to its end; until it writes, say that Ray is starting it."""
+    """Copy the job's output; until it writes, report that Ray is starting it."""
     began, started = time.monotonic(), False
     while True:
         ready, _, _ = select.select([output], [], [], None if started else quiet_s)

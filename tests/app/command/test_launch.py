@@ -26,7 +26,7 @@ from app.command.cluster import (
     marked_processes,
     require_free_port,
 )
-from app.command.launch import Verdict, changes, environment, read_status, why_not_started
+from app.command.launch import changes, environment, read_status, why_not_started
 from app.command.ports import free_ports
 from app.command.submit import command, submit, why_not
 from app.settings.config import parse_config
@@ -97,7 +97,7 @@ def test_serve_is_asked_again_while_its_proxy_does_not_start(capsys: pytest.Capt
     cluster.deploy({})
     assert len(asked) == 2
     assert capsys.readouterr().out == (
-        "Serve did not start: ray.exceptions.ActorDiedError: The actor died. Asking it again\n"
+        "Serve did not start: ray.exceptions.ActorDiedError: The actor died. Retrying\n"
     )
 
 
@@ -282,23 +282,6 @@ def details(status: str, ready: int, message: str = "") -> dict[str, Any]:
     rollout = {"replicas": replicas, "target_num_replicas": 2, "message": message}
     application = {"status": status, "message": message, "deployments": {"Rollout": rollout}}
     return {"applications": {"slipstream": application}}
-
-
-@pytest.mark.parametrize(
-    ("status", "verdict"),
-    [
-        ("DEPLOYING", Verdict.STARTING),
-        ("RUNNING", Verdict.RUNNING),
-        ("DEPLOY_FAILED", Verdict.FAILED),
-        ("UNHEALTHY", Verdict.UNHEALTHY),
-    ],
-)
-def test_each_status_of_serve_has_a_verdict(status: str, verdict: Verdict) -> None:
-    assert read_status(details(status, 1), "slipstream").verdict is verdict
-
-
-def test_an_application_that_serve_does_not_list_yet_is_starting() -> None:
-    assert read_status({"applications": {}}, "slipstream").verdict is Verdict.STARTING
 
 
 def test_only_deployments_whose_readiness_changed_are_listed() -> None:

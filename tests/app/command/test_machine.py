@@ -67,8 +67,6 @@ def test_an_environment_keeps_the_packages_that_it_has(tmp_path: Path) -> None:
     layout, venv = ROOT / "app/layouts/ipc.yaml", tmp_path / "venv"
     assert choose(venv, layout) == "gpu" and choose(venv, tmp_path / "none.yaml") == "cpu"
     venv.mkdir()
-    (venv / ".stamp").touch()
-    assert choose(venv, layout) == "cpu", "made before there were two kinds"
     (venv / ".build").write_text("gpu\n")
     assert choose(venv, ROOT / "serve_config.yaml") == "gpu", "make rl, make test: CONFIG is not theirs"
 

@@ -47,7 +47,7 @@ def test_a_node_that_ray_gave_up_is_started_again(gives_up: str, capsys: pytest.
         cluster.start()
     finally:
         cluster.stop(keep_logs=False)
-    assert capsys.readouterr().out == "Ray took more than its own 30 s to start: starting it again\n"
+    assert capsys.readouterr().out == "Ray took more than its own 30 s to start: restarting it\n"
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_node_that_hangs_is_started_again(
         cluster.start()
     finally:
         cluster.stop(keep_logs=False)
-    assert capsys.readouterr().out == "Ray does not answer: starting it again\n"
+    assert capsys.readouterr().out == "Ray does not respond: restarting it\n"
 
 
 def test_any_other_end_is_an_error_at_once() -> None:
