@@ -27,8 +27,8 @@ from deployments.host.fork_server.use import forked_worker
 from deployments.replica.farewell import LEAVE_S
 from deployments.replica.replica import Replica
 from deployments.replica.server_arguments import EngineSpec
-from deployments.router.choice.request_router import FleetRequestRouter
 from deployments.router.limits import RouterLimits
+from deployments.router.request_router import FleetRequestRouter
 from deployments.serve.placement import FREE_TIMEOUT_S, Slots
 from deployments.serve.scaling import FleetScaling
 from deployments.trainer.spec import TrainerSpec

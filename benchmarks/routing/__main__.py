@@ -22,8 +22,8 @@ from benchmarks.routing.policies import POLICIES, Ours
 from benchmarks.routing.simulation import Fleet, Outcome, Simulation
 from benchmarks.routing.trace import Shape, Text, make_trace
 from deployments.protocol.routing import Demand, RoutingStats
-from deployments.router.choice.affinity import Affinity, block_hashes
-from deployments.router.choice.request_router import FleetRequestRouter
+from deployments.router.affinity import Affinity, block_hashes
+from deployments.router.request_router import FleetRequestRouter
 
 OURS = "Slipstream"
 TURNS = Shape(groups=32, prompt=2000, shared=1500, turns=8, output=250, observation=600)

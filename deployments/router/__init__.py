@@ -1,13 +1,11 @@
-"""The router: chooses a replica for each request, forwards it, and streams the answer back.
+"""The router: chooses a replica for each request, forwards it, and streams the response back.
 
-Runs in the replicas of the `router` Serve deployment, under the routes of `app.http`. A request that a
-replica refuses, or loses before the first byte of its answer, is sent to another one. A list of prompts is
-divided over replicas, and their answers are one.
+Runs in the replicas of the `router` Serve deployment, under the routes of `app.http`. The replica's own
+admission check (`deployments.replica`) has the last word.
 
-Pure, without Ray and HTTP: `choice.policy` (the order of candidates), `deadly_requests` (which requests are
-refused because replicas were lost under them), `prompt_lists` (what is divided, how, and one answer of
-several). Not here: the replica's own admission check, which has the last word
-(`deployments.replica`), and the routes of the fleet (`app.http`).
+    router ─► request_inspection ─► forwarding ─► Serve ─► request_router ─► policy, affinity
+                     │ a list of prompts  ▲  │
+                     └───────► parts ─────┘  └─► http_client ─► replica
 
-Read first: `deployments.router.choice.policy`, then `deployments.router.router`.
+Read first: `policy`, then `router`.
 """

@@ -1,10 +1,9 @@
-"""Which requests are refused because replicas were lost under them: pure, without Ray and HTTP.
+"""Quarantines requests under which replicas crashed: pure, without Ray and HTTP.
 
-A request can end the engine that computes it, and would end every engine that it is sent to. The router
-cannot tell it from the requests that happened to run beside it, so every request that was under way when its
-replica was lost is tried once more. After a second loss it is refused, and so are its repetitions: clients
-repeat what fails. A stream that was cut off is tried again by its client alone, so what it cost is remembered
-until it comes again. Each router replica has a memory of its own.
+A request can crash the engine that computes it, and would crash every engine that it is sent to. The router
+cannot tell it from requests that ran beside it, so each is retried once. After a second loss it is refused
+for `REFUSED_FOR_S`, because clients repeat what fails. A stream that was cut off is repeated by its client
+alone, so its loss is remembered until then. Each router replica has a memory of its own.
 """
 
 import time
@@ -12,15 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TypeVar
 
 from deployments.protocol.errors import DeadlyRequest
 
-MAX_LOSSES = 2  # of replicas under one request
+MAX_LOSSES = 2  # replicas lost under one request
 REFUSED_FOR_S = 600.0
 MAX_REMEMBERED = 4096  # requests; the oldest is forgotten first
-
-Value = TypeVar("Value")
 
 
 class RequestIdentity:
@@ -33,20 +29,21 @@ class RequestIdentity:
 
     @cached_property
     def digest(self) -> bytes:
-        """Computed when it is first needed: only a router that remembers something reads whole bodies."""
+        """Computed on first use: a router that remembers nothing hashes no bodies."""
         digest = blake2b(f"{self.method}\0{self.path}\0".encode(), digest_size=16)
         digest.update(self.body)
         return digest.digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _CutOff:
-    replicas: frozenset[str]
+class _Remembered:
+    replicas: frozenset[str]  # lost in the middle of responses to it
+    refused: bool
     until: float
 
 
 class DeadlyRequests:
-    """The requests that a router replica refuses, each for `REFUSED_FOR_S`.
+    """The requests that one router replica refuses.
 
     Args:
         clock: seconds, monotonic.
@@ -54,43 +51,37 @@ class DeadlyRequests:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._until: dict[bytes, float] = {}  # by digest; the oldest first
-        self._cut_off: dict[bytes, _CutOff] = {}  # likewise
+        self._remembered: dict[bytes, _Remembered] = {}  # by digest; the oldest first
 
     def __len__(self) -> int:
-        return len(self._until) + len(self._cut_off)
+        return len(self._remembered)
 
     def check(self, request: RequestIdentity) -> None:
-        """Before a request is sent to a replica.
-
-        Raises:
-            DeadlyRequest: it is refused.
-        """
-        if not self._until:
-            return
-        left_s = self._until.get(request.digest, 0.0) - self._clock()
-        if left_s > 0:
+        """Raise `DeadlyRequest` if the request is refused; called before it is sent to a replica."""
+        found = self._find(request)
+        if found is not None and found.refused:
+            left_s = found.until - self._clock()
             raise DeadlyRequest(
                 f"replicas were lost under this request; it is refused for {left_s:.0f} s: do not repeat it",
                 {"refused_for_s": left_s},
             )
 
     def lost(self, request: RequestIdentity, replicas: Sequence[str]) -> None:
-        """A replica was lost under a request; returns if the request may be tried again.
+        """A replica was lost under a request; returns if the request may be retried.
 
         Args:
             replicas: all that were lost under it since it came, in their order.
 
         Raises:
-            DeadlyRequest: it was the last one that this request may cost.
+            DeadlyRequest: `MAX_LOSSES` were lost.
         """
-        replicas = [*(self._cost(request) - {*replicas}), *replicas]
+        replicas = [*(self._cut_off_replicas(request) - {*replicas}), *replicas]
         if len(replicas) < MAX_LOSSES:
             return
-        # A request without a body is the same for everybody: remembered, it would close a route.
+        # Requests without a body are all alike: remembered, one would close a route.
         refused_for_s = REFUSED_FOR_S if request.body else 0.0
         if refused_for_s:
-            self._remember(request.digest)
+            self._remember(request, frozenset(replicas), refused=True)
         names = ", ".join(replicas)
         raise DeadlyRequest(
             f"{len(replicas)} replicas were lost under this request ({names}): do not repeat it",
@@ -98,39 +89,30 @@ class DeadlyRequests:
         )
 
     def cut_off(self, request: RequestIdentity, replica: str) -> bool:
-        """A replica was lost in the middle of its answer.
-
-        Returns:
-            Whether the request is refused from now on: it was the last replica that it may cost.
-        """
+        """A replica was lost in the middle of its response; returns whether the request is refused now."""
         if not request.body:  # as in `lost`
             return False
-        replicas = self._cost(request) | {replica}
-        if len(replicas) >= MAX_LOSSES:
-            self._remember(request.digest)
-            return True
+        replicas = self._cut_off_replicas(request) | {replica}
+        refused = len(replicas) >= MAX_LOSSES
+        self._remember(request, replicas, refused=refused)
+        return refused
+
+    def _cut_off_replicas(self, request: RequestIdentity) -> frozenset[str]:
+        found = self._find(request)
+        return frozenset() if found is None or found.refused else found.replicas
+
+    def _find(self, request: RequestIdentity) -> _Remembered | None:
+        found = self._remembered.get(request.digest) if self._remembered else None
+        return found if found is not None and found.until > self._clock() else None
+
+    def _remember(self, request: RequestIdentity, replicas: frozenset[str], *, refused: bool) -> None:
         now = self._clock()
-        self._cut_off.pop(request.digest, None)
-        self._cut_off[request.digest] = _CutOff(replicas=replicas, until=now + REFUSED_FOR_S)
-        _bound(self._cut_off, lambda each: each.until > now)
-        return False
-
-    def _cost(self, request: RequestIdentity) -> frozenset[str]:
-        """The replicas that were lost in the middle of answers to it, not long ago."""
-        found = self._cut_off.get(request.digest) if self._cut_off else None
-        return found.replicas if found is not None and found.until > self._clock() else frozenset()
-
-    def _remember(self, digest: bytes) -> None:
-        now = self._clock()
-        self._cut_off.pop(digest, None)
-        self._until.pop(digest, None)  # remembered anew, it is the youngest
-        self._until[digest] = now + REFUSED_FOR_S
-        _bound(self._until, lambda until: until > now)
-
-
-def _bound(remembered: dict[bytes, Value], counts: Callable[[Value], bool]) -> None:
-    """Forget what does not count any more, and the oldest beyond `MAX_REMEMBERED`."""
-    for oldest, value in list(remembered.items()):
-        if counts(value) and len(remembered) <= MAX_REMEMBERED:
-            break
-        del remembered[oldest]
+        self._remembered.pop(request.digest, None)  # now it is the youngest
+        self._remembered[request.digest] = _Remembered(
+            replicas=replicas, refused=refused, until=now + REFUSED_FOR_S
+        )
+        while True:
+            digest, oldest = next(iter(self._remembered.items()))
+            if oldest.until > now and len(self._remembered) <= MAX_REMEMBERED:
+                return
+            del self._remembered[digest]

@@ -1,16 +1,18 @@
-"""Sends one request to one replica after another, until one of them answers.
+"""Sends one request to replica after replica until one of them responds.
 
-Serve's request router chooses the replica. The request and its answer go over a connection to that replica's
-own HTTP server. What a replica refuses, or loses before its answer has begun, is sent to another one. A
-request under which replicas are lost again and again is refused.
+Serve's request router chooses the replica; the bytes go over a connection to the replica's own HTTP server.
+What a replica refuses, or loses before its response has begun, is sent to another one.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import aiohttp
 from multidict import CIMultiDict
@@ -24,20 +26,24 @@ from deployments.protocol.routing import (
     LOST,
     REFUSED_HEADER,
     ROUTER_HEADER,
+    Census,
+    Choice,
     Demand,
     ReplicaEndpoint,
     router_header,
 )
-from deployments.router.choice.chooser import Chooser
-from deployments.router.choice.policy import load_of
-from deployments.router.connections import Connections, NotConnected, Patience, Probes, questions
+from deployments.router.affinity import Affinity
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
-from deployments.router.exchange import Answer, ExchangeLost
+from deployments.router.http_client import ConnectionPool, NotConnected, ReplicaResponse, ResponseLost
 from deployments.router.limits import RETRY_AFTER_S, RouterLimits
+from deployments.router.policy import load_of
 from deployments.router.scrape import Scraped, scrape
 
 RETRY_PAUSE_S = 0.05
-MAX_REFUSALS = 8  # that a request remembers
+MAX_REFUSALS = 8  # remembered for a request
+CENSUS_TIMEOUT_S = 1.0  # without a remote call: it returns at once, or no replica may answer
+SILENCE_S = 30.0
+PROBE_TIMEOUT_S = 30.0  # a replica that tokenizes a long list of prompts may be busy for seconds
 logger = serve_logger()
 
 
@@ -48,9 +54,8 @@ class Outgoing:
     Attributes:
         target: path and query.
         headers: without the fleet's key.
-        sequences: how many it asks for.
-        blocks: hashes of the beginning of its prompt, see `prefixes`.
-        identity: of the client's request; what is refused as deadly is refused as a whole.
+        blocks: hashes of the beginning of its prompt, see `affinity`.
+        identity: of the client's whole request.
     """
 
     method: str
@@ -68,38 +73,33 @@ class Outgoing:
 
 
 @dataclass(slots=True, kw_only=True)
-class Trail:
-    """Where a request has been: it is kept when the same request is forwarded again."""
+class AttemptHistory:
+    """The replicas that a request was sent to; kept when it is forwarded again."""
 
     demand: Demand
-    lost: list[str] = field(default_factory=list)  # replicas that were lost under it
+    lost: list[str] = field(default_factory=list)
 
-    def refused(self, replica_id: str) -> None:
-        """It is not to be sent there again, if there is another one."""
+    def avoid(self, replica_id: str) -> None:
+        """Choose this replica last from now on."""
         self.demand = replace(self.demand, refused=(*self.demand.refused, replica_id)[-MAX_REFUSALS:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """The answer of a replica has begun. Closing `connection` early ends the request in the engine.
+class StartedResponse:
+    """A replica's response whose head has arrived. Closing `connection` early aborts the request.
 
     Attributes:
-        whole: the body, if it has arrived already; None: it is a stream.
+        whole: the body if it has arrived; None: it is a stream.
     """
 
     replica_id: str
-    answer: Answer
+    response: ReplicaResponse
     whole: bytes | None
-    patience: Patience
     connection: AsyncExitStack
 
     async def body(self) -> bytes:
-        """The whole body.
-
-        Raises:
-            ExchangeLost: the replica was lost.
-        """
-        return await self.answer.rest() if self.whole is None else self.whole
+        """The whole body. Raises `ResponseLost`."""
+        return await self.response.rest() if self.whole is None else self.whole
 
 
 class _NotBegun(Exception):
@@ -111,14 +111,21 @@ class _Lost(Exception):
 
 
 class Forwarder:
-    """The way to the replicas, with what this router replica knows of them."""
+    """Chooses replicas and sends requests to them, with what this router process knows of them.
+
+    Args:
+        silence_s: a response from which no byte came for so long is probed.
+    """
 
     def __init__(self, rollout: DeploymentHandle, *, silence_s: float, probe_timeout_s: float) -> None:
+        self._rollout = rollout
         self._silence_s = silence_s
         self._probe_timeout_s = probe_timeout_s
-        self._probes = Probes(self._answers)
-        self._chooser = Chooser(rollout)
-        self._connections = Connections()
+        self._affinity = Affinity()
+        self._in_flight: Counter[str] = Counter()  # load, by replica
+        self._router_id = uuid.uuid4().hex  # replicas count their load by router
+        self._connections = ConnectionPool()
+        self._probes: dict[str, asyncio.Task[bool]] = {}  # one at a time for each address
         self._session: aiohttp.ClientSession | None = None
         self.deadly = DeadlyRequests()
 
@@ -129,19 +136,21 @@ class Forwarder:
             await self._session.close()
 
     async def loads(self, demand: Demand) -> dict[str, int]:
-        """The load of each replica that may answer; empty if none is there."""
-        return (await self._chooser.census(demand)).loads
+        """The load of each replica that may answer; empty if there is none."""
+        return (await self._census(demand)).loads
 
     async def metrics(self) -> Scraped:
         """The metrics of every replica, whether it may answer requests or not, and of every node."""
-        known = (await self._chooser.census(Demand())).metadata
-        return await scrape(self._questions(), {name: ReplicaEndpoint(**known[name]) for name in known})
+        known = (await self._census(Demand())).metadata
+        return await scrape(self._probe_session(), {name: ReplicaEndpoint(**known[name]) for name in known})
 
-    async def forward(self, request: Outgoing, trail: Trail, limits: RouterLimits) -> Begun:
-        """The first answer that is not a refusal; tries replica after replica.
+    async def forward(
+        self, request: Outgoing, attempts: AttemptHistory, limits: RouterLimits
+    ) -> StartedResponse:
+        """The first response that is not a refusal; tries replica after replica.
 
         Raises:
-            FleetUnavailable: `find_replica_timeout_s` went by without a replica that could answer.
+            FleetUnavailable: no replica could answer within `find_replica_timeout_s`.
             DeadlyRequest: replicas were lost under it.
         """
         deadline = time.monotonic() + limits.find_replica_timeout_s
@@ -149,25 +158,23 @@ class Forwarder:
         self.deadly.check(request.identity)
         while True:
             try:
-                replica_id, endpoint = await self._chooser.choose(
-                    trail.demand, request.blocks, limits, deadline
-                )
+                replica_id, endpoint = await self._choose(attempts.demand, request.blocks, limits, deadline)
             except (BackPressureError, DeploymentUnavailableError) as error:
-                reason = first_line(error)
+                reason = _one_line(error)
             except TimeoutError:
                 pass  # no replica could be chosen: the last reason says why
             else:
-                self.deadly.check(request.identity)  # again: it may have waited long for a replica
+                self.deadly.check(request.identity)  # again: the choice may have waited long
                 began = time.monotonic()
                 try:
                     return await self._attempt(replica_id, endpoint, request)
                 except _NotBegun as error:
                     reason = str(error)
-                    trail.refused(replica_id)
+                    attempts.avoid(replica_id)
                 except _Lost as error:
                     reason = str(error)
-                    self.count_loss(request, trail, replica_id, reason)
-                    deadline += time.monotonic() - began  # its engine was at work: that was no search
+                    self.count_loss(request, attempts, replica_id, reason)
+                    deadline += time.monotonic() - began  # generating is not searching
             if time.monotonic() > deadline:
                 raise FleetUnavailable(
                     f"no replica could answer within {limits.find_replica_timeout_s:g} s: {reason}",
@@ -175,23 +182,64 @@ class Forwarder:
                 )
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    def count_loss(self, request: Outgoing, trail: Trail, replica_id: str, reason: str) -> None:
-        """A replica was lost under a request; returns if the request may be tried again.
+    def count_loss(self, request: Outgoing, attempts: AttemptHistory, replica_id: str, reason: str) -> None:
+        """A replica was lost under a request; returns if the request may be retried.
 
         Raises:
-            DeadlyRequest: it was the last one that this request may cost.
+            DeadlyRequest: it may not.
         """
-        trail.lost.append(replica_id)
-        trail.refused(replica_id)
-        identity, lost = request.identity, trail.lost
+        attempts.lost.append(replica_id)
+        attempts.avoid(replica_id)
         try:
-            self.deadly.lost(identity, lost)
+            self.deadly.lost(request.identity, attempts.lost)
         except DeadlyRequest as refused:
-            logger.error("%s %s is refused: %s; %s", identity.method, identity.path, refused.message, reason)
+            method, path = request.identity.method, request.identity.path
+            logger.error("%s %s is refused: %s; %s", method, path, refused.message, reason)
             raise
 
-    async def _attempt(self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing) -> Begun:
-        """The answer of one replica.
+    # -- the choice of a replica --------------------------------------------------------------
+
+    async def _census(self, demand: Demand) -> Census:
+        """The replicas that Serve knows; empty if none may answer."""
+        census = Census()
+        # Without a replica that may answer, `forward` waits for one, and says what is wrong.
+        with suppress(TimeoutError, BackPressureError, DeploymentUnavailableError):
+            await self._ask_serve(replace(demand, census=census), time.monotonic() + CENSUS_TIMEOUT_S)
+        return census
+
+    async def _choose(
+        self, demand: Demand, blocks: Sequence[int], limits: RouterLimits, deadline: float
+    ) -> tuple[str, ReplicaEndpoint]:
+        """The replica to try, now the home of the session and a holder of the prompt.
+
+        Raises:
+            TimeoutError: there was none until the deadline (`time.monotonic`).
+        """
+        choice = Choice()
+        current = replace(
+            demand,
+            home=self._affinity.home(demand.session_id),
+            holders=partial(self._affinity.holders, blocks),
+            load_factor=limits.load_factor,
+            choice=choice,
+        )
+        replica_id, endpoint = await self._ask_serve(current, deadline)
+        self._affinity.sent(replica_id, choice.version, session_id=demand.session_id, blocks=blocks)
+        return replica_id, endpoint
+
+    async def _ask_serve(self, demand: Demand, deadline: float) -> tuple[str, ReplicaEndpoint]:
+        current = replace(demand, router=self._router_id, in_flight=dict(self._in_flight))
+        async with asyncio.timeout(deadline - time.monotonic()):
+            # Without a reservation: it costs two calls to the replica, and our own count is more exact.
+            async with self._rollout.choose_replica(current, _reserve=False) as chosen:
+                return chosen.replica_id, ReplicaEndpoint(**chosen.replica_metadata)
+
+    # -- one attempt --------------------------------------------------------------------------
+
+    async def _attempt(
+        self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
+    ) -> StartedResponse:
+        """The response of one replica.
 
         Raises:
             _NotBegun: the replica refuses the request, or cannot be reached.
@@ -199,67 +247,90 @@ class Forwarder:
         """
         try:
             async with AsyncExitStack() as connection:
-                async with asyncio.timeout(None) as limit:
-                    patience = self._patience(endpoint, lambda: limit.reschedule(0))
-                    connection.callback(patience.close)
-                    answer = await connection.enter_async_context(
-                        self._request(replica_id, endpoint, request)
-                    )
-                    patience.follow(answer)
-                    refusal = answer.header(REFUSED_HEADER)
-                    if refusal is not None:
-                        reason = json.loads(await answer.rest())["error"]["message"]
-                        raise _Lost(reason) if refusal == LOST else _NotBegun(reason)
-                    # A replica that is lost here can still be replaced.
-                    whole = None if answer.content_length is None else await answer.rest()
-                patience.give_up = answer.close
-                return Begun(
-                    replica_id=replica_id,
-                    answer=answer,
-                    whole=whole,
-                    patience=patience,
-                    connection=connection.pop_all(),
+                response = await connection.enter_async_context(self._send(replica_id, endpoint, request))
+                stall = detect_stall(response, partial(self._is_alive, endpoint), self._silence_s)
+                connection.callback(asyncio.create_task(stall).cancel)
+                await response.begin()
+                refusal = response.header(REFUSED_HEADER)
+                if refusal is not None:
+                    reason = json.loads(await response.rest())["error"]["message"]
+                    raise _Lost(reason) if refusal == LOST else _NotBegun(reason)
+                # A replica that is lost here can still be replaced.
+                whole = None if response.content_length is None else await response.rest()
+                return StartedResponse(
+                    replica_id=replica_id, response=response, whole=whole, connection=connection.pop_all()
                 )
         except NotConnected as error:
             raise _NotBegun(f"replica {replica_id} does not answer: {error}") from error
-        except ExchangeLost as error:
+        except ResponseLost as error:
             # Whether its engine had begun, a broken connection does not say: it counts.
             raise _Lost(f"replica {replica_id} does not answer: {error}") from error
-        except TimeoutError as error:
-            raise _Lost(f"replica {replica_id} is silent, and answers nothing else either") from error
 
-    def _patience(self, endpoint: ReplicaEndpoint, give_up: Callable[[], None]) -> Patience:
-        return Patience(lambda: self._probes.alive(endpoint.address, endpoint.key), give_up, self._silence_s)
-
-    async def _answers(self, address: str, key: str) -> bool:
-        """Whether a replica's server answers; what, is all the same: it has no route `/`."""
-        timeout = aiohttp.ClientTimeout(total=self._probe_timeout_s)
-        headers = {KEY_HEADER.decode(): key}
+    @asynccontextmanager
+    async def _send(
+        self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
+    ) -> AsyncIterator[ReplicaResponse]:
+        headers = request.headers.copy()
+        headers[KEY_HEADER.decode()] = endpoint.key
+        headers[ROUTER_HEADER.decode()] = router_header(self._router_id, request.load)
+        self._in_flight[replica_id] += request.load
         try:
-            async with self._questions().get(f"http://{address}/", headers=headers, timeout=timeout):
+            async with self._connections.request(
+                endpoint.address, request.method, request.target, [*headers.items()], request.body
+            ) as response:
+                yield response
+        finally:
+            self._in_flight[replica_id] -= request.load
+
+    # -- stall detection ----------------------------------------------------------------------
+
+    async def _is_alive(self, endpoint: ReplicaEndpoint) -> bool:
+        """Whether a replica's server answers. All requests that wait for it share one probe."""
+        address = endpoint.address
+        if address not in self._probes:
+            self._probes[address] = asyncio.create_task(self._probe(endpoint))
+            self._probes[address].add_done_callback(lambda _: self._probes.pop(address, None))
+        return await asyncio.shield(self._probes[address])
+
+    async def _probe(self, endpoint: ReplicaEndpoint) -> bool:
+        """Any status will do: the server has no route `/`."""
+        timeout = aiohttp.ClientTimeout(total=self._probe_timeout_s)
+        headers = {KEY_HEADER.decode(): endpoint.key}
+        url = f"http://{endpoint.address}/"
+        try:
+            async with self._probe_session().get(url, headers=headers, timeout=timeout):
                 return True
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    def _questions(self) -> aiohttp.ClientSession:
+    def _probe_session(self) -> aiohttp.ClientSession:
         if self._session is None:  # created here, in the event loop that serves requests
-            self._session = questions()
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(
+                connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+            )
         return self._session
 
-    @asynccontextmanager
-    async def _request(
-        self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
-    ) -> AsyncIterator[Answer]:
-        headers = request.headers.copy()
-        headers[KEY_HEADER.decode()] = endpoint.key
-        headers[ROUTER_HEADER.decode()] = router_header(self._chooser.router_id, request.load)
-        with self._chooser.counted(replica_id, request.load):
-            async with self._connections.asked(
-                endpoint.address, request.method, request.target, [*headers.items()], request.body
-            ) as answer:
-                yield answer
+
+async def detect_stall(
+    response: ReplicaResponse, is_alive: Callable[[], Awaitable[bool]], silence_s: float
+) -> None:
+    """Give a response up if no byte comes for `silence_s` and its replica does not answer a probe either.
+
+    Silence alone says nothing: a response that is not streamed takes as long as its generation. A dead
+    process closes its connections; one that is stopped, or whose host is cut off, does not.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        heard_at = response.heard_at
+        await asyncio.sleep(heard_at + silence_s - loop.time())
+        if response.heard_at == heard_at and not await is_alive() and response.heard_at == heard_at:
+            response.give_up("it is silent, and does not answer a probe either")
+            return
+        if response.heard_at == heard_at:
+            await asyncio.sleep(silence_s)
 
 
-def first_line(error: BaseException) -> str:
-    """An error of somebody else's as one line."""
+def _one_line(error: BaseException) -> str:
+    """A foreign error as one line."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

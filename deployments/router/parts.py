@@ -1,12 +1,11 @@
-"""Answers a list of prompts by several replicas at once, each with a part of it.
+"""Sends a list of prompts to several replicas, a part to each, and merges their responses.
 
     request ─┬─ part ─► Forwarder ─► replica ─┐
-             ├─ part ─► Forwarder ─► replica ─┼─► one answer, or one stream
+             ├─ part ─► Forwarder ─► replica ─┼─► one response, or one stream
              └─ part ─► Forwarder ─► replica ─┘
 
-Each part is forwarded, and tried again, as a request of its own; it is tried again as long as the client has
-nothing of it. The answer begins when all parts have begun, so that what one of them is refused with (an error
-of the client's) is the answer to the whole. Whoever leaves this module early ends all parts.
+A part is retried until the client has some of it. The merged response begins when all parts have begun, so
+that a client error of one part is the response to the whole request. Leaving early aborts all parts.
 """
 
 import asyncio
@@ -20,29 +19,27 @@ from starlette.responses import Response, StreamingResponse
 
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import ReplicaUnavailable, SlipstreamError
-from deployments.router.exchange import ExchangeLost, Headers
-from deployments.router.forwarding import Begun, Forwarder, Outgoing, Trail
+from deployments.router.forwarding import AttemptHistory, Forwarder, Outgoing, StartedResponse
+from deployments.router.http_client import Headers, ResponseLost
 from deployments.router.limits import RouterLimits
-from deployments.router.prompt_lists import MergedStream, PartFailed, is_stop, merge_answers
+from deployments.router.prompt_lists import MergedStream, PartFailed, is_stop, merge_responses
 
 NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
-MAX_WAITING_EVENTS = 256  # of one part, that the client has not taken yet
+MAX_WAITING_EVENTS = 256  # of one part, not yet taken by the client
 logger = serve_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRequest:
-    """A part of a request, and where it has been."""
-
     request: Outgoing
-    trail: Trail
+    attempts: AttemptHistory
 
 
 @asynccontextmanager
-async def answer_in_parts(
+async def respond_in_parts(
     forwarder: Forwarder, requests: Sequence[PartRequest], limits: RouterLimits, *, streams: bool
 ) -> AsyncIterator[Response]:
-    """The merged answer of all parts, or what one of them was refused with.
+    """The merged response of all parts, or the error response to one of them.
 
     Args:
         requests: in the order of the list of prompts.
@@ -67,13 +64,13 @@ async def answer_in_parts(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def returned(begun: Begun) -> Headers:
-    """The headers of a replica's answer that the client gets."""
-    return [(name, value) for name, value in begun.answer.headers if name not in NOT_RETURNED]
+def returned_headers(started: StartedResponse) -> Headers:
+    """The headers of a replica's response that the client gets."""
+    return [(name, value) for name, value in started.response.headers if name not in NOT_RETURNED]
 
 
 class _Refused(Exception):
-    """A replica has answered a part with an error, which is the answer to the whole."""
+    """A replica rejected a part; its error is the response to the whole request."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(response.status_code)
@@ -81,15 +78,11 @@ class _Refused(Exception):
 
 
 class _Stopped(Exception):
-    """A replica was stopped in order while the client had nothing of its part."""
+    """A replica shut down gracefully while the client had nothing of its part."""
 
 
 class _Part:
-    """One part: it reads the answer of its replica, ahead of the client.
-
-    Args:
-        news: set whenever something came.
-    """
+    """Reads the response to one part, ahead of the client; sets `news` when something has come."""
 
     def __init__(
         self,
@@ -101,13 +94,13 @@ class _Part:
         streams: bool,
     ) -> None:
         self._forwarder = forwarder
-        self._request, self._trail = request.request, request.trail
+        self._request, self._attempts = request.request, request.attempts
         self._limits = limits
         self._news = news
         self._streams = streams
-        self._room = asyncio.Event()
+        self._space = asyncio.Event()
         self.headers: Headers = []
-        self.waiting: deque[bytes] = deque()  # events, or the whole answer
+        self.waiting: deque[bytes] = deque()  # events, or the whole response
         self.taken = False  # the client has something of it
         self.all_begun = False  # of the other parts too
         self.ended = False
@@ -118,60 +111,59 @@ class _Part:
         return bool(self.waiting) or self.ended
 
     async def run(self) -> None:
-        """Read the answer to its end; a failure is kept for whoever merges."""
+        """Read the response to its end; `failure` keeps an error for the merger."""
         try:
             while not self.ended:
-                begun = await self._forwarder.forward(self._request, self._trail, self._limits)
-                async with begun.connection:
-                    await self._read(begun)
-        except Exception as error:  # broad: whatever it is, the client is told by the one who merges
+                started = await self._forwarder.forward(self._request, self._attempts, self._limits)
+                async with started.connection:
+                    await self._read(started)
+        except Exception as error:  # broad: the merger tells the client
             self.failure = error
         finally:
             self._news.set()
 
     def take(self) -> bytes:
-        """The next event."""
         self.taken = True
-        self._room.set()
+        self._space.set()
         return self.waiting.popleft()
 
-    async def _read(self, begun: Begun) -> None:
+    async def _read(self, started: StartedResponse) -> None:
         try:
-            if begun.answer.status >= 400 or (begun.whole is not None) == self._streams:
-                response = Response(await begun.body(), begun.answer.status)
-                response.raw_headers = returned(begun)
+            if started.response.status >= 400 or (started.whole is not None) == self._streams:
+                response = Response(await started.body(), started.response.status)
+                response.raw_headers = returned_headers(started)
                 raise _Refused(response)
-            self.headers = returned(begun)
+            self.headers = returned_headers(started)
             if self._streams:
-                await self._read_events(begun)
+                await self._read_events(started)
             else:
-                self.waiting.append(await begun.body())
+                self.waiting.append(await started.body())
             self.ended = True
         except _Stopped:
             self.waiting.clear()
-            self._trail.refused(begun.replica_id)
-        except ExchangeLost as error:
+            self._attempts.avoid(started.replica_id)
+        except ResponseLost as error:
             if self.taken:
-                self._forwarder.deadly.cut_off(self._request.identity, begun.replica_id)
+                self._forwarder.deadly.cut_off(self._request.identity, started.replica_id)
                 raise
             self.waiting.clear()
-            self._forwarder.count_loss(self._request, self._trail, begun.replica_id, str(error))
+            self._forwarder.count_loss(self._request, self._attempts, started.replica_id, str(error))
 
-    async def _read_events(self, begun: Begun) -> None:
+    async def _read_events(self, started: StartedResponse) -> None:
         rest = b""
-        while piece := await begun.answer.piece():
+        while piece := await started.response.piece():
             *events, rest = (rest + piece).split(b"\n\n")
             if not self.taken and any(map(is_stop, events)):
                 raise _Stopped
             self.waiting.extend(events)
             self._news.set()
             while self.all_begun and len(self.waiting) > MAX_WAITING_EVENTS:
-                self._room.clear()
-                await self._room.wait()
+                self._space.clear()
+                await self._space.wait()
 
 
 async def _until_begun(parts: Sequence[_Part], news: asyncio.Event) -> None:
-    """Until each part has begun; a whole answer has begun when it has ended."""
+    """Wait until each part has begun. A response that is not streamed begins when it is complete."""
     while not all(part.begun for part in parts):
         await news.wait()
         news.clear()
@@ -188,7 +180,7 @@ def _merged_response(parts: Sequence[_Part], news: asyncio.Event, *, streams: bo
         response = StreamingResponse(_merged_events(parts, news))
         headers = _merged_headers(parts)
     else:
-        body = merge_answers([part.take() for part in parts])
+        body = merge_responses([part.take() for part in parts])
         response = Response(body)
         headers = [*_merged_headers(parts), (b"content-length", str(len(body)).encode())]
     response.raw_headers = headers
@@ -196,7 +188,7 @@ def _merged_response(parts: Sequence[_Part], news: asyncio.Event, *, streams: bo
 
 
 def _merged_headers(parts: Sequence[_Part]) -> Headers:
-    """Those of the first part, all replicas, and the oldest version."""
+    """The headers of the first part, with all replicas and the oldest version."""
     of_parts = [dict(part.headers) for part in parts]
     replicas = dict.fromkeys(each[b"x-slipstream-replica"] for each in of_parts)
     oldest = min(int(each[b"x-weight-version"]) for each in of_parts)
@@ -231,7 +223,7 @@ async def _merged_events(parts: Sequence[_Part], news: asyncio.Event) -> AsyncIt
             await news.wait()
     except PartFailed as failed:
         yield b"".join([*pieces, failed.event, b"\n\ndata: [DONE]\n\n"])
-    except (ExchangeLost, SlipstreamError, _Refused) as error:
+    except (ResponseLost, SlipstreamError, _Refused) as error:
         logger.warning("a part of a stream was lost: %s", error)
         yield b"data: " + _error_body(error) + b"\n\n"
 

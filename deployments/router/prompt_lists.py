@@ -116,9 +116,7 @@ def _is_conversation(prompt: bytes) -> bool:
     return bool(messages) and all(message.startswith(b"{") for message in messages)
 
 
-# A part with fewer sequences is not worth a replica of its own: a decoding step takes nearly as long for one
-# sequence as for four.
-MIN_SEQUENCES = 4
+MIN_SEQUENCES = 4  # of a part: a decoding step takes nearly as long for one sequence as for four
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +169,7 @@ _STOPPED = _EVENT + json.dumps({"error": {"type": ReplicaUnavailable.type}}).enc
 
 
 class PartFailed(Exception):
-    """vLLM ended the stream of a part with an error.
-
-    Args:
-        event: which says so.
-    """
+    """vLLM ended the stream of a part with an error event."""
 
     def __init__(self, event: bytes) -> None:
         super().__init__(event.decode(errors="replace"))
@@ -183,15 +177,15 @@ class PartFailed(Exception):
 
 
 def is_stop(event: bytes) -> bool:
-    """Whether this ended the stream of a replica that is stopped in order: another one may answer."""
+    """Whether this ended the stream because the replica shuts down gracefully: another one may answer."""
     return event.startswith(_STOPPED)
 
 
-def merge_answers(parts: Sequence[bytes]) -> bytes:
-    """The JSON answer to a list of prompts.
+def merge_responses(parts: Sequence[bytes]) -> bytes:
+    """The JSON response to a list of prompts.
 
     Args:
-        parts: in the order of the list; each has two lines, the answer without its choices and the choices.
+        parts: in the order of the list; each has two lines, the response without its choices and the choices.
     """
     rests, choices = [], []
     for part in parts:
@@ -207,11 +201,7 @@ def merge_answers(parts: Sequence[bytes]) -> bytes:
 
 
 class MergedStream:
-    """The events of a stream, from those of the parts.
-
-    Args:
-        parts: how many there are.
-    """
+    """Merges the events of so many parts into one stream."""
 
     def __init__(self, parts: int) -> None:
         self._versions: list[int | None] = [None] * parts
@@ -219,7 +209,7 @@ class MergedStream:
         self._last: dict[str, Any] | None = None  # the event that has the usage
 
     def add(self, part: int, event: bytes) -> bytes:
-        """What the client gets of an event, without the empty line at its end; nothing, for some.
+        """What the client gets of an event, which is given without the empty line at its end; maybe nothing.
 
         Raises:
             PartFailed: the event is an error.
@@ -231,7 +221,7 @@ class MergedStream:
             return b""
         if data.startswith(b'{"error"'):
             raise PartFailed(event)
-        # In a text its quotes would be escaped.
+        # Inside a text the quotes would be escaped.
         if b'"weight_version":' not in data and b'"choices":[]' not in data:
             return event + b"\n\n"
         whole = json.loads(data)
@@ -245,7 +235,7 @@ class MergedStream:
         return _EVENT + _encode(whole) + b"\n\n"
 
     def end(self) -> bytes:
-        """The last events, when all parts have ended."""
+        """The last events, once all parts have ended."""
         done = _EVENT + _DONE + b"\n\n"
         if self._last is None:
             return done
@@ -260,7 +250,7 @@ class MergedStream:
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """The sums of numbers, and of the numbers in objects; None if there is none."""
+    """The sum of numbers, or of each field of objects; None if all values are None."""
     there = [value for value in values if value is not None]
     if not there:
         return None
@@ -271,5 +261,5 @@ def _sum(values: Sequence[Any]) -> Any:
 
 
 def _encode(value: str | dict[str, Any]) -> bytes:
-    # "replace": half of a surrogate pair, which JSON may name and UTF-8 has no bytes for.
+    # "replace": UTF-8 has no bytes for half of a surrogate pair.
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")

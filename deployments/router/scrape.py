@@ -1,7 +1,7 @@
-"""Asks every replica, and Ray's agent on every node, for their Prometheus metrics.
+"""Collects the Prometheus metrics of every replica and of Ray's agent on every node.
 
-A scrape of the fleet reaches one of its routers, and another one the next time. What it answers comes from
-the processes that count, and is the same whichever router collects it.
+A scrape reaches any router of the fleet: all numbers come from the processes that count, none from the
+router.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ import ray
 from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
 
 PATH = "/metrics"
-TIMEOUT_S = 3.0  # of all together; Prometheus itself gives up after ten seconds
+TIMEOUT_S = 3.0  # for all together; Prometheus gives up after ten seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scraped:
-    """The metrics of each process in Prometheus' text format; None: it did not answer in time.
+    """The metrics of each process in Prometheus' text format; None if it did not answer in time.
 
     Attributes:
         replicas: vLLM's, by replica id.
-        nodes: Ray's, of the processes of each node, by the agent's address.
+        nodes: those of Ray's processes, by the agent's address.
     """
 
     replicas: Mapping[str, str | None] = field(default_factory=dict)
@@ -49,7 +49,7 @@ async def scrape(
             ):
                 return await answer.text() if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError):
-            return None  # the scrape says so
+            return None
 
     async def ask_nodes() -> dict[str, str | None]:
         try:
@@ -68,7 +68,7 @@ async def scrape(
 
 
 def _agents() -> list[str]:
-    """The addresses of Ray's metrics agents; none where there is no cluster, or metrics are switched off."""
+    """The addresses of Ray's metrics agents; empty without a cluster, or if metrics are switched off."""
     if not ray.is_initialized():
         return []
     nodes: list[dict[str, Any]] = ray.nodes()

@@ -17,8 +17,8 @@ from deployments.protocol.errors import Conflict, ReplicaUnavailable, Slipstream
 from deployments.protocol.routing import Demand
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.spans import RECORDER
-from deployments.router.choice.policy import Candidate, eligible_loads, order_candidates
 from deployments.router.limits import RouterLimits
+from deployments.router.policy import Candidate, eligible_loads, order_candidates
 from deployments.router.router import Router
 from tests.deployments.fake_completions import FakeCompletions
 

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from deployments.router.limits import LEAST_PER_S, LONGEST_S, PER_BEGUN, Returns, RouterLimits
+from deployments.router.limits import (
+    MAX_PACING_S,
+    MIN_RETRIES_PER_S,
+    RETRIES_PER_ADMITTED,
+    RetryAfterPacing,
+    RouterLimits,
+)
 
 
 def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
@@ -54,7 +60,7 @@ def clients_ask(count: int, *, places: int, takes_s: float, rests_s: float = 0.0
     """Clients that come again as they are told, or `rests_s` after they were served."""
     clock = Clock()
     began, end = clock.now, clock.now + seconds
-    returns, running, seen = Returns(clock), 0, Seen()
+    pacing, running, seen = RetryAfterPacing(clock), 0, Seen()
     events = [(began + number / count, number, "asks") for number in range(count)]
     while events[0][0] < end:
         clock.now, number, kind = heapq.heappop(events)
@@ -64,17 +70,17 @@ def clients_ask(count: int, *, places: int, takes_s: float, rests_s: float = 0.0
             heapq.heappush(events, (clock.now + rests_s, number, "asks"))
         elif running < places:
             running += 1
-            returns.begun()
+            pacing.admitted()
             heapq.heappush(events, (clock.now + takes_s, number, "ends"))
         else:
             seen.refused[int(clock.now - began)] += 1
-            heapq.heappush(events, (clock.now + round(returns.after_s()), number, "asks"))
+            heapq.heappush(events, (clock.now + round(pacing.retry_after_s()), number, "asks"))
     return seen
 
 
 def test_a_few_come_back_as_soon_as_is_configured() -> None:
-    returns = Returns(Clock())
-    assert [round(returns.after_s()) for _ in range(20)] == [1] * 20
+    pacing = RetryAfterPacing(Clock())
+    assert [round(pacing.retry_after_s()) for _ in range(20)] == [1] * 20
 
 
 @pytest.mark.parametrize("rests_s", [0.0, 3.0])
@@ -82,25 +88,25 @@ def test_of_a_thousand_clients_only_so_many_come_back_each_second(rests_s: float
     seen = clients_ask(1280, places=128, takes_s=0.6, rests_s=rests_s, seconds=60)
     begun_per_s = 128 / 0.6
     refused = sum(seen.refused[second] for second in range(30, 60)) / 30
-    assert refused < 1.2 * PER_BEGUN * begun_per_s
+    assert refused < 1.2 * RETRIES_PER_ADMITTED * begun_per_s
     assert seen.served > 0.85 * 30 * begun_per_s
 
 
 def test_where_requests_take_long_few_come_back() -> None:
     seen = clients_ask(1000, places=50, takes_s=20.0, seconds=80)
-    assert max(seen.refused[second] for second in range(1, 80)) < 1.5 * LEAST_PER_S
+    assert max(seen.refused[second] for second in range(1, 80)) < 1.5 * MIN_RETRIES_PER_S
     assert seen.served > 0.9 * 40 * 50 / 20.0
 
 
 def test_none_is_told_to_wait_for_longer_than_clients_accept() -> None:
-    returns = Returns(Clock())
-    assert max(returns.after_s() for _ in range(100_000)) == pytest.approx(1.0 + LONGEST_S)
+    pacing = RetryAfterPacing(Clock())
+    assert max(pacing.retry_after_s() for _ in range(100_000)) == pytest.approx(1.0 + MAX_PACING_S)
 
 
 def test_a_crowd_that_has_gone_is_forgotten() -> None:
     clock = Clock()
-    returns = Returns(clock)
+    pacing = RetryAfterPacing(clock)
     for _ in range(10_000):
-        returns.after_s()
-    clock.now += LONGEST_S
-    assert returns.after_s() < 1.1
+        pacing.retry_after_s()
+    clock.now += MAX_PACING_S
+    assert pacing.retry_after_s() < 1.1

@@ -14,7 +14,7 @@ from deployments.router.prompt_lists import (
     MergedStream,
     PartFailed,
     Share,
-    merge_answers,
+    merge_responses,
     parse_object,
     prompt_list,
     split_prompts,
@@ -148,7 +148,7 @@ def test_choices_are_joined_and_usage_is_summed() -> None:
     first = {"prompt_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
     second = {"prompt_tokens": 4, "total_tokens": 9, "prompt_tokens_details": None}
     whole = json.loads(
-        merge_answers(
+        merge_responses(
             [
                 lines([{"index": 0}, {"index": 1}], id="x", usage=first, weight_version=8, metrics={"a": 1}),
                 lines([{"index": 2}], id="x", usage=second, weight_version=7, metrics=None),

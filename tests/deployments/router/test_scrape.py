@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import aiohttp
 import pytest
 
 from deployments.protocol.routing import ReplicaEndpoint
-from deployments.router.connections import questions
 from deployments.router.scrape import scrape
 from tests.deployments.routed_fleet import service
 
@@ -48,7 +48,7 @@ ENDLESS = b"HTTP/1.1 200 OK\r\ncontent-length: 400\r\n\r\na 1\n"
 
 @pytest.mark.slow
 async def test_those_that_answer_in_time_are_there_and_the_others_are_named() -> None:
-    async with servers(OK, None, FAILED, ENDLESS) as endpoints, questions() as session:
+    async with servers(OK, None, FAILED, ENDLESS) as endpoints, aiohttp.ClientSession() as session:
         endpoints["gone"] = ReplicaEndpoint(address="127.0.0.1:9", key="k")  # nobody listens there
         async with asyncio.timeout(20):
             scraped = await scrape(session, endpoints, timeout_s=2.0)

@@ -1,7 +1,6 @@
 """A replica that is stopped, or cut off, keeps its connections open and says nothing."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import httpx2
 import pytest
 
 from deployments.protocol.routing import Demand
-from deployments.router.connections import Patience, Probes
+from deployments.router.forwarding import detect_stall
 from deployments.router.router import Router
 from tests.deployments.router.router_scene import LIMITS, OK, StubReplica
 
@@ -54,8 +53,11 @@ class Stops(StubReplica):
 class Slow(StubReplica):
     """Takes its time for each request but the probe."""
 
+    probes = 0
+
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = await reader.readuntil(b"\r\n\r\n")
+        self.probes += first.startswith(b"GET / ")
         if not first.startswith(b"GET / "):
             await asyncio.sleep(0.6)
         writer.write(self.response)
@@ -126,37 +128,26 @@ async def test_a_replica_that_takes_its_time_is_waited_for() -> None:
         assert (await asyncio.wait_for(client.get("/v1/models"), 5)).text == "ok"
 
 
-async def test_a_replica_is_asked_once_for_all_who_wait() -> None:
-    asked = []
+@pytest.mark.slow
+async def test_response_that_stalls_is_given_up_and_one_that_progresses_is_not() -> None:
+    given_up: list[str] = []
+    response: Any = SimpleNamespace(heard_at=asyncio.get_running_loop().time(), give_up=given_up.append)
 
-    async def ask(address: str, key: str) -> bool:
-        asked.append(address)
-        await asyncio.sleep(0.01)
-        return True
+    async def is_alive() -> bool:
+        return False
 
-    probes = Probes(ask)
-    assert await asyncio.gather(*(probes.alive("a", "k") for _ in range(5))) == [True] * 5
-    assert asked == ["a"] and await probes.alive("a", "k") and asked == ["a", "a"]
+    stall = asyncio.create_task(detect_stall(response, is_alive, 0.1))
+    for _ in range(8):
+        response.heard_at = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.03)
+    assert given_up == []
+    await asyncio.wait_for(stall, 5)
+    assert len(given_up) == 1
 
 
 @pytest.mark.slow
-async def test_whoever_hears_something_does_not_ask() -> None:
-    given_up: list[None] = []
-
-    async def alive() -> bool:
-        return False
-
-    patience = Patience(alive, lambda: given_up.append(None), 0.1)
-    answer = SimpleNamespace(heard_at=0.0)
-    patience.follow(answer)
-    for _ in range(8):
-        answer.heard_at = asyncio.get_running_loop().time()
-        await asyncio.sleep(0.03)
-    assert given_up == []
-    await asyncio.sleep(0.3)
-    assert given_up == [None]
-    patience.close()
-
-
-def test_the_options_of_a_connection_are_known_to_the_system() -> None:
-    assert hasattr(socket, "TCP_USER_TIMEOUT")
+async def test_requests_that_wait_for_one_replica_share_a_probe() -> None:
+    replica = Slow(OK)
+    async with fleet(replica) as client:
+        await asyncio.gather(*(client.get("/v1/models") for _ in range(5)))
+    assert replica.probes < 2 * 0.6 / 0.1

@@ -1,20 +1,20 @@
-"""Serve's extension point for the choice of a replica, around the policy in `policy`.
+"""Serve's extension point for the choice of a replica, around `policy`.
 
-Define nothing in this module that other modules test with `isinstance`: Serve pickles the module of a
-request router by value, so its classes are copies in the process that routes.
+Serve pickles this module by value: its classes are copies in the process that routes, so no other module may
+test for them with `isinstance`.
 """
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from deployments.protocol.routing import Demand, RoutingStats
-from deployments.router.choice.policy import Candidate, eligible_loads, order_candidates
+from deployments.router.policy import Candidate, eligible_loads, order_candidates
 
 
 class FleetRequestRouter(RequestRouter):
     """Serve's request router for the fleet.
 
-    It goes without Serve's FIFOMixin on purpose: the mixin may give a choice made for one request to
-    another, and session affinity is lost. Our router only asks for a choice and sends nothing through Serve.
+    Without Serve's FIFOMixin, which may give the choice made for one request to another one: that would break
+    session affinity.
     """
 
     _last: "_Known | None" = None
@@ -31,19 +31,19 @@ class FleetRequestRouter(RequestRouter):
             demand.census.loads = eligible_loads(known.candidates, demand)
             demand.census.metadata = {name: each.replica_metadata for name, each in known.replicas.items()}
         groups = order_candidates(known.candidates, demand)
-        if demand.choice is not None and groups:  # Serve takes the first: nothing is reserved
+        if demand.choice is not None and groups:  # Serve takes the first, since nothing is reserved
             demand.choice.version = known.version(groups[0][0])
         return [[known.replicas[replica_id] for replica_id in group] for group in groups]
 
     def _known(self, replicas: list[RunningReplica], router: str) -> "_Known":
-        """Made anew when Serve has: it makes another list for each change, also of a replica's statistics."""
+        """Serve makes a new list for each change, also of a replica's statistics."""
         if self._last is None or self._last.made_of is not replicas or self._last.router != router:
             self._last = _Known(replicas, router)
         return self._last
 
 
 class _Known:
-    """The replicas of one list of Serve's, as one of our routers sees them."""
+    """One of Serve's lists of replicas, as one router sees them."""
 
     def __init__(self, made_of: list[RunningReplica], router: str) -> None:
         self.made_of = made_of

@@ -1,7 +1,7 @@
-"""The choice of a replica for a request: a pure policy, without Ray.
+"""The choice of a replica for a request: pure, without Ray.
 
-The router knows each replica's version and admission as of its last routing statistics. The replica
-checks both again, and its decision is final.
+It uses each replica's version and admission as of its last routing statistics. The replica checks both again,
+and its decision is final.
 """
 
 import random
@@ -11,19 +11,18 @@ from hashlib import blake2b
 
 from deployments.protocol.routing import Demand
 
-# A long prompt takes time in prefill, and its KV cache is read in each step: benchmarks.routing.
+# A long prompt costs prefill, and each step reads its KV cache: benchmarks.routing.
 LONG_PROMPT_BYTES = 32 << 10
-MOST_LONG_PROMPTS = 8  # that a body counts as, since images are long and take few tokens
+MAX_LONG_PROMPTS = 8  # for one body: images are long and take few tokens
 
 
 def load_of(sequences: int, body: bytes) -> int:
-    """Sequences that a request asks for, and one more for each `LONG_PROMPT_BYTES` of its body."""
-    return sequences + min(len(body) // LONG_PROMPT_BYTES, MOST_LONG_PROMPTS)
+    """The sequences of a request, and one more for each `LONG_PROMPT_BYTES` of its body."""
+    return sequences + min(len(body) // LONG_PROMPT_BYTES, MAX_LONG_PROMPTS)
 
 
-# A replica with so little load is never too loaded: a decoding step takes nearly as long for one sequence.
-FREE_LOAD = 8
-BYTES_PER_LOAD = 1000  # of a cached prompt that are worth one more: benchmarks.routing
+FREE_LOAD = 8  # a replica with less is never too loaded: a decoding step takes as long for one sequence
+BYTES_PER_LOAD = 1000  # so many cached bytes of a prompt outweigh one load: benchmarks.routing
 MAX_PREFIXES = 2  # lengths of cached prefixes whose holders are compared
 Sample = Callable[[Sequence[str], int], list[str]]
 
@@ -41,8 +40,8 @@ class Candidate:
 def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str, int]:
     """The load of each replica that may answer.
 
-    A replica that is older than the demanded version counts: it may reach it in time, and what is known of
-    its version is late. Just after an update all prompts would go to the first replica that reported it.
+    A replica that is older than the demanded version counts: it may reach it in time. Else all prompts would
+    go to the first replica that reports an update.
     """
     return {
         candidate.replica_id: _load(candidate, demand)
@@ -56,12 +55,9 @@ def order_candidates(
 ) -> list[list[str]]:
     """Groups of replica ids, in the order in which they are to be tried; at most two in a group.
 
-    Replicas that are not admitted are left out. Replicas older than the demanded version come after
-    the current ones, because they may reach it in time. Replicas that refused the request come last.
-    Among equals see `_best`. A preferred replica comes before all others, unless it refused.
-
-    Args:
-        sample: draws so many of a sequence.
+    Replicas that are not admitted are left out. Those older than the demanded version come after the current
+    ones: they may reach it in time. Those that refused the request come last. Among equals see `_best`. A
+    preferred replica comes first, unless it refused.
     """
     groups: dict[tuple[bool, bool], list[Candidate]] = {}
     for candidate in candidates:
@@ -78,10 +74,10 @@ def order_candidates(
 def _best(group: Sequence[Candidate], demand: Demand, sample: Sample) -> list[str]:
     """The replica to try among equals, or two of which the first is the better one.
 
-    Replicas that are too loaded are left out (`_not_too_loaded`). A session goes to its home, where it was
-    sent last; if it has none, or has to leave it, to the first by rendezvous hashing, so that all routers
-    agree. Without a session some replicas are compared: holders of the longest cached prefixes of the prompt,
-    and two that are drawn (power of two choices). The best has the least load, less what its prefix saves.
+    A session goes to its home, where it was sent last; without one, or if that is too loaded, to the first by
+    rendezvous hashing, so that all routers agree. Without a session, holders of the longest cached prefixes
+    of the prompt are compared with two random replicas (power of two choices): the best has the least load,
+    less what its prefix saves.
 
     Sources: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998; Mirrokni, Thorup
     and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2016; Mitzenmacher, "The Power of Two Choices
@@ -103,11 +99,7 @@ def _best(group: Sequence[Candidate], demand: Demand, sample: Sample) -> list[st
 
 
 def _not_too_loaded(load: Mapping[str, int], demand: Demand) -> list[str]:
-    """Those that may be chosen although others have less to do; there is always one.
-
-    They have less than `load_factor` times the mean load. After the choice a replica exceeds that by at most
-    the request itself.
-    """
+    """Those with less than `load_factor` times the mean load; there is always one."""
     most = max(FREE_LOAD, demand.load_factor * sum(load.values()) / len(load))
     return [name for name, has in load.items() if has < most]
 
@@ -115,7 +107,7 @@ def _not_too_loaded(load: Mapping[str, int], demand: Demand) -> list[str]:
 def _holders(
     holders: Iterable[tuple[int, Sequence[str]]], free: Collection[str], sample: Sample
 ) -> dict[str, int]:
-    """Of the longest prefixes that a free replica has, one or two of the holders, with the prefix's size."""
+    """One or two free holders of each of the longest prefixes, with the prefix's size in bytes."""
     found: dict[str, int] = {}
     lengths = 0
     may = set(free)
@@ -129,12 +121,12 @@ def _holders(
 
 
 def _load(candidate: Candidate, demand: Demand) -> int:
-    """What the asking router has there, which it knows exactly, and what the others had a moment ago."""
+    """What the asking router has there now, and what the others had as of the last statistics."""
     return candidate.in_flight + demand.in_flight.get(candidate.replica_id, 0)
 
 
 def _by_rendezvous(replica_ids: Collection[str], session_id: str) -> str:
-    """The one with the highest weight: if another one leaves, the session stays."""
+    """The one with the highest weight: a session stays when another replica leaves."""
 
     def weight(replica_id: str) -> bytes:
         return blake2b(f"{session_id}\0{replica_id}".encode(), digest_size=8).digest()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.router.choice.affinity import (
+from deployments.router.affinity import (
     BLOCK_ENDS,
     FIRST_BYTES,
     HEAD_BYTES,

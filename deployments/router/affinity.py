@@ -1,26 +1,22 @@
-"""What one router remembers of where it sent requests: homes of sessions, and prefixes that replicas hold.
+"""What one router remembers of where it sent requests: homes of sessions, and prefixes that replicas cache.
 
-A count of our own, not the engines' caches: a replica that was sent a prompt has its KV cache from soon after
-on, until its weights change or it needs the place. A version's blocks are not looked at under another one.
-What is remembered is bounded; what was used least recently is forgotten first.
+An estimate of the engines' prefix caches: a replica caches a prompt that it was sent until its weights change
+or it evicts it. Blocks belong to one weight version. The least recently used entries are forgotten first.
 
-The beginning of a prompt is a chain of hashes of the bytes of the JSON value as they were sent, not of the
-text that they mean: a client writes the same messages, text or token ids in the same way again, and a body
-of megabytes is not parsed. A prompt that is written differently is merely not found. The hashes are Python's
-own, with a secret of each process: nobody can make two prompts collide.
+A prefix is a chain of hashes over the bytes of the JSON value, not over the text: nothing is parsed, and a
+client writes the same prompt in the same way again. `hash` has a secret in each process, so clients cannot
+make two prompts collide.
 """
 
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-FIRST_BYTES = (
-    256  # of a block, and of all blocks of the first 4 KiB; then each is a sixteenth of what is before it
-)
-MAX_BYTES = 256 << 10  # of a prompt that are hashed
-HEAD_BYTES = 8 << 10  # at the body's beginning and at its end, in which names are looked for
+FIRST_BYTES = 256  # size of a block in the first 4 KiB; then each is a sixteenth of what precedes it
+MAX_BYTES = 256 << 10  # hashed of a prompt
+HEAD_BYTES = 8 << 10  # at the body's beginning and end, searched for names
 
-# No string of JSON contains these: a quote inside of one has a backslash in front.
+# No JSON string contains these: quotes inside it are escaped.
 _PROMPT = re.compile(rb'"(?:messages|prompt|prompt_token_ids|token_ids|input)"\s*:\s*')
 _MODEL = re.compile(rb'"model"\s*:\s*"([^"\\]{0,256})"')
 
@@ -36,16 +32,10 @@ BLOCK_ENDS = _ends()  # in bytes of the prompt; less than a hundred
 
 
 def block_hashes(body: bytes) -> list[int]:
-    """One hash for each block of the prompt, which depends on all bytes up to `BLOCK_ENDS` of it.
+    """One hash for each block of the prompt in a request body, over all bytes up to the block's end.
 
-    The model's name is hashed before them, since adapters have KV caches of their own.
-
-    Args:
-        body: of a request; anything.
-
-    Returns:
-        Two lists have a beginning in common as the prompts have, in whole blocks. Empty if no prompt is
-        found, or if it is shorter than a block.
+    Two lists share as many hashes as the prompts share whole blocks. The model's name is hashed first, since
+    adapters have KV caches of their own. Empty if no prompt is found, or if it is shorter than a block.
     """
     found = _PROMPT.search(body, 0, HEAD_BYTES)
     if found is None:
@@ -64,34 +54,28 @@ def block_hashes(body: bytes) -> list[int]:
 
 
 def _model(body: bytes) -> bytes:
-    """The name in the body; empty if it stands in the middle of a long one."""
+    """The model's name; empty if it is in the middle of a long body."""
     found = _MODEL.search(body, 0, HEAD_BYTES) or _MODEL.search(body, max(0, len(body) - HEAD_BYTES))
     return b"" if found is None else found[1]
 
 
 MAX_BLOCKS = 1 << 17  # about 30 MB
 MAX_SESSIONS = 1 << 16  # about 20 MB, with names as long as they may be
-MAX_REPLICAS = 4096  # that ever were, since the prefixes were last forgotten
+MAX_REPLICAS = 4096  # ever seen; then all prefixes are forgotten
 
 
 class Affinity:
-    """The memory of one router.
-
-    Args:
-        max_blocks: prefix blocks of all prompts and versions together.
-        max_sessions: homes.
-    """
+    """The memory of one router."""
 
     def __init__(self, *, max_blocks: int = MAX_BLOCKS, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_blocks = max_blocks
         self._max_sessions = max_sessions
-        self._holders: OrderedDict[int, int] = OrderedDict()  # by block and version; a bit for each replica
+        self._holders: OrderedDict[int, int] = OrderedDict()  # bit mask of replicas, by block and version
         self._bits: dict[str, int] = {}
-        self._replicas: list[str] = []  # by the number of their bit
+        self._replicas: list[str] = []  # by bit number
         self._homes: OrderedDict[str, str] = OrderedDict()  # by session
 
     def __len__(self) -> int:
-        """Blocks and sessions that are remembered."""
         return len(self._holders) + len(self._homes)
 
     def home(self, session_id: str | None) -> str | None:
@@ -99,8 +83,8 @@ class Affinity:
         return None if session_id is None else self._homes.get(session_id)
 
     def holders(self, blocks: Sequence[int], version: int) -> Iterator[tuple[int, list[str]]]:
-        """Which replicas have how many bytes of a prompt cached at a version; the most first."""
-        levels: list[int] = []  # who has one block, two, ...
+        """How many bytes of a prompt are cached at a version, by which replicas; the most first."""
+        levels: list[int] = []  # masks of the holders of one block, two, ...
         having = -1
         for block in blocks:
             having &= self._holders.get(hash((block, version)), 0)
@@ -115,12 +99,7 @@ class Affinity:
                 yield BLOCK_ENDS[count - 1], [self._replicas[bit] for bit in _bits_of(new)]
 
     def sent(self, replica_id: str, version: int, *, session_id: str | None, blocks: Sequence[int]) -> None:
-        """A request is on its way to a replica.
-
-        Args:
-            version: of the replica's weights, as of its routing statistics.
-            blocks: of the prompt.
-        """
+        """Record that a request was sent to a replica whose weights have this version."""
         if session_id is not None:
             self._homes[session_id] = replica_id
             self._homes.move_to_end(session_id)
@@ -128,7 +107,7 @@ class Affinity:
                 self._homes.popitem(last=False)
         if blocks:
             bit = self._bit(replica_id)
-            # The last block first: a prompt's end is forgotten before its beginning, as in vLLM's own cache.
+            # Last block first: a prompt's end is forgotten before its beginning, as in vLLM's cache.
             for block in reversed(blocks):
                 key = hash((block, version))
                 self._holders[key] = self._holders.get(key, 0) | bit

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deployments.protocol.routing import Census, Choice, Demand
-from deployments.router.choice.request_router import FleetRequestRouter
+from deployments.router.request_router import FleetRequestRouter
 
 
 def replica(name: str, **stats: object) -> Any:
