@@ -16,18 +16,16 @@ GIB = 1 << 30
 
 
 class Staging(ABC):
-    """A version that waits beside the live one, on the device or in host memory.
-
-    All methods but `begin`, `swap` and `load` are called on the staging thread, while the engine decodes.
-    """
+    """A version that waits beside the live one. `begin`, `swap` and `load` are called on the engine's thread,
+    the others on the staging thread, while the engine decodes."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Start an update. Called on the engine's thread."""
+        """Start an update."""
 
     def replay(self, received: ReceivedChunk) -> Findings | None:
-        """Stage a chunk known from an earlier round and inspect its tensors on the way; None if it is not
-        known. On a GPU the copies are only queued; the chunk's memory is reused in the stream's order."""
+        """Stage a chunk known from an earlier round and inspect its tensors; None if it is not known. Copies
+        are queued on the current stream, in whose order the chunk's memory is reused."""
         return None
 
     @abstractmethod
@@ -39,26 +37,19 @@ class Staging(ABC):
 
     @abstractmethod
     def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
-        """Finish loading: nothing more arrives.
+        """Finish loading: nothing more arrives. Returns the names of parameters that were not filled.
 
         Args:
             complete: every tensor of the checkpoint arrived, so what was not written is padding.
-            rest: to be called between two units of work on the host, which the engine decodes beside.
-
-        Returns:
-            The names of the model's parameters that were not filled.
+            rest: to be called between two units of work on the host.
         """
 
     @abstractmethod
     def swap(self) -> None:
-        """Make the staged version the live one. Called with the scheduler paused, on the model's thread and
-        stream; on a GPU the copy is only queued."""
+        """Make the staged version the live one, inside a pause of the scheduler. Queues it on a GPU."""
 
     def load(self, path: str) -> bool:
-        """Make a checkpoint directory the live model. Called like `swap`, while no version is staged.
-
-        Returns:
-            False if nothing was done, and vLLM's reload has to.
+        """Make a checkpoint directory the live model, as `swap` does; False leaves that to vLLM's reload.
 
         Raises:
             ValueError: the checkpoint is not complete.
@@ -66,19 +57,19 @@ class Staging(ABC):
         return False
 
     def retire(self) -> None:  # noqa: B027
-        """Free what the swap has replaced."""
+        """Free what the swap replaced."""
 
     @abstractmethod
     def drop(self) -> None:
         """Discard the staged version."""
 
     def release(self) -> None:  # noqa: B027
-        """Hold no memory in which chunks arrive: its connection closes."""
+        """Drop references to memory of the connection, which closes."""
 
 
 def second_instance_config(vllm_config: VllmConfig) -> VllmConfig:
-    """The configuration for another instance of the model: layers register by name in the compilation
-    config, where the runner looks up the live ones."""
+    """For another instance of the model: layers register by name in the compilation config, where the runner
+    looks up the live ones."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
@@ -87,7 +78,7 @@ def second_instance_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def outer_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the first and the last column, or the tensor itself if it has only one."""
+    """A view of the first and the last column; the tensor itself if it has one."""
     if tensor.dim() > 1 and tensor.shape[-1] > 1:
         return tensor[..., :: tensor.shape[-1] - 1]
     return tensor

@@ -1,10 +1,9 @@
 """What a swap on a CPU exchanges: the memory of parameters and buffers, and what vLLM made from the weights.
 
-The modules stay, so everything that refers to them or to their parameters sees the new version: the KV cache,
-the runner, the kernels of experts. Plain attributes that processing adds to a module (the function that holds
-packed weights, the halves of MLA's projection) or to its attention kernel (those halves, packed for AMX) are
-exchanged as references. They are found by comparing the live instance, before its first step, with one that
-was constructed and not loaded. Any other difference is a reason to refuse.
+Modules and parameters stay the same objects, which the KV cache, the runner and kernels refer to. Attributes
+that processing adds to a module (a function that holds packed weights, the halves of MLA's projection) or to
+its attention kernel (those halves, packed for AMX) are exchanged as references. They are found by comparing
+the live instance, before its first step, with one that was only constructed. Any other difference is refused.
 """
 
 from collections.abc import Collection, Iterator
@@ -32,7 +31,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attribute:
-    """Added by processing to a module or its attention kernel, and to their counterpart."""
+    """Of a module or its attention kernel, and of their counterpart."""
 
     live: Any
     twin: Any
@@ -55,11 +54,7 @@ class _Module:
 
 
 class Exchange:
-    """The live model and a second instance, module by module.
-
-    Args:
-        live: loaded and processed, and has not done a step.
-        shadow: constructed and not loaded.
+    """The live model, before its first step, and a second instance that was only constructed.
 
     Raises:
         ValueError: names the differences that a swap could not exchange.
@@ -83,13 +78,11 @@ class Exchange:
         self._attributes: list[_Attribute] = []
 
     def collect(self, untouched: Collection[str]) -> None:
-        """The second instance is loaded and processed: find what the swap exchanges.
-
-        Args:
-            untouched: the paths of modules that keep what they have.
+        """The second instance is loaded and processed: find what the swap exchanges. The modules at the paths
+        `untouched` keep what they have.
 
         Raises:
-            ValueError: names what does not fit. Nothing is exchanged.
+            ValueError: names what does not fit.
         """
         tensors: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
         attributes: list[_Attribute] = []
@@ -133,7 +126,6 @@ class Exchange:
 
 
 def _compared(path: str, live: torch.nn.Module, twin: torch.nn.Module, problems: list[str]) -> _Module:
-    """A module that was loaded and processed, and its counterpart that was only constructed."""
     lost = twin._parameters.keys() - live._parameters.keys()
     lost |= live._buffers.keys() ^ twin._buffers.keys()
     problems += [f"{path}.{name} is not in both" for name in sorted(lost)]

@@ -1,13 +1,9 @@
 """Staging on a CPU beside the live model: a second instance, loaded and packed while the engine decodes.
 
-    begin       an update starts
-    add         vLLM's own loaders fill the second instance; the first chunk gives its parameters memory
-    finalize    vLLM packs layer by layer; the engine decodes in between
-    swap        parameters and packed layers of the two are exchanged, inside the pause
-    retire      the former version is freed, beside the engine again
-
-Everything that takes time is done as vLLM does it at start-up, so the result is what a fresh engine loads.
-The second version has memory only during a round.
+add         vLLM's own loaders fill the second instance, which has memory only during a round
+finalize    vLLM packs it layer by layer, as at start-up, so the result is what a fresh engine loads
+swap        parameters and packed layers of the two are exchanged
+retire      the former version is freed
 """
 
 from collections.abc import Callable
@@ -30,15 +26,12 @@ from deployments.weights.wire.chunk_layout import Chunk
 
 @dataclass(slots=True, kw_only=True)
 class BlankParameter:
-    """One parameter, as the model's constructor made it.
-
-    Attributes:
-        places: its modules, with their path and its name there; several if weights are tied.
-    """
+    """One parameter, as the model's constructor made it."""
 
     parameter: torch.nn.Parameter
     shape: torch.Size
     stride: tuple[int, ...]
+    # Path, module and name there; several if weights are tied.
     places: list[tuple[str, torch.nn.Module, str]] = field(default_factory=list)
 
     @property
@@ -93,10 +86,10 @@ def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
 
 
 class CpuShadowStaging(Staging):
-    """Fills a second instance of the live model, and exchanges the two.
+    """Fills a second instance and exchanges it with the live model.
 
     Args:
-        model: loaded and processed, and has not done a step.
+        model: loaded and processed, before its first step.
         shadow: constructed and not loaded.
 
     Raises:
@@ -184,8 +177,7 @@ class CpuShadowStaging(Staging):
         return untouched, unfilled
 
     def _keep(self, blank: BlankParameter, path: str, name: str) -> list[str]:
-        """Copy a parameter of which nothing was loaded from the live model, for a module that got others.
-        Returns its name if it was packed there."""
+        """Copy what did not arrive from the live model; returns its name if it is packed there."""
         live = self._live.get_submodule(path)._parameters[name]
         if live is None or live.shape != blank.shape:
             return [f"{path}.{name}"]
@@ -194,12 +186,7 @@ class CpuShadowStaging(Staging):
 
 
 def cpu_shadow_staging(vllm_config: VllmConfig, model: torch.nn.Module) -> CpuShadowStaging:
-    """The staging of a loaded model. Called in the transfer engine's `__init__`: later the live layers have
-    what the runner adds to them.
-
-    Raises:
-        ValueError: it is not possible.
-    """
+    """Call it before the runner adds anything to the live layers. Raises ValueError if it is not possible."""
     try:
         check_cpu_support(vllm_config, model)
         dtype = vllm_config.model_config.dtype

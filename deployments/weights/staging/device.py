@@ -1,17 +1,15 @@
 """Staging on the device: a shadow of the live parameters, filled while the engine decodes.
 
-The shadow is a second instance of vLLM's own model, so its loaders (stacking, sharding over TP and EP,
-padding, quantization) treat the staged version as they did the live one. A swap copies tensor over tensor:
-addresses stay, and captured CUDA graphs stay valid. What the model does after loading decides how the shadow
-is filled:
+The shadow is a second instance of vLLM's own model, so vLLM's loaders treat the staged version as they did
+the live one. A swap copies tensor over tensor: addresses stay, and captured CUDA graphs stay valid. What the
+model does after loading decides how the shadow is filled:
 
-    direct      nothing: vLLM's loaders write into the shadow's parameters. Later rounds repeat the copies of
-                the first one without them (`load_plan`)
-    layerwise   weights are repacked or quantized (online fp8, MLA, some MoE kernels): vLLM's layerwise reload
-                collects a layer's tensors, processes them and copies the result over the shadow
+    direct      nothing: vLLM's loaders write into its parameters, and later rounds repeat the copies of the
+                first one without them (`load_plan`)
+    layerwise   weights are repacked or quantized (online fp8, MLA, some MoE kernels): by vLLM's layerwise
+                reload
 
-What a layer derives from its weights and keeps beside its parameters and buffers is swapped too, or the
-engine refuses to start (`derived`).
+What a layer derives from its weights is swapped too, or the engine refuses to start (`derived`).
 """
 
 from collections.abc import Callable, Iterable
@@ -39,10 +37,7 @@ from deployments.weights.wire.digest_definition import Findings
 
 
 class DeviceStaging(Staging):
-    """A shadow model on the device of `model`.
-
-    Built in the transfer engine's `__init__`: vLLM runs it after loading the weights and before it sizes the
-    KV cache, which gets the memory that the shadow leaves.
+    """Built in the transfer engine's `__init__`: after the weights are loaded, before the KV cache is sized.
 
     Raises:
         ValueError: the model cannot be staged on the device, or memory does not suffice.
@@ -105,8 +100,7 @@ class DeviceStaging(Staging):
         return unfilled
 
     def swap(self) -> None:
-        # Nothing waits for the copy: the next step is queued behind it, on the model's stream. If the device
-        # fails, the next step fails too.
+        # Nothing waits for the copy: the next step is queued behind it, and fails too if the device does.
         self._pairs.copy_to_live()
         self._derived.swap()
         self._live_written.record()
@@ -203,8 +197,8 @@ def _is_optional(name: str) -> bool:
 def checkpoint_tensors(
     vllm_config: VllmConfig, model: torch.nn.Module, path: str
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors of a directory by checkpoint name. As in vLLM's own reload, the model's configuration names
-    this directory from then on.
+    """The tensors of a directory by checkpoint name. The model's configuration names it from then on, as in
+    vLLM's reload.
 
     Raises:
         ValueError: the engine's load format has no files.

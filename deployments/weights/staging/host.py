@@ -1,8 +1,5 @@
 """Staging in host memory: the tensors wait there and are loaded inside the pause by vLLM's layerwise reload.
-
-The reload of this vLLM does not replace everything: `replacing_all` adds what it leaves out, `reload_refusal`
-names what cannot be added.
-"""
+`replacing_all` adds what the reload leaves out, `reload_refusal` names what cannot be added."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -25,8 +22,7 @@ from deployments.weights.staging.base import Staging, Tensors
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.chunk_layout import Chunk
 
-# Models whose `load_weights` copies into parameters itself. The layerwise reload does not see these copies,
-# and keeps the former weights.
+# Models whose `load_weights` copies into parameters itself, which the layerwise reload undoes.
 _COPYING = (
     "GptOssForCausalLM",
     "MiMoV2FlashForCausalLM",
@@ -37,11 +33,7 @@ _COPYING = (
 
 
 class HostStaging(Staging):
-    """The staged tensors by name, and the live model into which a swap loads them.
-
-    Raises:
-        ValueError: vLLM cannot replace this model's weights.
-    """
+    """Raises ValueError if vLLM cannot replace this model's weights."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
         if (refusal := _copying_refusal(model)) is not None:
@@ -64,14 +56,8 @@ class HostStaging(Staging):
         return lacking(self._model, self._tensors)
 
     def _check_tied(self) -> None:
-        """Check that output embeddings that vLLM has tied arrived equal to the input embeddings.
-
-        vLLM ties them if the configuration does, and the loaded checkpoint has both and equal. What is loaded
-        last would be both.
-
-        Raises:
-            ValueError: they differ.
-        """
+        """Raises ValueError if output embeddings that vLLM has tied, as the loaded checkpoint had both and
+        equal, differ from the input embeddings: the last one loaded would be both."""
         if not (_tied_heads(self._model) and self._model_config.word_embeddings_untied_by_checkpoint):
             return
         for name, head in self._tensors.items():
@@ -86,8 +72,7 @@ class HostStaging(Staging):
                 )
 
     def swap(self) -> None:
-        # Not a copy into the parameters: on a CPU linear weights are packed after loading, and only the
-        # reload packs them again.
+        # Not a copy into the parameters: on a CPU only the reload packs linear weights again.
         with replacing_all(self._model):
             initialize_layerwise_reload(self._model)
             self._model.load_weights(self._tensors.items())
@@ -109,7 +94,12 @@ def reload_refusal(model: torch.nn.Module) -> str | None:
 
 
 def _copying_refusal(model: torch.nn.Module) -> str | None:
-    if quantized := not_reloadable(model):
+    quantized = [
+        path
+        for path, projection in _amx_projections(model)
+        if not isinstance(projection.quant_method, UnquantizedLinearMethod)
+    ]
+    if quantized:
         return (
             f"vLLM's AMX kernels keep nothing that its reload could fill of {join_reasons(quantized)}, whose "
             "weights are quantized; 'engine.extra.attention_backend: CPU_MLA' does"
@@ -128,9 +118,7 @@ def replacing_all(model: torch.nn.Module) -> Iterator[None]:
     """Around vLLM's layerwise reload of a model: what a CPU packed of the former weights is packed again.
 
     vLLM packs experts only where it makes their kernel, which a reload keeps: it would read raw weights as
-    packed ones. It does not process tied output embeddings, as nothing is loaded into them. It drops MLA
-    weights that it packed for AMX. If the reload fails, the layers that it did not reach get their kernels
-    back.
+    packed ones. It does not process tied output embeddings, as nothing is loaded into them.
     """
     make_reloadable(model)
     found = (getattr(module, "quant_method", None) for module in model.modules())
@@ -151,7 +139,6 @@ def replacing_all(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _tied_heads(model: torch.nn.Module) -> list[ParallelLMHead]:
-    """The output embeddings whose weight is that of the input embeddings."""
     found = [
         module
         for module in model.modules()
@@ -167,28 +154,19 @@ def _tied_heads(model: torch.nn.Module) -> list[ParallelLMHead]:
 
 
 def make_reloadable(model: torch.nn.Module) -> None:
-    """Give the projections memory for a weight, which vLLM drops again once it is packed. Filled with NaN, so
-    that what is not loaded does not look like weights."""
+    """Give the projections memory for a weight, of NaN: what is not loaded must not look like weights."""
     for _, projection in _amx_projections(model):
         shape = (projection.output_size_per_partition, projection.input_size_per_partition)
         weight = torch.full(shape, torch.nan, dtype=projection.params_dtype)
         projection.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
-def not_reloadable(model: torch.nn.Module) -> list[str]:
-    """The paths of quantized projections: their scales are dropped as well, or packed."""
-    return [
-        path
-        for path, projection in _amx_projections(model)
-        if not isinstance(projection.quant_method, UnquantizedLinearMethod)
-    ]
-
-
 def lacking(model: torch.nn.Module, names: Collection[str]) -> list[str]:
-    """The projections' weights that are not among these checkpoint names, whose prefix may be another than
-    the model's own. A reload packs all layers again, so it needs each."""
+    """The projections' weights, all of which a reload needs, that are not among these checkpoint names. Their
+    prefix may be another than the model's own."""
     wanted = [f"{path}.weight" for path, _ in _amx_projections(model)]
-    return [each for each in wanted if not any(name.endswith(_from_its_layer(each)) for name in names)]
+    suffixes = {each: each[max(0, each.rfind("layers.")) :] for each in wanted}
+    return [each for each in wanted if not any(name.endswith(suffixes[each]) for name in names)]
 
 
 def _amx_projections(model: torch.nn.Module) -> Iterator[tuple[str, LinearBase]]:
@@ -196,7 +174,3 @@ def _amx_projections(model: torch.nn.Module) -> Iterator[tuple[str, LinearBase]]
     for module in model.modules():
         if isinstance(module, MLAAttention) and module.is_amx_bmm_enabled:
             yield paths[id(module.kv_b_proj)], module.kv_b_proj
-
-
-def _from_its_layer(name: str) -> str:
-    return name[max(0, name.rfind("layers.")) :]

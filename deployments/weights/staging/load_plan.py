@@ -60,7 +60,7 @@ class LoadPlans:
         return len(self._plans)
 
     def replay(self, received: ReceivedChunk) -> Findings | None:
-        """Load the chunk and inspect its tensors; None without doing anything if it has no plan."""
+        """Load the chunk and inspect its tensors; None if it has no plan."""
         plan = self._plans.get(received.chunk)
         if plan is None:
             return None
@@ -78,7 +78,7 @@ class LoadPlans:
 
     @contextmanager
     def record(self, chunk: Chunk, tensors: Tensors) -> Iterator[None]:
-        """Record the loader inside the block, which loads the chunk from these tensors."""
+        """Record the loader in the block, which loads the chunk from these tensors."""
         if chunk in self.refused:
             yield
             return
@@ -93,8 +93,8 @@ class LoadPlans:
         self._unconfirmed[chunk] = _Plan(recorder.copies, digests)
 
     def confirm(self, chunks: set[Chunk]) -> None:
-        """A round of these chunks is complete: confirm its plans where targets equal sources. Forgets all
-        other chunks: those of layouts that are no longer sent."""
+        """A round of these chunks is complete: confirm its plans where targets equal sources. Forgets other
+        chunks, whose layouts are no longer sent."""
         for chunk, plan in self._unconfirmed.items():
             found = [_digest(copy.target) for copy in plan.copies]
             if found and not torch.equal(torch.cat(found), torch.cat(plan.digests)):
@@ -107,7 +107,6 @@ class LoadPlans:
         self.refused = {chunk: why for chunk, why in self.refused.items() if chunk in chunks}
 
     def discard(self) -> None:
-        """The round was not completed."""
         self._unconfirmed = {}
 
     def refuse(self, chunks: set[Chunk]) -> None:

@@ -23,12 +23,7 @@ _FORMATS = {
 
 
 class NanPoison:
-    """The poison in a shadow's parameters. Integer parameters get none.
-
-    Args:
-        shadow: the addresses of its parameters must not change.
-        model: the live one, with the same names.
-    """
+    """The poison in a shadow's parameters, whose addresses must not change. Integers get none."""
 
     def __init__(self, shadow: torch.nn.Module, model: torch.nn.Module) -> None:
         live = dict(model.named_parameters())
@@ -60,7 +55,7 @@ class NanPoison:
             columns.fill_(float("nan"))
 
     def remaining(self) -> list[str]:
-        """The parameters in which poison is left; waits for what is queued."""
+        """The parameters that still have poison; waits for what is queued."""
         found = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._table.device)
         self._launch(found, SET=False)
         for index, columns in self._strided.items():
@@ -72,7 +67,7 @@ class NanPoison:
             _visit[(len(self._table),)](self._table, found, COUNT=ROWS, **mode)
 
     def restore_live(self, names: list[str]) -> None:
-        """Copy the live model's numbers to where these parameters are still NaN."""
+        """Replace NaN in these parameters with the live model's numbers."""
         for name in names:
             shadow, live = self._parameters[name]
             shadow.copy_(torch.where(shadow.isnan(), live, shadow))

@@ -62,34 +62,30 @@ def load_by_layers(shadow: torch.nn.Module, model_config: ModelConfig) -> None:
                 info.loaded_weights.append((name, inspect.signature(loader).bind(tensor, loaded)))
             else:
                 loaders.append((tensor, tensor.weight_loader))
-                tensor.weight_loader = _fill_parameter
-                info.loaded_weights.append((name, inspect.signature(_fill_parameter).bind(tensor)))
+                tensor.weight_loader = fill
+                info.loaded_weights.append((name, inspect.signature(fill).bind(tensor)))
             info.load_numel = _LOADED
     finalize_layerwise_reload(shadow, model_config)
     for tensor, loader in loaders:
         tensor.weight_loader = loader
 
 
-def _fill_parameter(param: torch.Tensor) -> None:
-    fill(param)
-
-
 @torch.no_grad()
-def fill(tensor: torch.Tensor) -> None:
-    """Fill with numbers eight times as large as vLLM's dummy weights: a scale derived from the largest must
-    differ too, even as a power of two. Integers of one byte are packed weights and may be anything; larger
-    ones may be indices and become zero."""
-    value = getattr(tensor, "dummy_weight_value", None)
-    generator = torch.Generator(tensor.device).manual_seed(_SEED)
+def fill(param: torch.Tensor) -> None:
+    """A weight loader. Fills with numbers eight times as large as vLLM's dummy weights: a scale derived from
+    the largest must differ too, even as a power of two. Integers of one byte are packed weights and may be
+    anything; larger ones may be indices and become zero."""
+    value = getattr(param, "dummy_weight_value", None)
+    generator = torch.Generator(param.device).manual_seed(_SEED)
     if value is not None:
-        tensor.fill_(value)  # vLLM refuses others
-    elif tensor.is_floating_point():
-        values = torch.empty(tensor.shape, dtype=torch.float16, device=tensor.device)
-        tensor.copy_(values.uniform_(1e-4, 8e-3, generator=generator))
-    elif tensor.itemsize == 1 and tensor.dtype != torch.bool:
-        tensor.random_(0, 100, generator=generator)
+        param.fill_(value)  # vLLM refuses others
+    elif param.is_floating_point():
+        values = torch.empty(param.shape, dtype=torch.float16, device=param.device)
+        param.copy_(values.uniform_(1e-4, 8e-3, generator=generator))
+    elif param.itemsize == 1 and param.dtype != torch.bool:
+        param.random_(0, 100, generator=generator)
     else:
-        tensor.zero_()
+        param.zero_()
 
 
 _RESERVE_BYTES = 1 << 30  # what loading needs beside the shadow itself
@@ -113,7 +109,7 @@ def check_support(vllm_config: VllmConfig, device: torch.device, model: torch.nn
 
 def check_memory(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
     """Raises ValueError, with the sizes in GiB, if a second copy of the weights does not fit."""
-    needed = _size_bytes(model)
+    needed = sum({t.data_ptr(): t.numel() * t.itemsize for _, t in named_tensors(model)}.values())
     free, total = torch.cuda.mem_get_info(device)
     fraction = vllm_config.cache_config.gpu_memory_utilization
     allowed = int(total * fraction) - needed
@@ -129,16 +125,9 @@ def check_memory(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shadow:
-    """A second instance.
-
-    Attributes:
-        layerwise: vLLM processes weights after loading them.
-        moving: what comes from the weights beside the parameters.
-    """
-
     model: torch.nn.Module
-    layerwise: bool
-    moving: Moving
+    layerwise: bool  # vLLM processes weights after loading them
+    moving: Moving  # what comes from the weights beside the parameters
 
 
 def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.Module) -> Shadow:
@@ -152,7 +141,7 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
     # vLLM ties embeddings where a checkpoint's two are equal. Those of a later version may differ.
     model_config.word_embeddings_untied_by_checkpoint = False
     before = observe(live)
-    # The first digest on a device builds tables that all later ones read: not in the memory that sleeps.
+    # The first digest on a device builds tables for all later ones: not in the memory that sleeps.
     digest_tensor([torch.zeros(1, device=device)])
     with (
         _memory_pool(model_config.enable_sleep_mode),
@@ -207,9 +196,8 @@ def _marked_memory() -> Iterator[None]:
 
 
 def _move_buffers(shadow: torch.nn.Module) -> None:
-    """Move all but the parameters out of the memory that sleeps, whose content is lost at level 2. No round
-    sends buffers (rotary tables, attention scales, maps of experts) and kernels' tensors, and vLLM saves only
-    the live model's buffers."""
+    """Move all but the parameters out of the memory that sleeps, whose content is lost at level 2: no round
+    sends it, and vLLM saves only the live model's buffers."""
     parameters = {id(parameter) for parameter in shadow.parameters()}
     for tensor in reachable(shadow).tensors.values():
         if id(tensor) not in parameters:
@@ -226,11 +214,6 @@ def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
         name: (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, digests.get(name))
         for name, tensor in parameters.items()
     } | {name: () for name, _ in model.named_buffers()}
-
-
-def _size_bytes(model: torch.nn.Module) -> int:
-    sizes = {tensor.data_ptr(): tensor.numel() * tensor.itemsize for _, tensor in named_tensors(model)}
-    return sum(sizes.values())
 
 
 @contextmanager

@@ -19,7 +19,7 @@ Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFindings:
-    """The result of inspecting one chunk of n tensors, still on the device."""
+    """Of one chunk of n tensors, still on the device."""
 
     names: Sequence[str]
     sent: torch.Tensor | None  # the publisher's digests, int64 [n]; None: it states none
@@ -28,7 +28,7 @@ class ChunkFindings:
 
 @dataclass(slots=True, kw_only=True)
 class StagedUpdate:
-    """An update while it arrives. Changed on the staging thread; other threads only call `report`."""
+    """Changed on the staging thread; other threads only call `report`."""
 
     from_files: bool = False
     offered: Offered = field(default_factory=dict)  # what arrived
@@ -60,33 +60,22 @@ class StagedUpdate:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the whole version has arrived and was compared."""
         return bool(self.digest)
 
     def has_all(self, schema: Schema | None, *, one_payload: bool) -> bool:
-        """Whether nothing more will arrive.
-
-        Args:
-            schema: of the model; None: not known.
-            one_payload: a version that is sent is one payload.
-        """
+        """Whether nothing more will arrive. `one_payload`: a version that is sent is one payload."""
         if schema is None:
             return one_payload and not self.from_files
         return not missing(schema, self.offered)
 
     def offer(self, tensors: Offered) -> None:
-        """Note what arrives.
-
-        Raises:
-            ValueError: a tensor arrived before: two publishers would be mixed into one version.
-        """
+        """Raises ValueError if a tensor arrived before: two publishers would be mixed into one version."""
         problems = repeated(self.offered, tensors)
         if problems:
             raise ValueError(join_reasons(problems))
         self.offered |= tensors
 
     def add(self, received: ReceivedChunk, found: Findings) -> None:
-        """A chunk was inspected; `compare_digests` compares it."""
         names = list(received.chunk.offered)
         self.pending.append(ChunkFindings(names=names, sent=received.sent, found=found))
         self.size_bytes += received.chunk.size_bytes
@@ -103,18 +92,13 @@ class StagedUpdate:
             self.fail(Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}")
 
     def fail(self, outcome: Outcome, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
-        """Nothing more of the update is staged."""
         self.missing_ranks = missing_ranks
         self.message = message  # first: a report that has the outcome has its message
         self.outcome = outcome
 
     def compare_digests(self) -> None:
-        """Compare the chunks since the last call with the publisher's digests. One read-back for all of them,
-        which also waits for the copies of the staging.
-
-        Raises:
-            ValueError: as `compare`.
-        """
+        """Compare the chunks since the last call, as `compare`. One read-back for all of them, which also
+        waits for the copies of the staging."""
         pending, self.pending = self.pending, []
         if not pending:
             return
@@ -133,11 +117,10 @@ class StagedUpdate:
         self.compared.append(found)
 
     def complete(self) -> None:
-        """All of the version arrived and was compared."""
         self.digest = version_digest(self.names, self._digests())
 
     def digests(self) -> dict[str, int]:
-        """The digests that were compared (unsigned 64-bit), by name."""
+        """Unsigned 64-bit, by name."""
         return dict(zip(self.names, self._digests().tolist(), strict=True))
 
     def _digests(self) -> Digests:
@@ -149,9 +132,9 @@ def compare(names: Sequence[str], sent: Digests, found: Digests, nonfinite: Dige
 
     Args:
         names: of n tensors.
-        sent: the publisher's digests, uint64 [n].
-        found: the digests of what arrived, uint64 [n].
-        nonfinite: not zero where a tensor holds NaN or infinity, uint64 [n].
+        sent: the publisher's digests, [n].
+        found: the digests of what arrived, [n].
+        nonfinite: not zero where a tensor holds NaN or infinity, [n].
 
     Raises:
         ValueError: names the tensors whose digests differ, or those that hold NaN or infinity.

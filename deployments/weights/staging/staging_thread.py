@@ -19,14 +19,8 @@ _POLL_S = 0.0001
 
 
 class Throttle:
-    """Delays between the chunks of an engine's payloads, on a GPU.
-
-    A chunk's cost is estimated from the fastest one so far, in seconds per byte: others also waited for their
-    sender. The first chunk of an engine compiles kernels and records loaders, and has no delay.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """Delays between chunks on a GPU. A chunk's cost is estimated from the fastest one so far, in seconds per
+    byte: others also waited for their sender. The engine's first chunk compiles kernels and has no delay."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -35,17 +29,12 @@ class Throttle:
         self._since = clock()
 
     def begin(self, share: float) -> None:
-        """A payload begins.
-
-        Args:
-            share: of the time that staging may take from the device, in (0, 1]; 1 means no delays.
-        """
+        """A payload begins. It may take this share of the device's time, in (0, 1]; 1 means no delays."""
         self._share = share
         self._since = self._clock()
 
     def delay_s(self, size_bytes: int) -> float:
-        """Seconds to wait after a chunk of this size that the device has finished. Time spent waiting for the
-        chunk counts as delay."""
+        """Seconds to wait after a chunk of this size, less the time spent waiting for it."""
         elapsed = self._clock() - self._since
         per_byte = elapsed / max(size_bytes, 1)
         if self._per_byte is None:
@@ -55,7 +44,7 @@ class Throttle:
         return max(0.0, self._per_byte * size_bytes / self._share - elapsed)
 
     def resume(self) -> None:
-        """The delay is over; the next chunk begins."""
+        """The next chunk begins."""
         self._since = self._clock()
 
 
@@ -80,18 +69,14 @@ class StagingThread:
             return work(*arguments)
 
     def run(self, work: Callable[..., None], *arguments: Any, limit_s: float) -> None:
-        """Run it after what was submitted before, and wait.
-
-        Raises:
-            RuntimeError: the thread hangs.
-        """
+        """Submit it and wait. Raises RuntimeError if the thread hangs."""
         try:
             self.submit(work, *arguments).result(limit_s)
         except FutureTimeoutError as error:
             raise RuntimeError(f"the staging thread did not finish within {limit_s:g} s") from error
 
     def renew(self) -> None:
-        """A new thread; the old one exits after its current work."""
+        """Start a new thread; the old one exits after its current work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._executor = self._new_executor()
 
@@ -102,13 +87,12 @@ class StagingThread:
 
     def _yield(self) -> None:
         """On a CPU: leave the cores to the threads that decode. Their parallel operations wait for the
-        slowest thread, so a fully shared core would cost twice its time."""
+        slowest, so a fully shared core would cost twice its time."""
         yield_to_others(NICE)
         set_num_threads(max(1, self._threads // 4))
 
 
 def wait_for(event: torch.Event) -> None:
-    """Wait for an event of a stream, without occupying a core."""
     # Not event.synchronize(): it spins, on a core and in the driver, beside the thread that decodes.
     while not event.query():
         time.sleep(_POLL_S)

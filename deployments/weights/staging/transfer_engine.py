@@ -1,13 +1,13 @@
 """The replica's half of every transport: receive while generating, check, swap between two steps.
 
-    start_weight_update     an update begins; live weights are not touched
-    update_weights          returns at once; the staging thread receives one payload
-    progress / verify       called by the replica, through the worker extension
-    finish_weight_update    the swap, inside a pause of the scheduler
-    drop                    discards the update
+    start_weight_update     vLLM's: an update begins
+    update_weights          vLLM's: returns at once; the staging thread receives one payload
+    progress / verify       the replica's, through the worker extension
+    finish_weight_update    vLLM's: the swap, inside a pause of the scheduler
+    drop                    the replica's: discards the update
 
-vLLM calls the first, second and fourth (`WeightTransferEngine`); a transport adds how a payload becomes
-chunks (`receive`). All that may wait for a peer runs on the staging thread, while the engine decodes.
+A transport adds how a payload becomes chunks (`receive`). All that may wait for a peer runs on the staging
+thread, while the engine decodes.
 """
 
 import time
@@ -80,7 +80,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             write_files=partial(copy_model_files, self.checkpoint),
             share=SHARE_OF_A_CORE if self.device.type == "cpu" else 1.0,
         )
-        # A replica that caught up may lack the hub's files: its stored version is complete too.
+        # A replica that caught up may lack the hub's files; its stored version is complete too.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
         self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
@@ -95,7 +95,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     @property
     def worker_index(self) -> int:
-        """This worker's index among all workers of its replica."""
+        """Among all workers of the replica."""
         parallel = self.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
@@ -126,14 +126,16 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def connected(self) -> ConnectState:
         """Whether the last `init_transfer_engine` has completed, and how."""
-        error = self._connecting.exception() if self._connecting.done() else None
-        outcome = Outcome.DONE if error is None else Outcome.REPLICA_FAILED
-        missing_ranks: tuple[int, ...] = ()
-        if isinstance(error, TransferFailed):
-            outcome, missing_ranks = Outcome.TRANSFER_FAILED, error.missing_ranks
-        message = str(error or "")
+        done = self._connecting.done()
+        error = self._connecting.exception() if done else None
+        if error is None:
+            return ConnectState(done=done, outcome=Outcome.DONE)
+        failed = isinstance(error, TransferFailed)
         return ConnectState(
-            done=self._connecting.done(), outcome=outcome, message=message, missing_ranks=missing_ranks
+            done=True,
+            outcome=Outcome.TRANSFER_FAILED if failed else Outcome.REPLICA_FAILED,
+            message=str(error),
+            missing_ranks=getattr(error, "missing_ranks", ()),
         )
 
     def receive_weights(self, update_info: Update) -> None:
@@ -146,12 +148,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def _begin(self, update: StagedUpdate) -> None:
         self._update, self._reading = update, None
-        if self._page is not None:  # the report of the former update would be taken for this one's
+        if self._page is not None:  # the former update's report would pass for this one's
             self._page.write(self.worker_index, None)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Not the base class's: torch.accelerator.synchronize() raises where there is no accelerator, and
-        # waits for the staging where there is one.
+        # Not the base class's: it calls torch.accelerator.synchronize(), which raises on a CPU and waits for
+        # the staging on a GPU.
         assert self._update is not None
         self._submit(self._update, self._stage_payload, partial(self._receive, update_info))
 
@@ -181,7 +183,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread.submit(self.staging.retire)
 
     def report_to(self, page: str) -> bool:
-        """Write progress to this `ProgressPage` from now on; False if it is on another host."""
+        """Write progress to this `ProgressPage`; False if it is on another host."""
         self._page = None
         try:
             self._page = ProgressPage.open(page)
@@ -194,11 +196,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return self._update.report()
 
     def verify(self) -> StagingState:
-        """Check that the staged version is complete and is the model's; the outcome says why it is not."""
+        """Check that the staged version is complete and is the model's."""
         update = self._update
         assert update is not None
         if update.outcome is Outcome.DONE and not update.is_complete:
-            self._core_share.begin(1.0)  # the engine waits: nothing decodes meanwhile
+            self._core_share.begin(1.0)  # nothing decodes meanwhile
             self._thread.run(update.run, partial(self._finalize, update), limit_s=VERIFY_S)
         return update.report()
 
@@ -248,16 +250,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
                 self._throttle.resume()
         update.compare_digests()
         if update.has_all(self.schema, one_payload=self.one_payload):
-            # Here and not in `verify`, for which the engine waits.
-            self._finalize(update)
+            self._finalize(update)  # not in `verify`, for which the engine waits
 
     def _rest(self, update: StagedUpdate) -> None:
-        """Between two units of work on a CPU.
-
-        Raises:
-            TransferFailed: the update was dropped; `drop` waits for this thread.
-        """
-        if update is not self._update:
+        """Between two units of work on a CPU."""
+        if update is not self._update:  # `drop` waits for this thread
             raise TransferFailed("the update was dropped")
         self._core_share.rest()
 
@@ -312,13 +309,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
 
 def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
-    """The staging that the engine is configured with.
-
-    Raises:
-        ValueError: it is not possible for this model.
-    """
-    # Not at the top: these load vLLM's layers. A trainer imports its transport's module too, and they took
-    # five seconds of its first publish.
+    """The configured staging. Raises ValueError if it is not possible for this model."""
+    # Not at the top: these load vLLM's layers, for five seconds, and a trainer imports its transport too.
     from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
     from deployments.weights.staging.host import HostStaging
 

@@ -1,5 +1,5 @@
-"""What a worker reports to its replica: as plain JSON types through vLLM's `collective_rpc`, or by a page of
-shared memory, which the replica reads without a call to the workers."""
+"""What a worker reports to its replica: JSON types through vLLM's `collective_rpc`, or a page of shared
+memory, read without a call to the workers."""
 
 import mmap
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class StagingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlanSummary:
-    """How much of a version a worker loads by recorded plans instead of vLLM's loaders."""
+    """How much of a version is loaded by recorded plans instead of vLLM's loaders."""
 
     chunks: int = 0  # that have a plan
     refused: tuple[str, ...] = ()  # why other chunks have none, each reason once
@@ -56,17 +56,12 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def to_wire(report: Any) -> dict[str, Any]:
-    """A report as JSON types."""
     encoded: dict[str, Any] = _adapter(type(report)).dump_python(report, mode="json")
     return encoded
 
 
 def from_wire(kind: type[T], encoded: Any) -> T:
-    """The inverse of `to_wire`.
-
-    Raises:
-        ValueError: not a report of this kind.
-    """
+    """Raises ValueError if it is not a report of this kind."""
     report: T = _adapter(kind).validate_python(encoded)
     return report
 
@@ -77,11 +72,8 @@ _MAX_MESSAGE = 2000  # characters; JSON takes up to six bytes for each
 
 
 class ProgressPage(SharedWords):
-    """The last report of each worker of a replica, by worker index.
-
-    A slot has a sequence number (odd while the slot is written), the report's length, and the report (JSON).
-    One process writes a slot and one reads it.
-    """
+    """The last report of each worker of a replica. A slot has a sequence number (odd while it is written),
+    the report's length, and the report as JSON; one process writes it and one reads it."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         super().__init__(mapping)
@@ -89,20 +81,15 @@ class ProgressPage(SharedWords):
 
     @classmethod
     def create(cls, workers: int) -> tuple[str, Self]:
-        """A new page without reports, and the name of its segment, which the caller removes.
-
-        Raises:
-            OSError: not enough shared memory.
-        """
+        """A new page, and the name of its segment, which the caller removes."""
         name, mapping = create_mapping(SLOT_BYTES * workers)
         return name, cls(mapping)
 
     def __len__(self) -> int:
-        """The number of workers."""
         return len(self._bytes) // SLOT_BYTES
 
     def write(self, index: int, state: StagingState | None) -> None:
-        """Write a worker's report; None erases it. A message that does not fit is shortened."""
+        """Write a worker's report, its message cut to fit; None erases it."""
         encoded = b""
         if state is not None:
             # A file name in an error may hold a lone surrogate, which UTF-8 cannot encode.
@@ -125,6 +112,6 @@ class ProgressPage(SharedWords):
         return state
 
     def _slot(self, index: int) -> tuple[int, int]:
-        """Where a slot begins, in words, and where its report begins, in bytes."""
+        """Where the slot begins, in words, and its report, in bytes."""
         offset = index * SLOT_BYTES
         return offset // self._words.itemsize, offset + _HEADER_BYTES

@@ -41,11 +41,9 @@ class Moving:
 
 
 def classify(live: Observation, first: Observation, second: Observation, *, layerwise: bool = True) -> Moving:
-    """Find what must follow the weights.
+    """Find what must follow the weights, from the live model, its shadow, and the shadow loaded again.
 
     Args:
-        first: of the shadow.
-        second: of the shadow, after it was loaded again.
         layerwise: rounds process weights after loading them.
 
     Raises:
@@ -106,11 +104,7 @@ def keep_constants(live: Observation, moving: Moving, device: torch.device) -> N
 
 
 class Derived:
-    """The swap of what `classify` found.
-
-    Args:
-        baked: compiled or captured code contains the live model's numbers.
-    """
+    """The swap of what `classify` found. `baked`: compiled or captured code contains the live numbers."""
 
     def __init__(
         self, model: torch.nn.Module, shadow: torch.nn.Module, moving: Moving, *, baked: bool
@@ -124,11 +118,7 @@ class Derived:
         self._changes: list[tuple[AccessPath, Number]] = []
 
     def collect(self) -> None:
-        """The shadow is filled: find what the swap brings along.
-
-        Raises:
-            ValueError: names what cannot follow.
-        """
+        """The shadow is filled: find what to swap. Raises ValueError, naming what cannot follow."""
         problems: list[str] = []
         self._copies, self._changes = [], []
         for path, live in self._live.items():
@@ -149,7 +139,6 @@ class Derived:
             raise ValueError(f"the model cannot take this version while it serves: {join_reasons(problems)}")
 
     def swap(self) -> None:
-        """Copy, on the current stream, and set the numbers."""
         for live, twin in self._copies:
             live.copy_(twin)
         for path, number in self._changes:
@@ -183,7 +172,7 @@ def _is_renewed(path: AccessPath, first: Observation, second: Observation) -> bo
 
 
 def _holds_addresses(path: AccessPath, live: Observation) -> bool:
-    """Whether it is an integer, or a tensor of integers, as large as an address (of packed weights)."""
+    """Whether an integer is as large as an address (of packed weights)."""
     content = live.tensors.get(path)
     if content is not None:
         tensor = content.object()

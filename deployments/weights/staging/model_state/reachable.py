@@ -63,16 +63,11 @@ AccessPath = tuple[Attribute | Item, ...]
 
 
 def path_name(path: AccessPath) -> str:
-    """The path as Python would write it."""
     return "".join(map(str, path)).lstrip(".")
 
 
 def resolve(root: Any, path: AccessPath) -> Any:
-    """What is at the path.
-
-    Raises:
-        LookupError: nothing is, in this instance.
-    """
+    """What is at the path. Raises LookupError if nothing is."""
     found = root
     for step in path:
         try:
@@ -83,11 +78,7 @@ def resolve(root: Any, path: AccessPath) -> Any:
 
 
 def tensor_at(root: Any, path: AccessPath) -> torch.Tensor:
-    """The tensor at the path, detached, or numpy's array as one.
-
-    Raises:
-        LookupError: nothing is there, or something else.
-    """
+    """The tensor at the path, detached, or numpy's array as one. Raises LookupError if there is none."""
     found = resolve(root, path)
     if isinstance(found, np.ndarray):
         return torch.from_numpy(found)
@@ -97,11 +88,7 @@ def tensor_at(root: Any, path: AccessPath) -> torch.Tensor:
 
 
 def assign(root: Any, path: AccessPath, value: Any) -> None:
-    """Replace what is at the path.
-
-    Raises:
-        TypeError: its owner cannot be changed (a tuple, a frozen dataclass).
-    """
+    """Replace what is at the path. Raises TypeError if its owner is immutable."""
     owner = resolve(root, path[:-1])
     try:
         path[-1].set(owner, value)
@@ -111,22 +98,21 @@ def assign(root: Any, path: AccessPath, value: Any) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Reachable:
-    """What a model reaches, each thing once, by the first path to it.
+    """What a model reaches, each thing once, by the first path to it."""
 
-    Attributes:
-        tensors: with memory, and not empty.
-        numbers: Python's and numpy's.
-        closed: objects of compiled libraries that may hold tensors out of sight.
-    """
-
-    tensors: dict[AccessPath, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[AccessPath, torch.Tensor] = field(default_factory=dict)  # with memory, and not empty
     numbers: dict[AccessPath, Number] = field(default_factory=dict)
+    # Objects of compiled libraries that may hold tensors out of sight.
     closed: dict[AccessPath, str] = field(default_factory=dict)
 
 
-# Never holders of weights: code, and what runs it.
-_CODE = (type, types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType)
+# Never holders of weights.
 _LEAVES = (
+    type,
+    types.ModuleType,
+    types.CodeType,
+    types.BuiltinFunctionType,
+    types.GeneratorType,
     str,
     bytes,
     bytearray,
@@ -139,8 +125,7 @@ _LEAVES = (
 )
 # Attributes that no forward pass reads: torch.compile's own numbering, and what fills a parameter.
 _NOT_COMPUTED_WITH = ("_torchdynamo", "weight_loader")
-# Packages whose objects describe or connect: their buffers hold nothing from a checkpoint, and vLLM's
-# configurations refer to the layers of every model of the process.
+# Their objects hold nothing from a checkpoint; vLLM's configurations refer to the layers of every model.
 _OTHER = (
     "vllm.config",
     "vllm.distributed",
@@ -171,7 +156,7 @@ def reachable(model: torch.nn.Module) -> Reachable:
             path, value = waiting.pop()
             if isinstance(value, Number | np.generic):
                 found.numbers[path] = value.item() if isinstance(value, np.generic) else value
-            elif value is not None and not isinstance(value, _CODE + _LEAVES) and id(value) not in seen:
+            elif value is not None and not isinstance(value, _LEAVES) and id(value) not in seen:
                 seen[id(value)] = value
                 waiting += _visit(path, value, found)
     return found

@@ -1,6 +1,8 @@
 """What a model derives from its weights is swapped with them, or refused by its name."""
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,16 +11,121 @@ import torch
 from deployments.weights.staging.model_state.derived import Derived, Moving, classify, keep_constants
 from deployments.weights.staging.model_state.observation import changed_tensors, observe
 from deployments.weights.staging.model_state.pairs import pair
-from tests.deployments.weights.staging.model_state.hiding_models import (
-    HIDING,
-    Model,
-    as_a_float,
+
+Hide = Callable[[Any, torch.Tensor], None]
+
+
+class Layer(torch.nn.Module):
+    """A weight and whatever `hide` derives from it. Loading derives again."""
+
+    def __init__(self, hide: Hide, seed: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+        self.hide = hide
+        self.load(seed)
+
+    def load(self, seed: int) -> None:
+        self.weight.data.copy_(torch.rand(4, 6, generator=torch.Generator().manual_seed(seed)))
+        self.hide(self, self.weight.data)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, hide: Hide, seed: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer(hide, seed), Layer(hide, seed + 100)])
+
+    def load(self, seed: int) -> None:
+        for index, layer in enumerate(self.layers):
+            layer.load(seed + 100 * index)  # type: ignore[operator]
+
+
+class Wrapped:
+    """As a kernel library wraps a tensor: no subclass, and no attribute of a module."""
+
+    __slots__ = ("storage",)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.storage = SimpleNamespace(data=data)
+
+
+class Kernel:
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = scale
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def as_attribute(layer: Any, weight: torch.Tensor) -> None:
+    layer.transposed = weight.t().contiguous()
+
+
+def in_containers(layer: Any, weight: torch.Tensor) -> None:
+    layer.config = {"w": [(weight * 2,)], ("a", 1): weight * 3}
+
+
+def wrapped(layer: Any, weight: torch.Tensor) -> None:
+    layer.__dict__.pop("w13", None)
+    layer.w13 = Wrapped(weight * 2)
+
+
+def in_a_quantization_method(layer: Any, weight: torch.Tensor) -> None:
+    layer.quant_method = SimpleNamespace(precision=Wrapped(weight * 2), kernel=Kernel(weight.sum(1)))
+
+
+def in_a_closure(layer: Any, weight: torch.Tensor) -> None:
+    packed = weight.t().contiguous()
+    layer.linear = lambda x: x @ packed
+
+
+def in_a_partial(layer: Any, weight: torch.Tensor) -> None:
+    layer.linear = functools.partial(torch.mm, mat2=weight.t().contiguous())
+
+
+def behind_a_method(layer: Any, weight: torch.Tensor) -> None:
+    layer.run = Kernel(weight.sum(1)).apply
+
+
+def in_a_module_outside_the_tree(layer: Any, weight: torch.Tensor) -> None:
+    inner = torch.nn.Linear(6, 4, bias=False)
+    inner.weight.data.copy_(weight * 2)
+    layer.others = (inner,)
+
+
+def on_a_parameter(layer: Any, weight: torch.Tensor) -> None:
+    layer.weight.scale = weight.amax(1)
+
+
+def in_numpy(layer: Any, weight: torch.Tensor) -> None:
+    layer.table_of_scales = weight.sum(1).double().numpy() + 1
+
+
+def as_a_float(layer: Any, weight: torch.Tensor) -> None:
+    layer._k_scale_float = float(weight.max())
+
+
+def as_a_whole_number(layer: Any, weight: torch.Tensor) -> None:
+    layer.holder = {"largest": int(weight.max() * 1e6)}
+
+
+HIDING = [
     as_attribute,
+    in_containers,
     wrapped,
-)
+    in_a_quantization_method,
+    in_a_closure,
+    in_a_partial,
+    behind_a_method,
+    in_a_module_outside_the_tree,
+    on_a_parameter,
+    in_numpy,
+    as_a_float,
+    as_a_whole_number,
+]
 
 
-def prepared(hide: Callable[[Any, torch.Tensor], None]) -> tuple[Model, Model, Moving]:
+def prepared(hide: Hide) -> tuple[Model, Model, Moving]:
     """The live model with seed 1, its shadow, and what follows."""
     live = Model(hide, 1)
     before = observe(live)
@@ -29,7 +136,7 @@ def prepared(hide: Callable[[Any, torch.Tensor], None]) -> tuple[Model, Model, M
 
 
 @pytest.mark.parametrize("hide", HIDING, ids=lambda hide: hide.__name__)
-def test_a_swap_brings_along_what_is_hidden(hide: Callable[[Any, torch.Tensor], None]) -> None:
+def test_a_swap_brings_along_what_is_hidden(hide: Hide) -> None:
     live, shadow, moving = prepared(hide)
     pairs = pair(live, shadow)
     derived = Derived(live, shadow, moving, baked=False)
@@ -83,87 +190,78 @@ def test_a_constant_survives_the_loss_of_the_memory_that_it_was_loaded_into() ->
     assert layer.derived.data_ptr() == derived_at, "what a round replaces may be lost, and may be large"
 
 
-def refusal(hide: Callable[[Any, torch.Tensor], None]) -> str:
-    with pytest.raises(
-        ValueError, match=r"^staging 'device' is not possible: .*; use 'host' or 'none'$"
-    ) as error:
-        prepared(hide)
-    return str(error.value)
+def only_initially(layer: Any, weight: torch.Tensor) -> None:
+    layer.__dict__.setdefault("fused", weight * 2)
 
 
-def test_what_only_the_initial_load_derives_is_refused_by_name() -> None:
-    def hide(layer: Any, weight: torch.Tensor) -> None:
-        layer.__dict__.setdefault("fused", weight * 2)
-        layer.__dict__.setdefault("scale", float(weight.max()))
-
-    message = refusal(hide)
-    assert "'layers.0.fused' comes from the weights, and loading does not renew it" in message
-    assert "'layers.0.scale' comes from the weights" in message
+def a_number_only_initially(layer: Any, weight: torch.Tensor) -> None:
+    layer.__dict__.setdefault("scale", float(weight.max()))
 
 
-def test_a_parameter_that_loading_does_not_renew_is_refused_by_name() -> None:
-    def hide(layer: Any, weight: torch.Tensor) -> None:
-        if "fused" not in layer._parameters:
-            layer.fused = torch.nn.Parameter(weight * 2, requires_grad=False)
-
-    assert "'layers.0.fused' comes from the weights, and loading does not renew it" in refusal(hide)
+def a_parameter_only_initially(layer: Any, weight: torch.Tensor) -> None:
+    if "fused" not in layer._parameters:
+        layer.fused = torch.nn.Parameter(weight * 2, requires_grad=False)
 
 
-def test_what_a_second_instance_does_not_have_is_refused_by_name() -> None:
-    instances: list[Any] = []
-
-    def hide(layer: Any, weight: torch.Tensor) -> None:
-        instances.append(layer)
-        if len(instances) == 1:
-            layer.extra = weight * 2
-
-    assert "'layers.0.extra' is a tensor that it does not have" in refusal(hide)
+def in_the_first_instance_alone(layer: Any, weight: torch.Tensor, instances: list[Any]) -> None:
+    instances.append(layer)
+    if len(instances) == 1:
+        layer.extra = weight * 2
 
 
-def test_another_layout_is_refused_with_both() -> None:
-    sizes = iter(range(1, 100))
-
-    def hide(layer: Any, weight: torch.Tensor) -> None:
-        layer.packed = weight.flatten()[: next(sizes)].clone()
-
-    assert "'layers.0.packed' is torch.float32 [1] (1,) on cpu and there torch.float32 [5]" in refusal(hide)
+def of_another_size(layer: Any, weight: torch.Tensor, instances: list[Any]) -> None:
+    instances.append(layer)
+    layer.packed = weight.flatten()[: len(instances)].clone()
 
 
-def test_addresses_are_refused_because_a_copy_would_lead_to_the_shadow() -> None:
-    def hide(layer: Any, weight: torch.Tensor) -> None:
-        layer.packed = weight.clone()
-        layer.handler = torch.tensor(layer.packed.data_ptr())
-
-    assert "'layers.0.handler' holds addresses" in refusal(hide)
+def an_address(layer: Any, weight: torch.Tensor) -> None:
+    layer.packed = weight.clone()
+    layer.handler = torch.tensor(layer.packed.data_ptr())
 
 
-def test_an_element_of_a_set_is_refused() -> None:
-    def hide(layer: Any, weight: torch.Tensor) -> None:
-        layer.scales = {weight * 2}
-
-    message = refusal(hide)
-    assert "'layers.0.scales[Ellipsis]' is in a set, which has no order" in message
+def in_a_set(layer: Any, weight: torch.Tensor) -> None:
+    layer.scales = {weight * 2}
 
 
-def test_memory_that_nobody_can_look_into_is_refused() -> None:
-    def hide(layer: Any, weight: torch.Tensor) -> None:
-        layer.raw = weight.clone().untyped_storage()
-
-    assert "'layers.0.raw' is a torch.storage.UntypedStorage, which may hold tensors" in refusal(hide)
+def in_a_storage(layer: Any, weight: torch.Tensor) -> None:
+    layer.raw = weight.clone().untyped_storage()
 
 
 SHARED = torch.zeros(3)
 
 
-def test_a_tensor_of_both_that_loading_changes_is_refused() -> None:
-    def hide(layer: Any, weight: torch.Tensor) -> None:
-        SHARED.add_(1)
-        layer.shared = SHARED
-
-    assert "'layers.0.shared' is one tensor of both, and loading changes it" in refusal(hide)
+def in_both_instances(layer: Any, weight: torch.Tensor) -> None:
+    SHARED.add_(1)
+    layer.shared = SHARED
 
 
-def collected(hide: Callable[[Any, torch.Tensor], None], *, baked: bool) -> str:
+@pytest.mark.parametrize(
+    ("hide", "message"),
+    [
+        (only_initially, "'layers.0.fused' comes from the weights, and loading does not renew it"),
+        (a_number_only_initially, "'layers.0.scale' comes from the weights"),
+        (
+            a_parameter_only_initially,
+            "'layers.0.fused' comes from the weights, and loading does not renew it",
+        ),
+        (in_the_first_instance_alone, "'layers.0.extra' is a tensor that it does not have"),
+        (of_another_size, "'layers.0.packed' is torch.float32 [1] (1,) on cpu and there torch.float32 [5]"),
+        (an_address, "'layers.0.handler' holds addresses"),
+        (in_a_set, "'layers.0.scales[Ellipsis]' is in a set, which has no order"),
+        (in_a_storage, "'layers.0.raw' is a torch.storage.UntypedStorage, which may hold tensors"),
+        (in_both_instances, "'layers.0.shared' is one tensor of both, and loading changes it"),
+    ],
+)
+def test_what_cannot_follow_the_weights_is_refused_by_name(hide: Any, message: str) -> None:
+    if hide in (in_the_first_instance_alone, of_another_size):
+        hide = functools.partial(hide, instances=[])
+    pattern = r"^staging 'device' is not possible: .*; use 'host' or 'none'$"
+    with pytest.raises(ValueError, match=pattern) as error:
+        prepared(hide)
+    assert message in str(error.value)
+
+
+def collected(hide: Hide, *, baked: bool) -> str:
     live, shadow, moving = prepared(hide)
     derived = Derived(live, shadow, moving, baked=baked)
     before = observe(live).numbers
