@@ -1,6 +1,6 @@
 """Publishes the weights of a trainer of your own to a running fleet.
 
-The bytes go over one of Slipstream's transports, everything else over vLLM's RL routes and vLLM's own client.
+Bytes travel over one of Slipstream's transports, everything else over vLLM's RL routes with vLLM's client.
 """
 
 import socket
@@ -30,22 +30,22 @@ class Publisher:
                 train(model, batch)
                 print(publisher.publish().version)
 
-    The fleet runs without a trainer deployment. While requests run, each replica receives and checks the
-    tensors; then all swap, or none.
+    The fleet runs without a trainer deployment. Replicas receive and check the tensors while requests run;
+    then all swap, or none.
 
     Args:
-        url: of the fleet.
+        url: the fleet's.
         model: a transformers model; each `publish` reads its current parameters.
-        checkpoint: the directory that the fleet serves. Tensors in it that `model` does not have, such as a
-            vision tower, are sent as they are there. None: `model` has every tensor of the checkpoint.
+        checkpoint: the directory that the fleet serves. Tensors in it that `model` lacks, such as a vision
+            tower, are sent as they are there. None: `model` has every tensor of the checkpoint.
         transport: `shm` or `gloo` for a fleet on CPUs; `slipstream_ipc` or `slipstream_nccl` on GPUs;
             vLLM's own `ipc` and `nccl`. As the fleet's `weights.transport`.
         token: the fleet's; None: it has none.
-        address: of this host, as the replicas reach it.
-        timeout_s: of each call to the fleet.
+        address: this host's, as replicas reach it.
+        timeout_s: for each call to the fleet.
 
     Raises:
-        FleetError: the fleet refuses, or does not answer.
+        FleetError: the fleet refuses, or does not respond.
         RuntimeError: the fleet refuses a call of vLLM's client; the text has the status and the reason.
         ValueError: no such transport, or a module is trained in part.
     """
@@ -84,18 +84,18 @@ class Publisher:
         self.close()
 
     def publish(self) -> RoundReport:
-        """Make the model's parameters the fleet's next version; returns what the fleet reports of the round.
+        """Make the model's parameters the fleet's next version; returns the round's report.
 
         Raises:
-            FleetError: the fleet does not answer.
-            RuntimeError: the fleet refused, and serves the version of before.
+            FleetError: the fleet does not respond.
+            RuntimeError: the fleet refused, and keeps its version.
         """
         self._source.begin()
         self._engine.send_weights()
         return self._fleet.send(calls.rounds())[-1]
 
     def close(self) -> None:
-        """Disconnect the replicas, and free what this end holds."""
+        """Disconnect the replicas and free this end's resources."""
         try:
             self._fleet.send(calls.disconnect())
         finally:
@@ -104,7 +104,7 @@ class Publisher:
 
 
 def whole_source(model: PreTrainedModel, checkpoint: Path | None) -> ParameterSource:
-    """Every tensor of a checkpoint: the model's own, and what it lacks from the directory."""
+    """Every tensor of a checkpoint: the model's own, and the others from the directory."""
     if checkpoint is None:
         return ParameterSource(model)
     base = BaseCheckpoint(checkpoint)
@@ -114,7 +114,7 @@ def whole_source(model: PreTrainedModel, checkpoint: Path | None) -> ParameterSo
 
 
 class _TokenClient(HTTPVLLMWeightSyncClient):
-    """vLLM's client, with the fleet's token: vLLM's own knows none."""
+    """vLLM's client, which cannot send a token, with the fleet's token."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
         address, password = without_credentials(url)

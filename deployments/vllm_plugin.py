@@ -1,8 +1,7 @@
-"""vLLM's plugin entry point: registers the transports in every process that vLLM spawns, and installs the
-commit in its engine cores and what seeds need on a CPU.
+"""vLLM's plugin (entry point group `vllm.general_plugins`): registers the transports in every process.
 
-vLLM's workers are spawned, so an engine registered only in the parent does not exist in them; the
-entry point group `vllm.general_plugins` is loaded everywhere.
+vLLM spawns its workers, so an engine that is registered only in the parent does not exist in them. Also
+installs the commit in engine cores, and what seeds need on a CPU.
 """
 
 from deployments.host.parent_death import follow_owner
@@ -11,10 +10,7 @@ from deployments.weights.transports.registry import TRANSPORTS
 
 
 def register() -> None:
-    """Register both halves of every transport, and receivers of vLLM's own wire.
-
-    vLLM calls this more than once in a process.
-    """
+    """Register both halves of every transport, and receivers of vLLM's own wire. May run more than once."""
     follow_owner()
     engine_core.install()
     cpu_seeds.install()

@@ -1,5 +1,5 @@
-"""The number of GPUs that a configuration needs, compared with those that there are before anything starts:
-the machine's by the launcher, the Ray cluster's where Serve builds the application.
+"""How many GPUs a configuration needs, checked before anything starts: against the machine's by the launcher,
+against the Ray cluster's where Serve builds the application.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray cluster") -> None:
-    """Compare the GPUs that a configuration needs with those that there are.
+    """Compare the GPUs that a configuration needs with those that exist.
 
     Args:
         hosts: the number of GPUs of each host.
-        of: what has them, for a sentence.
+        of: their owner, for a sentence.
 
     Raises:
-        ConfigError: all hosts together, or the largest one, have too few, or Ray may place a replica on one
+        ConfigError: all hosts together or the largest one have too few, or Ray may place a replica on one
             that the transport does not reach.
     """
     if config.device is not Device.CUDA:
@@ -51,13 +51,13 @@ def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray clust
 
 
 def _needs_one_host(config: AppConfig) -> bool:
-    """Whether trainer and replicas must be on one host, and only a cluster of one host sees to it."""
+    """Whether trainer and replicas must share a host, which only a cluster of one host ensures."""
     together = config.weights.transport_record.same_gpu is SameGpu.POSSIBLE
     return together and config.trainer is not None and config.placement is Placement.SEPARATE
 
 
 def total_gpus(config: AppConfig) -> int:
-    """GPUs of the fleet; a GPU that is shared counts once."""
+    """GPUs of the fleet; a shared GPU counts once."""
     engine = config.engine
     ranks = engine.first_replicas * engine.world_size
     if config.placement is Placement.COLOCATED:
@@ -66,7 +66,7 @@ def total_gpus(config: AppConfig) -> int:
 
 
 def replica_gpus(config: AppConfig) -> float:
-    """GPUs that Ray reserves for a replica. Colocated: none, it takes a slot."""
+    """GPUs that Ray reserves for a replica; none if colocated, as it takes a slot."""
     if config.device is Device.CPU or config.placement is Placement.COLOCATED:
         return 0.0
     return config.engine.gpus_per_rank * config.engine.world_size
@@ -81,17 +81,14 @@ def trainer_gpus(config: AppConfig) -> float:
 
 
 def gpus_on_one_host(config: AppConfig) -> int:
-    """GPUs that must be on the same host: those of a replica, or of all replicas with a colocated trainer."""
+    """GPUs that must be on one host: a replica's, or with a colocated trainer those of all replicas."""
     engine = config.engine
     together = engine.first_replicas if config.placement is Placement.COLOCATED else 1
     return together * engine.world_size
 
 
 def slot_plan(config: AppConfig) -> SlotPlan | None:
-    """The slots of a colocated fleet; None if it is not colocated.
-
-    Their name is made from the state directory, because every fleet has its own.
-    """
+    """The slots of a colocated fleet, named after its state directory; None if it is not colocated."""
     if config.placement is not Placement.COLOCATED or config.trainer is None:
         return None
     from deployments.serve.placement import SlotPlan  # loads Ray, which the launcher does without

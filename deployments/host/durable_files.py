@@ -1,4 +1,4 @@
-"""Files and directories that are complete whenever they have their name, also after a crash of the host.
+"""Files and directories that are complete once they have their name, also after a crash of the host.
 
 They are written under another name, synced and renamed.
 """
@@ -12,13 +12,13 @@ from pathlib import Path
 
 @contextmanager
 def replacing(final: Path, partial: Path | None = None) -> Iterator[Path]:
-    """Where to write a file or a directory, which gets its name, durably, when the block ends.
+    """Yields a path to write a file or directory to; renames it, durably, when the block ends.
 
     Args:
-        partial: the name until then, where several processes may write the same; None: `.NAME.partial`.
+        partial: the name until then, if several processes may write the same; None: `.NAME.partial`.
 
     Raises:
-        OSError: it cannot be written. What had the name before stays.
+        OSError: it cannot be written. An older file of that name stays.
     """
     aside = final.with_name(f".{final.name}.partial") if partial is None else partial
     try:
@@ -29,9 +29,9 @@ def replacing(final: Path, partial: Path | None = None) -> Iterator[Path]:
         if aside.is_file():
             sync(aside)
         rename(aside, final)
-    except BaseException:  # whatever ends the block, what it wrote is incomplete
+    except BaseException:  # after any error the content is incomplete
         with suppress(OSError):
-            aside.unlink()  # it may be what fills the disk
+            aside.unlink()  # it may have filled the disk
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
@@ -43,7 +43,7 @@ def rename(path: Path, final: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """What a file has, or which names a directory has."""
+    """Sync a file's content, or a directory's names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""The logger that all deployments share: Serve's.
+"""Serve's logger, which all deployments share.
 
-Serve logs every exception of a method as "Request failed." with a stack trace. A `SlipstreamError` is an
-answer to the caller and not a fault, so a filter reduces it to one line.
+Serve logs every exception of a method with a stack trace. A `SlipstreamError` is a response to the caller and
+not a fault, so a filter reduces it to one line.
 """
 
 import logging
@@ -21,10 +21,10 @@ def serve_logger() -> logging.Logger:
 
 @contextmanager
 def kept_log_file() -> Iterator[None]:
-    """Keep Serve's log file connected while somebody configures logging, as vLLM does for an engine.
+    """Keep Serve's log file connected while vLLM configures logging for an engine.
 
-    `logging.config` closes every handler that exists, and Serve's lines go nowhere from then on. A Serve
-    controller that restarts asks each replica for its log file, and replaces those that have none.
+    `logging.config` closes every existing handler, so Serve's lines would be lost. A restarting Serve
+    controller asks each replica for its log file, and replaces those that have none.
     """
     handlers = [each for each in logging.getLogger("ray.serve").handlers if isinstance(each, MemoryHandler)]
     files = [handler.target for handler in handlers]
@@ -33,7 +33,7 @@ def kept_log_file() -> Iterator[None]:
     finally:
         for handler, file in zip(handlers, files, strict=True):
             if file is not None:
-                handler.setTarget(file)  # which opens again with the next line
+                handler.setTarget(file)  # reopened by the next line
 
 
 def _shorten_answers(record: logging.LogRecord) -> bool:

@@ -1,9 +1,8 @@
-"""An engine's processes end with the replica that started them, however it ended, and leave no names behind.
+"""An engine's processes exit with the replica that started them, and leave no names behind.
 
-vLLM's engine core does not notice that its front end was killed: it would hold its memory, and the GPU,
-forever. Its processes would leave what they have named outside of themselves: segments and semaphores in
-/dev/shm, sockets in /tmp. Names of the replica's own (`deployments.host.shared_memory`) let its
-successor tell them from those of others.
+vLLM's engine core does not notice that its front end was killed: it would hold its memory and the GPU, and
+its segments and semaphores in /dev/shm and sockets in /tmp would stay. Names of the replica's own
+(`deployments.host.shared_memory`) let a successor tell them from those of others.
 """
 
 import multiprocessing
@@ -20,9 +19,9 @@ _RANDOM_DIGITS = 16
 
 
 def own_engine() -> None:
-    """Called by a replica: the processes that vLLM spawns from here on are its own, and what they name.
+    """Called by a replica: owns the processes that vLLM spawns from here on, and their names.
 
-    Removes what was left by replicas that are gone.
+    Removes names of replicas that are gone.
     """
     remove_orphans()
     os.environ[OWNER] = owner().id
@@ -34,7 +33,7 @@ def own_engine() -> None:
 
 
 def disown_engine() -> None:
-    """Called by a replica whose engine has ended: removes what was named."""
+    """Called by a replica whose engine has stopped: removes its names."""
     sockets = os.environ.get(_SOCKETS, "")
     if OWNER in os.environ and sockets.startswith(f"{DIRECTORY}/{PREFIX}-{os.environ[OWNER]}"):
         del os.environ[_SOCKETS]
@@ -45,7 +44,7 @@ def disown_engine() -> None:
 def follow_owner() -> None:
     """Called in every process that vLLM starts; does nothing unless a replica owns it.
 
-    multiprocessing keeps a pipe from each process to its children, for them to wait on.
+    Waits on the pipe that multiprocessing keeps from each process to its children.
     """
     parent = multiprocessing.parent_process()
     if OWNER not in os.environ or parent is None:
@@ -55,7 +54,7 @@ def follow_owner() -> None:
 
 
 def _use_names_of(owner_id: str) -> None:
-    """Python's own names of segments (`psm_...`) and semaphores (`mp-...`) say nothing of who made them."""
+    """Python's own names of segments (`psm_...`) and semaphores (`mp-...`) do not tell their owner."""
     process: Any = multiprocessing.current_process()
     process._config["semprefix"] = f"/{PREFIX}-{owner_id}-mp"  # spawned processes inherit it
     names: Any = shared_memory

@@ -14,18 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-# Who owns a name in shared memory: the process that holds a lock, which the kernel releases when it ends.
+# The owner of a name in shared memory is the process that holds a lock, which the kernel releases when it
+# exits. Process ids do not suffice: containers with their own may share /dev/shm, and ids are reused.
 #
-# A process id says nothing across containers that share /dev/shm, and numbers are used again. So each process
-# that creates names has a file there with a lock on it, and its names contain the file's:
-#
-#     slipstream-<owner>-owner        the locked file: the process, and the namespace that numbered it
+#     slipstream-<owner>-owner        the locked file; contains the process id and its namespace
 #     slipstream-<owner>-<...>        segments and directories
 #     sem.slipstream-<owner>-<...>    semaphores
 #
-# If the lock can be taken, the owner is gone, however it ended, and whoever takes it removes the names. What
-# torch and CUDA have left of it has its number alone: it is removed where numbers mean the same, if no
-# process has this one.
+# A process that can take the lock knows that the owner is gone, and removes its names. Files that torch and
+# CUDA leave contain only the process id: they are removed in the same namespace, if no process has this id.
 
 DIRECTORY = Path("/dev/shm")
 PREFIX = "slipstream"
@@ -34,16 +31,16 @@ _PROCESS = re.compile(r"(?P<namespace>\S+) (?P<pid>\d{1,7})")
 
 
 class Owner:
-    """A locked file. The lock ends with the process, and with the last of its forks."""
+    """A locked file. The lock lasts as long as the process and its forks."""
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
-        # Without a name until it is locked: nobody may find it in between.
+        # No name until it is locked: no process may find it unlocked.
         self._descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        with suppress(OSError):  # the memory is full: the name alone takes none
+        with suppress(OSError):  # full memory; the name takes none
             os.write(self._descriptor, f"{_namespace()} {os.getpid()}".encode())
-        # With a directory's descriptor, which an absolute path ignores, Python follows the symbolic link.
+        # The unused directory descriptor makes Python follow the symbolic link.
         source = f"/proc/self/fd/{self._descriptor}"
         os.link(source, DIRECTORY / self.name("owner"), src_dir_fd=self._descriptor)
 
@@ -52,7 +49,7 @@ class Owner:
         return f"{PREFIX}-{self.id}-{suffix}"
 
     def release(self) -> None:
-        """Remove everything that has a name of this owner, and the owner."""
+        """Remove all names of this owner, and the owner."""
         _remove(self.id)
         os.close(self._descriptor)
 
@@ -61,7 +58,7 @@ _own: Owner | None = None
 
 
 def owner() -> Owner:
-    """This process's."""
+    """This process's owner."""
     global _own
     if _own is None:
         _own = Owner()
@@ -70,7 +67,7 @@ def owner() -> Owner:
 
 
 def disown() -> None:
-    """Remove everything that this process owns; mappings stay valid."""
+    """Remove all names of this process; mappings stay valid."""
     global _own
     if _own is not None:
         _own.release()
@@ -78,17 +75,17 @@ def disown() -> None:
 
 
 def _disown_at_exit(process_id: int) -> None:
-    if os.getpid() == process_id:  # a fork has the same names, and they are not its own
+    if os.getpid() == process_id:  # a fork does not own its parent's names
         disown()
 
 
 def remove_orphans() -> None:
-    """Remove everything whose owner is gone, and that this user may remove."""
+    """Remove names whose owner is gone, as far as this user may."""
     for path in DIRECTORY.glob(f"{PREFIX}-*-owner"):
         match = _OWNER_FILE.fullmatch(path.name)
         if match is None:
             continue
-        with suppress(OSError):  # another user's, removed meanwhile, or locked: then its owner lives
+        with suppress(OSError):  # another user's, removed meanwhile, or locked by its owner
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,21 +100,21 @@ def _remove(owner_id: str) -> None:
     for path in (*DIRECTORY.glob(f"{names}*"), *DIRECTORY.glob(f"sem.{names}*")):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-        elif path != owner_file:  # last: if this process ends here, the next one goes on
+        elif path != owner_file:  # last: if this process exits here, the next one continues
             path.unlink(missing_ok=True)
     if _remove_what_libraries_left(owner_file):
         owner_file.unlink(missing_ok=True)
 
 
 def _remove_what_libraries_left(owner_file: Path) -> bool:
-    """Of CUDA IPC: torch's counts of users (`torch_PID_*`), which it takes away unless it is killed, and the
-    driver's (`cuda.shm.USER.PID.*`, hexadecimal), which stay if Python's exit is all that a process has had.
+    """Remove CUDA IPC's files: torch's reference counts (`torch_PID_*`) of a killed process, and the driver's
+    (`cuda.shm.USER.PID.*`, hexadecimal), which Python's exit leaves.
 
-    False if there are some and the process has not ended: the next one goes on.
+    Returns False if there are some and the process has not exited: a later caller removes them.
     """
     try:
         match = _PROCESS.fullmatch(owner_file.read_text(errors="replace"))
-    except OSError:  # somebody has removed it
+    except OSError:  # another process removed it
         return True
     if match is None or match["namespace"] != _namespace():
         return True
@@ -131,21 +128,21 @@ def _remove_what_libraries_left(owner_file: Path) -> bool:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process has this number, other than one that is dead and not yet waited for."""
+    """Whether a process has this id, other than a zombie."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
-    except OSError:  # nobody can say
+    except OSError:  # unknown
         return True
     try:
-        return not select.select([descriptor], [], [], 0)[0]  # readable once the process has ended
+        return not select.select([descriptor], [], [], 0)[0]  # readable once the process has exited
     finally:
         os.close(descriptor)
 
 
 def _namespace() -> str:
-    """Of process ids, such as "pid:[4026531836]"."""
+    """The namespace of process ids, such as "pid:[4026531836]"."""
     return os.readlink("/proc/self/ns/pid")
 
 
@@ -153,7 +150,7 @@ _NAME = re.compile(rf"{PREFIX}-[0-9a-f]{{32}}-[0-9a-f]{{32}}")
 
 
 def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
-    """A new segment of this process, mapped for writing, and its name.
+    """Create a segment; returns its name and a writable mapping.
 
     Raises:
         OSError: not enough shared memory; the message has the sizes.
@@ -183,7 +180,7 @@ def open_mapping(name: str, access: int, size_bytes: int | None = None, *, lock:
     Args:
         access: one of mmap's ACCESS_ constants.
         size_bytes: the size that it must have; None accepts any.
-        lock: the mapping holds a shared lock; see `segment_pool`.
+        lock: the mapping holds a shared lock; see `SegmentPool`.
 
     Raises:
         ValueError: no such segment, one of another size, or a name that is not of a Slipstream segment.
@@ -200,13 +197,13 @@ def open_mapping(name: str, access: int, size_bytes: int | None = None, *, lock:
         actual = os.fstat(descriptor).st_size
         if size_bytes is not None and actual != size_bytes:
             raise ValueError(f"segment {name!r} must have {size_bytes} bytes, it has {actual}")
-        return mmap.mmap(descriptor, actual, access=access)  # has a duplicate, which keeps the lock
+        return mmap.mmap(descriptor, actual, access=access)  # duplicates the descriptor, which keeps the lock
     finally:
         os.close(descriptor)
 
 
 def _locked(name: str, descriptor: int) -> bool:
-    """Lock a segment; False if it has lost its name since it was opened: its sender may fill it again."""
+    """Lock a segment; False if it was renamed since it was opened: its sender may refill it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return os.path.samestat(os.stat(DIRECTORY / name), os.fstat(descriptor))
@@ -215,7 +212,7 @@ def _locked(name: str, descriptor: int) -> bool:
 
 
 class SharedWords:
-    """A segment of signed 64-bit words that several processes of one host map, write and read.
+    """A segment of signed 64-bit words that several processes of one host read and write.
 
     Args:
         mapping: for writing; a multiple of 8 bytes.
@@ -239,24 +236,18 @@ def remove_segment(name: str) -> None:
     (DIRECTORY / name).unlink(missing_ok=True)
 
 
-# Segments of shared memory that a sender fills again in its next round, if nobody maps them any more.
-#
-# New memory in /dev/shm costs more than what is written to it: the kernel allocates, maps and frees each
-# page. For 538 MB that took 0.6 s of a core on a virtual machine, and the copy 0.06 s.
+# A sender refills its segments in the next round, unless a receiver still maps them. New memory in /dev/shm
+# costs more than writing to it: for 538 MB the kernel's pages took 0.6 s of a core, the copy 0.06 s.
 #
 #     sender     take ── fill ── send the name ── rename, once all receivers have opened it
-#     receiver   open, lock, map: the lock is shared, and lasts as long as the mapping, however that ends
+#     receiver   open, lock, map: the lock is shared, and lasts as long as the mapping
 #
-# Whoever still reads a segment, or retains its tensors, has the lock, and the sender takes a new segment
-# instead. Each name is sent once: a receiver that comes late finds none, and never the next version under an
-# old name.
+# A receiver that still reads a segment or retains its tensors holds the lock; the sender then takes a new
+# segment. Each name is sent once: a late receiver finds no file, and never the next version under it.
 
 
 class Segment:
-    """A segment of this process, mapped for writing.
-
-    Attributes:
-        name: under which others can open it.
+    """A segment of this process, mapped for writing; others open it by `name`.
 
     Raises:
         OSError: not enough shared memory; the message has the sizes.
@@ -269,7 +260,7 @@ class Segment:
         self._process = os.getpid()
 
     def is_free(self) -> bool:
-        """Whether nobody else maps it. Who opens it by a name of before does not get to map it."""
+        """Whether no receiver maps it. One that opens a former name fails to map it."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -278,7 +269,7 @@ class Segment:
         return True
 
     def rename(self, former: str) -> None:
-        """Give it a name that nobody knows, unless `former` is its name no more. Whoever maps it keeps it."""
+        """Give it an unknown name, unless `former` is no longer its name. Mappings stay valid."""
         with self._naming, suppress(FileNotFoundError):  # it is closed
             if self.name == former:
                 name = owner().name(uuid.uuid4().hex)
@@ -286,7 +277,7 @@ class Segment:
                 self.name = name
 
     def close(self) -> None:
-        """Remove it; mappings stay valid. Any thread may still rename it. A fork only lets go of it."""
+        """Remove it; mappings stay valid. Other threads may still rename it. A fork keeps the name."""
         with self._naming:
             if os.getpid() == self._process:
                 remove_segment(self.name)
@@ -294,21 +285,21 @@ class Segment:
 
 
 class SegmentPool:
-    """The segments of a sender's chunks, by the chunk's index. They are removed with it."""
+    """A sender's segments by chunk index. They are removed with it."""
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
-        weakref.finalize(self, _close, self._segments).atexit = False  # the owner of the names sees to that
+        weakref.finalize(self, _close, self._segments).atexit = False  # at exit the owner removes the names
 
     def take(self, index: int, size_bytes: int) -> Segment:
-        """The segment of a chunk, to be filled, under a name that nobody knows yet.
+        """The segment of a chunk, to be filled, under a name that no receiver knows yet.
 
         Raises:
             OSError: not enough shared memory; the message has the sizes.
         """
         kept = self._segments.get(index)
         if kept is not None:
-            kept.rename(kept.name)  # a call that was abandoned may still tell it
+            kept.rename(kept.name)  # an abandoned call may still send the old one
             if len(kept.mapping) == size_bytes and kept.is_free():
                 return kept
             self._segments.pop(index).close()
@@ -326,11 +317,10 @@ def _close(segments: dict[int, Segment]) -> None:
 
 
 def open_locked(name: str, size_bytes: int) -> mmap.mmap:
-    """Map a segment of a sender, which leaves it alone for as long as it is mapped. What is written to the
-    mapping stays in it.
+    """Map a sender's segment, which the sender does not refill while it is mapped. Writes stay private.
 
     Raises:
         ValueError: as `open_mapping`.
     """
-    # Not ACCESS_READ: torch wants memory that it may write to. Nothing is written, so no page is copied.
+    # Not ACCESS_READ: torch requires writable memory. Nothing is written, so no page is copied.
     return open_mapping(name, mmap.ACCESS_COPY, size_bytes, lock=True)

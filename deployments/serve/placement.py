@@ -4,15 +4,14 @@
     trainer rank r               an actor in bundle r, with the trainer's share of that GPU
     replica                      takes a free slot i: the bundles [i * R, (i + 1) * R) of R GPUs
 
-Serve cannot place a replica in an existing placement group, and a group that Serve creates is removed with
-its replica, which would end the trainer's actors in it. So the replica itself reserves nothing. It starts
-one `GpuHolder` in each bundle of its slot: an actor that holds the engine's share of the GPU and reports the
-GPU's number. The name of the first holder is the lock of the slot. The holders are owned by the replica's
-process: when that process ends, however it ends, Ray frees the slot for the next replica. The trainer's
-ranks are not affected, and a trainer that ends does not affect the replicas.
+Serve cannot place a replica in an existing placement group, and removes a group of its own with its replica,
+which would kill the trainer's actors in it. So the replica reserves nothing. It starts one `GpuHolder` in
+each bundle of its slot: an actor that holds the engine's share of the GPU and reports the GPU's id. The name
+of the first holder is the slot's lock. The replica's process owns the holders: when it exits, Ray frees the
+slot. Neither a replica's nor a trainer's exit affects the other.
 
-Everything is on one host: trainer ranks reach their replica by CUDA IPC, and an engine's processes are
-started on its replica's host. Larger fleets use `placement: separate` with transport `nccl`.
+Everything is on one host: trainer ranks reach their replica by CUDA IPC, and an engine's processes run on its
+replica's host. Larger fleets use `placement: separate` with transport `nccl`.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-GROUP_TIMEOUT_S = 60.0  # the former holder of the GPUs may still be stopping
+GROUP_TIMEOUT_S = 60.0  # a former holder of the GPUs may still be stopping
 TAKE_TIMEOUT_S = 180.0
 FREE_TIMEOUT_S = 40.0  # a stopping trainer writes its last version
 _POLL_S = 0.5
@@ -41,15 +40,14 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 class SlotPlan:
     """The size and the shares of a colocated fleet's GPUs."""
 
-    name: str  # of the placement group, in Serve's namespace; one per fleet
-    slots: int  # as many as replicas
-    gpus_per_slot: int  # as many as one engine has workers
-    engine_share: float  # of each GPU; at most 1 together with the trainer's
+    name: str  # the placement group's, in Serve's namespace; one per fleet
+    slots: int  # one per replica
+    gpus_per_slot: int  # one per worker of an engine
+    engine_share: float  # fraction of each GPU; at most 1 together with the trainer's
     trainer_share: float
 
     @property
     def gpus(self) -> int:
-        """Of all slots."""
         return self.slots * self.gpus_per_slot
 
 
@@ -58,7 +56,7 @@ class Slot:
     """The GPUs of one replica, reserved while this process lives."""
 
     index: int
-    gpus: tuple[str, ...]  # numbers as in CUDA_VISIBLE_DEVICES, in the order of the engine's workers
+    gpus: tuple[str, ...]  # ids as in CUDA_VISIBLE_DEVICES, in the order of the engine's workers
     holders: tuple[Any, ...]  # Ray's handles of the `GpuHolder` actors; dropping them frees the GPUs
 
 
@@ -66,7 +64,7 @@ class GpuHolder:
     """An actor that holds a share of a bundle's GPU."""
 
     def location(self) -> tuple[str, str]:
-        """The host (Ray's node id) and the GPU's number on it."""
+        """The host (Ray's node id) and the GPU's id on it."""
         context = ray.get_runtime_context()
         (gpu,) = context.get_accelerator_ids()["GPU"]
         return context.get_node_id(), gpu
@@ -75,8 +73,8 @@ class GpuHolder:
 class Slots:
     """Serve's deployment class that owns the GPUs of a colocated fleet.
 
-    The placement group outlives this process: a restarted one finds it by its name, and replicas and trainer
-    go on. The group is removed with the application.
+    The placement group outlives this process, which finds it again by its name after a restart. It is removed
+    with the application.
 
     Raises:
         RuntimeError: no host of the cluster has enough GPUs, or they stayed reserved by others.
@@ -99,7 +97,7 @@ class Slots:
         self._group: PlacementGroup | None = group
 
     async def plan(self) -> SlotPlan:
-        """The plan; returned once the GPUs are reserved."""
+        """Returns once the GPUs are reserved."""
         return self._plan
 
     async def __del__(self) -> None:
@@ -111,7 +109,7 @@ class Slots:
 
 
 async def take_slot(plan: SlotPlan, timeout_s: float = TAKE_TIMEOUT_S) -> Slot:
-    """Take a free slot for as long as this process lives; waits for one.
+    """Wait for a free slot, and take it for as long as this process lives.
 
     Raises:
         RuntimeError: all slots stayed taken, or the slot is on another host.
@@ -143,11 +141,7 @@ def in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStra
 
 
 def require_host_with(gpus: int) -> None:
-    """Check that one host of the cluster has that many GPUs.
-
-    Raises:
-        RuntimeError: no host has; the message has both numbers.
-    """
+    """Raises RuntimeError if no host of the cluster has that many GPUs."""
     largest = max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
     if largest < gpus:
         raise RuntimeError(
@@ -166,11 +160,11 @@ def _start_holders(plan: SlotPlan, group: PlacementGroup, index: int) -> list[An
             num_cpus=0,
             num_gpus=plan.engine_share,
             scheduling_strategy=in_bundle(group, first_bundle + worker),
-            max_restarts=-1,  # a holder that is killed must not free its GPU while the engine runs on it
+            max_restarts=-1,  # a killed holder must not free its GPU while the engine runs
         )
         try:
             holders.append(holder.remote())
-        except ValueError:  # raised by Ray for a name that is taken
+        except ValueError:  # Ray: the name is taken
             return None
     return holders
 
@@ -192,8 +186,8 @@ async def _located(index: int, holders: list[Any], timeout_s: float) -> Slot:
 async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
     """The placement group of this fleet, if there is one.
 
-    A group of another size belongs to an application that is being replaced. It is removed here if that
-    application does not remove it in time.
+    A group of another size belongs to an application that is being replaced; it is removed here if that one
+    does not remove it in time.
     """
     deadline = time.monotonic() + GROUP_TIMEOUT_S
     while (group := _find_group(plan.name)) is not None:
@@ -208,12 +202,12 @@ async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
 def _find_group(name: str) -> PlacementGroup | None:
     try:
         return get_placement_group(name)
-    except ValueError:  # raised by Ray if there is none
+    except ValueError:  # Ray: there is none
         return None
 
 
 async def _until_free(group: PlacementGroup) -> None:
-    """Wait until no share of the group's GPUs is in use, at most `FREE_TIMEOUT_S`."""
+    """Wait until the group's GPUs are unused, at most `FREE_TIMEOUT_S`."""
     name = f"GPU_group_{group.id.hex()}"
     deadline = time.monotonic() + FREE_TIMEOUT_S
     while time.monotonic() < deadline:
