@@ -15,8 +15,8 @@ from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTra
 from app.client import calls
 from app.client.connection import FleetClient, bearer, without_credentials
 from deployments.protocol.publishing import RoundReport
-from deployments.trainer.checkpoint import BaseCheckpoint
-from deployments.trainer.publisher import PublishSource
+from deployments.trainer.base_checkpoint import BaseCheckpoint
+from deployments.trainer.weight_publisher import PublishSource
 from deployments.vllm_plugin import register
 from deployments.weights.transports.registry import TrainerFacts, trainer_init_info
 from trainers.sources import ParameterSource

@@ -1,28 +1,25 @@
-"""What a checkpoint for a restart costs the trainer, beside `torch.save` of the same tensors.
+"""What a checkpoint for a restart costs the trainer.
 
     python -m benchmarks.models 1.7b /tmp/m17 --seed 0
     python -m benchmarks.checkpoints /tmp/m17
     python -m benchmarks.checkpoints --device cpu smollm2-135m
 
-`--times` times an optimizer step on a small batch, then a checkpoint (`deployments.trainer.checkpoints`) as
-after a publish whose weights are rounded to bfloat16. *call* is what the publish waits for, *copied* until
-the next step may change the weights, *written* until the files are on the disk. Then the same tensors as
-trainers saved them before, in one call that all of training waits for.
+`--times` times an optimizer step on a small batch, then a checkpoint
+(`deployments.trainer.restart_checkpoints`) as after a publish whose weights are rounded to bfloat16. *call*
+is what the publish waits for, *copied* until the next step may change the weights, *written* until the files
+are on the disk.
 """
 
 import argparse
-import os
 import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 from app.settings.models import resolve_model
-from deployments.trainer.checkpoints import Checkpoints
+from deployments.trainer.restart_checkpoints import RestartCheckpoints
 from trainers.learner import Learner
-from trainers.policy import Policy
 from trainers.settings import LearnerConfig
+from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory
 
 WRITE_LIMIT_S = 600.0
@@ -42,23 +39,13 @@ def batch(count: int = 4, length: int = 16) -> list[Trajectory]:
     ]
 
 
-def saved(learner: Learner, directory: Path) -> float:
-    """Seconds of `torch.save` of the learner's state, until it is on the disk."""
-    began = time.perf_counter()
-    with (directory / "state.pt").open("wb") as file:
-        torch.save(learner.state_dict(wire_dtype="bfloat16"), file)
-        file.flush()
-        os.fsync(file.fileno())
-    return time.perf_counter() - began
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--times", type=int, default=3)
     options = parser.parse_args()
-    policy = Policy.load(
+    policy = TrainedPolicy.load(
         resolve_model(options.model),
         device=options.device,
         compute_dtype=None if options.device == "cpu" else "bfloat16",
@@ -67,7 +54,7 @@ def main() -> None:
     print("| checkpoint | call (s) | copied (s) | written (s) |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        checkpoints = Checkpoints(directory / "checkpoints", rank=0, keep=1)
+        checkpoints = RestartCheckpoints(directory / "checkpoints", rank=0, keep=1)
         for number in range(options.times):
             learner.step(batch())
             began = time.perf_counter()
@@ -83,7 +70,7 @@ def main() -> None:
             print(f"| {number + 1} | {called:.3f} | {copied:.2f} | {written:.1f} |", flush=True)
         size = sum(each.stat().st_size for each in directory.rglob("*.distcp"))
         checkpoints.discard()
-        print(f"\n{size / 1e9:.1f} GB; torch.save: {saved(learner, directory):.1f} s")
+        print(f"\n{size / 1e9:.1f} GB")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 from app.settings.models import resolve_model
 from trainers.fsdp2 import mesh_of_all_ranks
-from trainers.policy import Policy
+from trainers.trained_policy import TrainedPolicy
 
 WAYS = ("whole", "shards")
 
@@ -46,7 +46,7 @@ def rank_loads(rank: int, way: str, options: argparse.Namespace, port: int, resu
     before = memory("VmRSS")
     began = time.perf_counter()
     device = f"cuda:{rank}" if options.device == "cuda" else "cpu"
-    Policy.load(options.model, device=device, mesh=mesh if way == "shards" else None)
+    TrainedPolicy.load(options.model, device=device, mesh=mesh if way == "shards" else None)
     seconds = time.perf_counter() - began
     results.put((rank, memory("VmHWM") - before, seconds))
     dist.destroy_process_group()

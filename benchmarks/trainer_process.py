@@ -164,10 +164,10 @@ def _random_adapter(model: Any, rank: int) -> Any:
     """An adapter that changes something: peft begins with zeros."""
     import torch
 
-    from trainers.lora import Adapter
+    from trainers.lora import LoraAdapter
     from trainers.settings import LoraConfig
 
-    adapter = Adapter(model, LoraConfig(publish="merged", rank=rank, alpha=rank), seed=0)
+    adapter = LoraAdapter(model, LoraConfig(publish="merged", rank=rank, alpha=rank), seed=0)
     with torch.no_grad():
         for half in adapter.parameters():
             half.normal_(std=0.01)
@@ -188,7 +188,7 @@ def _trainer_engine(
     import torch
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-    from deployments.trainer.publisher import PublishSource
+    from deployments.trainer.weight_publisher import PublishSource
     from deployments.vllm_plugin import register
     from deployments.weights.transports.registry import TrainerFacts, trainer_init_info
     from trainers.sources import ParameterSource

@@ -43,8 +43,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from app.settings.models import resolve_model
 from trainers.fsdp2 import empty_model, mesh_of_all_ranks
 from trainers.learner import Learner
-from trainers.policy import Policy
 from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig
+from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory
 
 PEAK = 989e12  # dense bfloat16 operations a second of an H100 or H200, from the data sheet
@@ -158,7 +158,7 @@ def ours(
     if "fsdp2" in variant:
         join_ranks(options.device)
         mesh = mesh_of_all_ranks(options.device)
-    policy = Policy.load(options.model, device=options.device, mesh=mesh, **settings)
+    policy = TrainedPolicy.load(options.model, device=options.device, mesh=mesh, **settings)
     if "lora" in variant:
         policy.adapt(LORA, seed=0)
     config = LearnerConfig(

@@ -10,7 +10,7 @@ with the same result. Prompts are padded on the left and answers on the right.
     row 1     p0  p1  p2 p3 p4   | r0 pad pad pad | pad pad pad pad
 
 With G = 1 this is the plain layout, whose mask every attention kernel accepts. On GPUs there is a layout
-without padding, see `trainers.packing`.
+without padding, see `trainers.packed_lines`.
 
 The layout is known here alone. Losses and metrics see the M learned tokens of a micro-batch, one after the
 other, without padding; `predictors` says at which position of the layout each of them is predicted.

@@ -2,27 +2,20 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from trainers.batching import TokenBatch, collate, plan_micro_batches, share_of_rank
-from trainers.learner_state import (
-    check_moments,
-    master_weights,
-    moments_of,
-    restore_moments,
-    restore_weights,
-)
 from trainers.losses import load_loss, policy_loss, token_weights
 from trainers.optimizer import build_optimizer, learning_rate_factor, set_learning_rate
 from trainers.output_head import TokenScores
-from trainers.policy import DTYPES, Policy
-from trainers.settings import Dtype, LearnerConfig
+from trainers.settings import LearnerConfig
 from trainers.step_metrics import Metrics, StepTotals
+from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory
 
 
@@ -30,7 +23,7 @@ class Reference(Protocol):
     """What the KL penalty pulls the policy to."""
 
     def scores(self, batch: TokenBatch) -> TokenScores:
-        """As `Policy.scores`, called without gradients."""
+        """As `TrainedPolicy.scores`, called without gradients."""
 
 
 class OutOfMemory(RuntimeError):
@@ -51,7 +44,9 @@ class Learner:
             that cannot be loaded.
     """
 
-    def __init__(self, policy: Policy, config: LearnerConfig, *, reference: Reference | None = None) -> None:
+    def __init__(
+        self, policy: TrainedPolicy, config: LearnerConfig, *, reference: Reference | None = None
+    ) -> None:
         if (reference is not None) != (config.loss.kl_coefficient != 0.0):
             raise ValueError(
                 "a reference policy is needed if and only if loss.kl_coefficient is not 0, "
@@ -105,42 +100,6 @@ class Learner:
             self.steps_done += 1
         return metrics | {"step": self.steps_done, "step_s": time.perf_counter() - started}
 
-    def state_dict(self, *, wire_dtype: Dtype | None = None) -> dict[str, Any]:
-        """What a restarted learner needs beside its published weights, see `trainers.learner_state`.
-
-        Args:
-            wire_dtype: what weights are published in; None: in their own dtypes.
-        """
-        dtype = None if wire_dtype is None else DTYPES[wire_dtype]
-        return {
-            "optimizer": {"state": moments_of(self.optimizer)},
-            "weights": master_weights(self.policy, dtype),
-            "wire_dtype": wire_dtype,
-            "steps_done": self.steps_done,
-        }
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Check that the moments of a state are those of this rank's parameters.
-
-        Raises:
-            ValueError: the state is of another model, strategy or number of ranks.
-        """
-        check_moments(self.optimizer, state["optimizer"]["state"])
-
-    def load_state_dict(self, state: Mapping[str, Any], *, weights: bool = True) -> None:
-        """Restore what `state_dict` returned on the same rank. Rates and other settings stay as configured.
-
-        Args:
-            weights: whether master weights are restored; else the policy's stay as they are.
-
-        Raises:
-            ValueError: see `check_state`; nothing has been changed then.
-        """
-        restore_moments(self.optimizer, state["optimizer"]["state"])
-        if weights:
-            restore_weights(self.policy, state["weights"])
-        self.restart(state["steps_done"], keep_moments=True)
-
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
         """Continue from another step: the schedule is set to it.
 
@@ -164,7 +123,7 @@ class Learner:
         trajectories = [trajectory for trajectory in trajectories if trajectory.learned_tokens]
         budget = self.config.max_tokens_per_microbatch
         if self.policy.is_packed:
-            from trainers.packing import pack, plan_lines  # a second to import, for GPUs alone
+            from trainers.packed_lines import pack, plan_lines  # a second to import, for GPUs alone
 
             plan = plan_lines(trajectories, token_budget=budget, share_prompts=self.config.share_prompts)
             lay_out = partial(pack, token_budget=budget)

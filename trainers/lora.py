@@ -28,7 +28,7 @@ _HALVES = tuple(f".lora_{half}.{_NAME}.weight" for half in "AB")
 _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 
 
-class Adapter:
+class LoraAdapter:
     """The adapter of a model, and the only part of it that is trained from now on.
 
     Of a sharded model it must be made before the first forward pass, and is not sharded.

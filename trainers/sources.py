@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from trainers.lora import Adapter
+from trainers.lora import LoraAdapter
 
 # Tensors by their names in the model's state -> tensors by their names in its checkpoint.
 Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -134,7 +134,7 @@ class ParameterSource:
         self,
         model: PreTrainedModel,
         *,
-        adapter: Adapter | None = None,
+        adapter: LoraAdapter | None = None,
         dtype: torch.dtype | None = None,
         convert: Convert | None = None,
         stored: Container[str] = (),

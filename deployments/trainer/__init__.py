@@ -1,11 +1,10 @@
-"""The trainer deployment: its queue, its group of worker processes, and the publisher.
+"""The trainer deployment: its serial queue, its worker processes, and its publishers of weights and adapters.
 
-`trainer` runs in the one replica of the `trainer` Serve deployment, without torch. `worker`, `publisher`,
-`snapshots`, `checkpoints` and `fleet_client` run in its ranks, one Ray actor each (`worker_group`).
+`trainer` runs in the one replica of the `trainer` Serve deployment, without torch. Everything else runs in
+its ranks, one Ray actor each (`worker_group`): `worker` trains all weights, `adapter_worker` an adapter.
 
-Not here: models, losses and optimizers (`trainers`, without Ray), how bytes move
-(`deployments.weights.transports`), and any code of the replica, the router or the controller: the
-controller is called through a Serve handle (`deployments.calls.publish_session`).
+Not here: models, losses and optimizers (`trainers`, without Ray), and how bytes move
+(`deployments.weights.transports`).
 
-Read first: `deployments.trainer.trainer`, then `worker_group` and `publisher`.
+Read first: `deployments.trainer.trainer`, then `worker_group` and `worker`.
 """

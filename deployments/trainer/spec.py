@@ -10,24 +10,24 @@ PUBLISHER = "trainer"  # its name in the fleet
 
 
 def adapter_directory(store_dir: str | Path) -> Path:
-    """Where a trainer's adapter is until the fleet has copied it."""
+    """Holds a trainer's adapter until the fleet has copied it."""
     return Path(store_dir).parent / "trainer" / "adapters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """A trainer: its settings, and what the rest of the configuration determines for it.
+    """A trainer's settings, and what the rest of the configuration determines for it.
 
     Attributes:
         config: the section `trainer` of the configuration.
-        model: a checkpoint directory or a hub id, loaded when the store has no version yet.
+        model: a checkpoint directory or a hub id, loaded if the store has no version yet.
         revision: of the hub's repository; None: its main branch.
         device: "cpu" or "cuda".
         store_dir: the store of committed versions, shared with the controller.
-        transport: its name in deployments.weights.transports.registry.
-        chunk_bytes: the size of the pieces in which weights are sent.
-        native: whether vLLM's own engine of the transport's name sends, inside a pause (`staging: none`).
-        trust_remote_code: whether the code that a checkpoint brings with it is run.
+        transport: a name in `deployments.weights.transports.registry`.
+        chunk_bytes: of a piece in which weights are sent.
+        native: vLLM's own engine of the transport sends, inside a pause (`staging: none`).
+        trust_remote_code: run the code that a checkpoint brings.
     """
 
     config: TrainerConfig
@@ -44,13 +44,13 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTrainer:
-    """What a worker has loaded when it is ready for its first step."""
+    """What a worker has loaded."""
 
-    version: int  # of the weights; 0 for the model that the trainer was configured with
+    version: int  # of the weights; 0: the configured model
     step: int  # optimizer steps done
-    parameters: int  # numbers in the model, over all ranks; of an adapter alone
+    parameters: int  # of the model, over all ranks; or of the trained adapter
     untrained: Sequence[str] = ()  # what the checkpoint has and the model lacks, in words
-    adapter_version: int = 0  # the newest live one of the adapter that it trains
+    adapter_version: int = 0  # the newest live one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

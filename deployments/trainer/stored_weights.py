@@ -1,4 +1,4 @@
-"""The versions in the store that a trainer may load: its own fleet's, with the bytes that were committed.
+"""The stored versions that a trainer may load: its own fleet's, with the bytes that were committed.
 
 Rank 0 reads and compares them; all ranks load the same one, or none does.
 """
@@ -19,26 +19,26 @@ logger = serve_logger()
 
 
 class StoredWeights:
-    """The store as one rank of the trainer sees it."""
+    """The store as one rank of the trainer sees it. Every rank makes every call."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self._rank = rank
 
     def newest(self, fleet_id: str) -> int:
-        """The newest version that can be used, 0 if the store is empty. Called on every rank.
+        """The newest usable version, 0 if the store is empty.
 
         Raises:
             ValueError: the newest is another fleet's, its manifest cannot be read, or none can be used.
         """
-        versions = of_rank_0(list(self._store.list()))
+        versions = from_rank_0(list(self._store.list()))
         if versions:
             self._check_owner(versions[-1], fleet_id)
         problems: list[str] = []
         for version in reversed(versions):
             problem = self.problem(version)
             if problem is None:
-                self._say(version, problems)
+                self._warn(version, problems)
                 return version
             problems.append(problem)
         if problems:
@@ -49,13 +49,13 @@ class StoredWeights:
         return 0
 
     def problem(self, version: int) -> str | None:
-        """Why a version cannot be used; None if it can. Called on every rank.
+        """Why a version cannot be used; None if it can.
 
         Raises:
             FileNotFoundError: it is not in the store.
         """
         path = self._store.path_of(version)
-        return of_rank_0(_problem(path, version) if self._rank == 0 else None)
+        return from_rank_0(_problem(path, version) if self._rank == 0 else None)
 
     def _check_owner(self, version: int, fleet_id: str) -> None:
         owner = self._store.manifest_of(version).fleet_id
@@ -65,7 +65,7 @@ class StoredWeights:
                 f"{fleet_id}: move it away, or set 'store.path' to another directory"
             )
 
-    def _say(self, version: int, problems: Sequence[str]) -> None:
+    def _warn(self, version: int, problems: Sequence[str]) -> None:
         if problems and self._rank == 0:
             logger.warning(
                 "the trainer resumes from version %d, and what was trained since is lost: %s",
@@ -82,7 +82,7 @@ def _problem(path: Path, version: int) -> str | None:
     return None
 
 
-def of_rank_0(value: Value) -> Value:
+def from_rank_0(value: Value) -> Value:
     """Rank 0's value, on every rank. Called on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value

@@ -1,10 +1,7 @@
 """The trainer deployment: steps, publishes and saves, one at a time, in its group of workers.
 
-    step, publish, save, rollback ──► one queue, first come first served ──► every rank
-    status, check_health          ──► answered at once, also during a step
-
-Steps and publishes change or read the same weights, so they take turns. Callers wait in the queue; no call
-is refused because another one runs, and none that has begun ends with its caller (`turns`).
+step, publish, save, rollback ──► serial queue, first come first served ──► every rank
+status, check_health          ──► answered at once, also during a step
 """
 
 import asyncio
@@ -39,48 +36,46 @@ from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.trainer.worker_group import PING_TIMEOUT_S, TrainerWorkerActor, WorkerGroup
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 
-# The trainer's calls take turns, and a call that has begun goes on to its end.
-#
-# Workers cannot be stopped in the middle of a step or a round. If the caller goes away meanwhile (its
-# connection broke), the call goes on, so that the next one finds the workers free, and the status says what
-# was done: a client that asks it does not repeat a step.
-#
-# Work runs in a context of its own. Ray knows by a context variable which actor call a task belongs to, and
-# Serve cancels a request whose caller is gone together with every actor call that was made for it: without
-# this, those to the workers too, in mid-step.
-
 Result = TypeVar("Result")
 logger = serve_logger()
 
 
-class Turns:
-    """First come, first served. A caller that goes away before its turn has no turn."""
+class SerialQueue:
+    """Runs calls one at a time, first come first served. A call that has begun runs to its end.
+
+    Workers cannot be stopped in the middle of a step or a round. If the caller disconnects, the call
+    continues, and the status tells a client that asks later what was done, so that it does not repeat a step.
+    A caller that disconnects while it waits is dropped.
+
+    Work runs in a new context: Ray finds by a context variable which actor call a task belongs to, and when a
+    caller disconnects Serve cancels every actor call made for its request, those to the workers included.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._queue = asyncio.Lock()  # asyncio's lock is fair
+        self._lock = asyncio.Lock()  # asyncio's lock is fair
         self._since = 0.0
         self.doing: str | None = None
 
     @property
     def doing_s(self) -> float:
-        """For how long; 0 where nothing is done."""
+        """For how long; 0 while idle."""
         return round(self._clock() - self._since, 3) if self.doing is not None else 0.0
 
-    async def take(self, name: str, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Wait for the turn, then do the work.
+    async def run(self, name: str, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Wait until earlier calls are done, then do the work.
 
         Raises:
             Exception: what the work raises.
         """
-        await self._queue.acquire()
+        await self._lock.acquire()
         task = asyncio.create_task(self._run(name, work), context=contextvars.Context())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if not task.done():
-                logger.warning("the caller of %r is gone: the trainer goes on with it", name)
-                task.add_done_callback(_look_at)
+                logger.warning("the caller of %r disconnected; the trainer continues with it", name)
+                task.add_done_callback(_log_failure)
             raise
 
     async def _run(self, name: str, work: Callable[[], Awaitable[Result]]) -> Result:
@@ -89,25 +84,17 @@ class Turns:
             return await work()
         finally:
             self.doing = None
-            self._queue.release()
+            self._lock.release()
 
 
-def _look_at(task: "asyncio.Task[Any]") -> None:
-    """Nobody else asks how it ended."""
+def _log_failure(task: "asyncio.Task[Any]") -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        logger.warning("a call whose caller is gone has failed: %s", error)
+        logger.warning("a call whose caller disconnected has failed: %s", error)
 
-
-# Recovery of a committed version that replicas wait for and nobody gives them.
-#
-# The store is written after the commit, off the critical path. If every replica dies before the write ends
-# (for example because the host ran out of memory), the version exists nowhere. If the write fails (a full
-# disk), only the replicas that serve it have it, and those that join cannot load it from them.
-# The trainer then publishes its current weights as a new version: a round brings joiners up to date as well.
 
 CHECK_PERIOD_S = 5.0
-CONFIRMATIONS = 3  # checks in a row: a write to the store that is under way may still complete
+CONFIRMATIONS = 3  # checks in a row: a write to the store in progress may still complete
 
 
 def is_lost(fleet: FleetStatus) -> bool:
@@ -120,9 +107,10 @@ def is_lost(fleet: FleetStatus) -> bool:
 
 
 def is_starved(fleet: FleetStatus, published: int) -> bool:
-    """Whether joiners have waited long for the version that this trainer published, which replicas serve.
+    """Whether joiners wait for a version that this trainer published and replicas serve, but which could not
+    be stored.
 
-    Never for another publisher's version: the trainer's weights would take its place.
+    False for another publisher's version: the trainer's weights would replace it.
     """
     waiting = any(member.state == "joining" for member in fleet.members)
     own = fleet.committed_version == published
@@ -135,10 +123,13 @@ async def watch(
     published: Callable[[], int],
     period_s: float = CHECK_PERIOD_S,
 ) -> None:
-    """Check the fleet periodically, and publish when replicas wait for its version in vain; until cancelled.
+    """Publish again when replicas wait for a committed version that they cannot get; runs until cancelled.
+
+    The store is written after the commit. If every replica dies before the write ends, the version exists
+    nowhere; if the write fails, joiners cannot load it. A new round brings joiners up to date.
 
     Args:
-        publish: publishes the current weights; its argument is the new version's label.
+        publish: publishes the current weights under a label.
         published: the version that this trainer published last.
     """
     lost_checks = 0
@@ -157,19 +148,15 @@ async def watch(
             logger.debug("cannot check the fleet: %s", error)
 
 
-# What a killed trainer worker leaves behind: an open round, a lease, and memory that replicas opened.
-#
-# Until the lease expires nobody else can publish, and no joiner loads a stored version beside the open round.
-# Ray says at once that the process is gone, so the trainer ends both. It takes a lease under the same name,
-# which makes the dead worker's token stale: should a call of it still be on its way, it is refused.
-
 _OPEN = "open"
 
 
 async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
-    """End the round and the lease of a worker that is gone. What fails is logged: the lease expires then.
+    """End the round and the lease of a dead worker before the lease expires: meanwhile no other publisher
+    could publish, and no joiner load a stored version beside the open round.
 
-    A round that was closed is left alone: it needs its publisher no more, and may commit.
+    A new lease under the same name makes the dead worker's token stale. A closed round is left alone: it may
+    still commit. A failure is logged; the lease then expires.
 
     Args:
         shares_memory: replicas open the trainer's GPU memory, which stays allocated until they disconnect,
@@ -186,14 +173,13 @@ async def end_former_session(controller: CallHandle, *, shares_memory: bool = Fa
             await session.acquire()
             if shares_memory:
                 await session.disconnect()
-    except SlipstreamError as error:  # another publisher was quicker, or the controller is gone or hangs
-        logger.warning("what a former trainer left behind is not cleaned up: %s", error)
+    except SlipstreamError as error:  # another publisher was faster, or the controller does not answer
+        logger.warning("failed to end the session of a former trainer: %s", error)
 
 
 SEND_ATTEMPTS = 3
 FLUSH_TIMEOUT_S = 20.0
-# Of the whole shutdown: Serve waits a few seconds for calls, then the last version is written.
-STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0
+STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # before the flush, Serve waits a few seconds for calls
 
 
 class Trainer:
@@ -202,8 +188,8 @@ class Trainer:
     Args:
         spec: what the workers are started with.
         controller: the fleet's controller.
-        slots: whose GPUs the ranks share with the replicas; None if they have GPUs of their own.
-        ping_timeout_s: after which a worker that does not answer is taken to hang.
+        slots: their GPUs are shared by ranks and replicas; None: the ranks have GPUs of their own.
+        ping_timeout_s: a worker that does not answer within it counts as hung.
 
     Raises:
         FleetUnavailable: a worker died while it loaded the model, or did not load it in time.
@@ -220,14 +206,14 @@ class Trainer:
         self._spec = spec
         self._step_timeout_s = spec.config.step_timeout_s
         self._controller = fleet = CallHandle(controller)
-        self._turns = Turns()
+        self._queue = SerialQueue()
         self._calls = CallServer(self)
         self._last_step: StepMetrics = {}
         self._last_round: RoundReport | None = None
         self._lora = spec.config.published_adapter
         self._last_adapter: AdapterReport | None = None
         plan = None if slots is None else await retried(lambda: slots.plan.remote(), "slots")
-        if self._lora is None:  # an adapter needs no lease and no connection
+        if self._lora is None:
             shares_memory = TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE
             await end_former_session(fleet, shares_memory=shares_memory)
         self._group, self._loaded = await WorkerGroup.start(spec, fleet, plan, ping_timeout_s=ping_timeout_s)
@@ -254,19 +240,19 @@ class Trainer:
             InvalidRequest: the batch is malformed; nothing has changed.
             FleetUnavailable: a worker was lost; the trainer is being restarted.
         """
-        return await self._turns.take("step", lambda: self._learn(trajectories))
+        return await self._queue.run("step", lambda: self._learn(trajectories))
 
     async def publish(self, label: str | None = None, step: int | None = None) -> RoundReport | AdapterReport:
         """Move the fleet to the current weights; an adapter becomes the next version of its name.
 
         Args:
-            step: optimizer steps that were done; None: however many.
+            step: optimizer steps expected to be done; None: any number.
 
         Raises:
-            OtherStep: another number was done, for this trainer is the successor of one; nothing changed.
+            OtherStep: another number was done, because this trainer replaced one; nothing changed.
             RoundAborted: the fleet still serves the old version; try again.
             InvalidRequest: the replicas rejected the adapter.
-            Conflict: the adapter's name is somebody else's, or the fleet has another base; nothing changed.
+            Conflict: others loaded the adapter's name, or the fleet has another base; nothing changed.
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
 
@@ -279,10 +265,10 @@ class Trainer:
                 )
             return await (self._publish(label) if self._lora is None else self._publish_adapter(label))
 
-        return await self._turns.take("publish", work)
+        return await self._queue.run("publish", work)
 
     async def rollback(self, version: int) -> RoundReport:
-        """Load the weights of a stored version, and publish them as an ordinary, newer one.
+        """Load the weights of a stored version, and publish them as a newer one.
 
         Raises:
             InvalidRequest: the version is not in the store, or an adapter is trained.
@@ -295,17 +281,16 @@ class Trainer:
                 "publish the stored version's directory with /fleet/publish, or name an older version of the "
                 "adapter"
             )
-        return await self._turns.take("rollback", lambda: self._go_back(version))
+        return await self._queue.run("rollback", lambda: self._go_back(version))
 
     async def save(self, path: str | None = None) -> SavedCheckpoint:
-        """Write the weights as an ordinary Hugging Face checkpoint directory on the trainer's host, or an
-        adapter alone as peft does.
+        """Write a Hugging Face checkpoint, or an adapter in peft's format, on the trainer's host.
 
         Raises:
             InvalidRequest: the directory cannot be written.
             FleetUnavailable: a worker was lost.
         """
-        return await self._turns.take("save", lambda: self._save(path))
+        return await self._queue.run("save", lambda: self._save(path))
 
     async def status(self) -> TrainerStatus:
         """Answered at once, also during a step.
@@ -317,8 +302,8 @@ class Trainer:
         return TrainerStatus(
             step=self._step,
             version=self._version,
-            doing=self._turns.doing,
-            doing_s=self._turns.doing_s,
+            doing=self._queue.doing,
+            doing_s=self._queue.doing_s,
             strategy=str(self._spec.config.strategy),
             world_size=self._spec.config.world_size,
             transport=self._spec.transport,
@@ -334,11 +319,11 @@ class Trainer:
         )
 
     async def call_address(self) -> CallAddress:
-        """Where it is called; over Serve's handle."""
+        """Where to call it directly; asked over Serve's handle."""
         return await self._calls.address()
 
     async def check_health(self) -> None:
-        """Serve's health check: fails when a worker is gone, so that Serve starts a new trainer.
+        """Fails when a worker is gone; Serve then starts a new trainer.
 
         Raises:
             RuntimeError: a worker is gone.
@@ -355,7 +340,7 @@ class Trainer:
             return
         if self._watch is not None:
             self._watch.cancel()
-        # A version that is not written now is never written. The workers must end whatever fails here.
+        # A version that is not written now is never written. The workers must exit whatever fails here.
         with contextlib.suppress(Exception):
             await group.call(TrainerWorkerActor.flush, FLUSH_TIMEOUT_S, timeout_s=FLUSH_TIMEOUT_S + 1.0)
         group.kill()
@@ -383,8 +368,9 @@ class Trainer:
     async def _publish_adapter(self, label: str | None) -> AdapterReport:
         limit_s = self._spec.publish_timeout_s
         report = await self._group.call(TrainerWorkerActor.publish, label, timeout_s=limit_s)
-        assert isinstance(report, AdapterReport), "rank 0 reports every publish that it completes"
+        assert isinstance(report, AdapterReport), "rank 0 reports every completed publish"
         self._adapter_version, self._last_adapter = report.version, report
+        await self._group.call(TrainerWorkerActor.save_checkpoint, timeout_s=self._step_timeout_s)
         return report
 
     async def _publish(self, label: str | None) -> RoundReport:
@@ -395,7 +381,7 @@ class Trainer:
             except SlipstreamError as error:
                 if attempt == SEND_ATTEMPTS or not _may_send_again(error):
                     raise
-                logger.warning("the round is sent again, to the replicas that are left: %s", error)
+                logger.warning("sending the round again, to the remaining replicas: %s", error)
         self._version, self._last_round = report.version, report
         await self._group.call(TrainerWorkerActor.save_checkpoint, timeout_s=self._step_timeout_s)
         return report
@@ -406,17 +392,15 @@ class Trainer:
         try:
             report = await self._group.call(publish, label, timeout_s=limit_s)
         except FleetUnavailable:
-            if self._group.broken is not None:  # the fleet does not wait for this trainer's successor
+            if self._group.broken is not None:  # else the fleet would wait for this trainer's successor
                 await end_former_session(self._controller)
             raise
-        assert isinstance(report, RoundReport), "rank 0 reports every round that it completes"
+        assert isinstance(report, RoundReport), "rank 0 reports every completed round"
         return report
 
 
 def _may_send_again(error: SlipstreamError) -> bool:
-    """Whether a round failed without anybody's fault, or because the trainer stood still for too long.
-
-    A stale lease is acquired anew, unless another publisher has taken it meanwhile, which raises `Conflict`.
-    """
+    """Whether a round may succeed when sent again. A stale lease (the trainer stalled) is acquired anew,
+    unless another publisher has taken it, which raises `Conflict`."""
     detail = error.detail
     return bool(detail.get("send_again") or detail.get("connect_again")) or isinstance(error, StalePublisher)

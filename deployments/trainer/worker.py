@@ -1,7 +1,9 @@
-"""One rank of the trainer: the policy, its optimizer and its part of every publish."""
+"""One rank of the trainer: it reads a model, learns, and takes part in every publish."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,45 +17,189 @@ from deployments.host.thread_priority import YieldingThread
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.poll import StoreResult
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import SavedCheckpoint
-from deployments.trainer.checkpoint import summary
-from deployments.trainer.checkpoints import Checkpoints
-from deployments.trainer.lora.resume import MergedAdapter
-from deployments.trainer.publisher import Publisher
-from deployments.trainer.rank import TrainerRank, directory_to_save
-from deployments.trainer.resume import resume
+from deployments.protocol.responses import FleetStatus, SavedCheckpoint
+from deployments.trainer.base_checkpoint import BaseCheckpoint, summary
+from deployments.trainer.fleet_connection import free_port, own_address
+from deployments.trainer.restart_checkpoints import RestartCheckpoints, resume
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
-from deployments.trainer.stored_weights import StoredWeights
+from deployments.trainer.stored_weights import StoredWeights, from_rank_0
+from deployments.trainer.weight_publisher import WeightPublisher
+from deployments.weights.store.hub import downloaded
 from deployments.weights.store.version_writer import SHARE_OF_A_CORE, CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
-from trainers.learner import Learner
-from trainers.policy import DTYPES, BaseOf, Policy
+from trainers.fsdp2 import mesh_of_all_ranks
+from trainers.learner import Learner, OutOfMemory
+from trainers.settings import LoraConfig, Strategy
 from trainers.sources import ParameterSource
-from trainers.step_metrics import Metrics
+from trainers.step_metrics import Metrics, drift
+from trainers.trained_policy import DTYPES, BaseOf, TrainedPolicy
+from trainers.trajectory import parse_trajectories
+from trainers.trajectory_arrays import from_bytes
 
-CHECKPOINTS_KEPT = 2  # the one before stays in case the newest cannot be read
+CHECKPOINTS_KEPT = 2  # the older one, in case the newest cannot be read
 STORED_TIMEOUT_S = 60.0
-NICE = 10  # of a publish, on a CPU: streams wait for it more than it for them
+NICE = 10  # a publish on a CPU: streams of tokens come first
 logger = serve_logger()
 
 
+class TrainerRank:
+    """What both kinds of worker have. Every method is called on all ranks alike."""
+
+    _base: BaseCheckpoint
+    _policy: TrainedPolicy
+    _learner: Learner
+    _checkpoints: RestartCheckpoints
+
+    def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._controller = controller
+        self._store = Store(Path(spec.store_dir))
+        self._stored = StoredWeights(self._store, rank)
+
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Where the ranks can form a process group: this rank's host, and a port that is free there."""
+        return own_address(), free_port()
+
+    def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None = None) -> Metrics:
+        """One optimizer step.
+
+        Args:
+            trajectories: in their JSON form, see `trainers.trajectory`, or as `trainers.trajectory_arrays`.
+            published: as in `Learner.step`.
+
+        Raises:
+            InvalidRequest: the batch is not valid, or does not fit in memory: expected and actual. Nothing
+                changed.
+        """
+        self._checkpoints.wait_until_copied()
+        sampled = self._spec.config.loss.has_rollouts
+        try:
+            parsed = parse_trajectories(
+                from_bytes(trajectories, sampled=sampled)
+                if isinstance(trajectories, bytes)
+                else trajectories,
+                vocabulary_size=self._policy.vocabulary_size,
+                max_length=self._policy.max_length,
+                sampled=sampled,
+            )
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        try:
+            metrics = self._learner.step(parsed, published=published)
+        except OutOfMemory as error:
+            if self._spec.config.world_size > 1:
+                raise  # the other ranks wait in a collective: all are restarted together
+            raise InvalidRequest(str(error)) from None
+        sentence = drift(metrics)
+        if sentence is not None and self._rank == 0:
+            logger.warning(sentence)
+        return metrics
+
+    def _begin(self, rendezvous_address: tuple[str, int]) -> None:
+        """Find the model on this rank's host, seed, and join the other ranks.
+
+        Raises:
+            ValueError: the model is no directory, and cannot be downloaded.
+        """
+        # Before the group, whose other ranks would wait for the download in it.
+        self._spec = replace(self._spec, model=str(downloaded(self._spec.model, self._spec.revision)))
+        self._base = BaseCheckpoint(Path(self._spec.model))
+        torch.manual_seed(self._spec.config.seed)
+        if self._spec.config.compute_dtype is not None and self._spec.device == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32, for products that autocast leaves
+        if self._spec.config.strategy != Strategy.FSDP2:
+            return
+        host, port = rendezvous_address
+        os.environ |= {
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "RANK": str(self._rank),
+            "WORLD_SIZE": str(self._spec.config.world_size),
+            "LOCAL_RANK": "0",  # Ray shows each actor only its own devices
+        }
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
+
+    def _read(self, directory: Path, lora: LoraConfig | None = None) -> TrainedPolicy:
+        """A policy, with an adapter if `lora` says so; sharded over the ranks with FSDP2."""
+        config = self._spec.config
+        is_sharded = config.strategy == Strategy.FSDP2
+        policy = TrainedPolicy.load(
+            directory,
+            dtype=config.dtype,
+            device="cuda:0" if self._spec.device == "cuda" else "cpu",
+            mesh=mesh_of_all_ranks(self._spec.device) if is_sharded else None,
+            compute_dtype=config.compute_dtype,
+            activation_checkpointing=config.activation_checkpointing,
+            compile_layers=config.compile_layers,
+            packed=config.packed,
+            trust_remote_code=self._spec.trust_remote_code,
+        )
+        if lora is not None:
+            policy.adapt(lora, seed=config.seed)
+        return policy
+
+    def _open_checkpoints(self, name: str) -> None:
+        directory = self._store.directory.parent / "trainer" / name
+        self._checkpoints = RestartCheckpoints(directory, rank=self._rank, keep=CHECKPOINTS_KEPT)
+
+    def _save_checkpoint(
+        self,
+        *,
+        every: int,
+        fleet_id: str | None,
+        adapter: Mapping[str, Any] | None,
+        digest: str | None = None,
+    ) -> None:
+        """Begin to write a checkpoint after each `every`-th step; 0: never."""
+        step = self._learner.steps_done
+        if every == 0 or step == 0:
+            return  # before the first step there are no moments
+        since = step - (self._checkpoints.step or 0)
+        self._checkpoints.save(
+            self._learner,
+            wire_dtype=self._spec.config.wire_dtype,
+            fleet_id=fleet_id,
+            adapter=adapter,
+            digest=digest,
+            due=since != 0 and (since >= every or step % every == 0),
+        )
+
+    def _log_resumed(self, what: str, difference: str | None) -> None:
+        if self._rank != 0:
+            return
+        if difference is None:
+            logger.info("the trainer %s, step %d", what, self._learner.steps_done)
+        else:
+            logger.warning("the trainer %s, step %d; %s", what, self._learner.steps_done, difference)
+
+    def _wire_dtype(self) -> torch.dtype | None:
+        name = self._spec.config.wire_dtype
+        return None if name is None else DTYPES[name]
+
+    def _fleet(self) -> FleetStatus:
+        return run_sync(retried(lambda: self._controller.fleet.remote(), "fleet"))
+
+
 class TrainerWorker(TrainerRank):
-    """One rank of a trainer of all weights. Every method is called on all ranks alike, except `store_status`
-    (rank 0)."""
+    """One rank of a trainer of all weights, or of an adapter whose sum with its base is published.
+
+    The base of such an adapter is what the trainer started from: the model, or a stored version. If it cannot
+    resume exactly, the stored version becomes the base and the adapter starts from zero on it.
+
+    Every method is called on all ranks alike, except `store_status` (rank 0).
+    """
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         super().__init__(spec, rank, controller)
-        self._store = Store(Path(spec.store_dir))
-        self._stored = StoredWeights(self._store, rank)
-        self._merged: MergedAdapter | None = None
-        if spec.config.lora is not None:
-            self._merged = MergedAdapter(spec.config.lora, self._store, self._stored)
+        self._merged = spec.config.lora
+        self._base_version = 0  # of the adapter; 0: the model
         self._publish_thread = YieldingThread(NICE)
-        self._digest: str | None = None  # of the version that was published last; on rank 0
+        self._digest: str | None = None  # of the version published last; on rank 0
         self._frozen: dict[str, torch.Tensor] = {}  # what the checkpoint has beside the model's tensors
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
-        """Join the group, load the newest stored version or the model, and be ready for steps.
+        """Join the group, and load the newest stored version or the model.
 
         Raises:
             ValueError: the model does not suit the trainer, or no version in the store can be used.
@@ -63,26 +209,21 @@ class TrainerWorker(TrainerRank):
         spec = self._spec
         fleet_id = self._fleet().fleet_id
         version = self._stored.newest(fleet_id)
-        self._checkpoints = Checkpoints(
-            self._store.directory.parent / "trainer" / "checkpoints",
-            rank=self._rank,
-            keep=CHECKPOINTS_KEPT,
-        )
+        self._open_checkpoints("checkpoints")
         if self._merged is None:
-            directory = self._store.path_of(version) if version else self._base.directory
-            self._policy = self._read(directory)
+            directory = self._directory_of(version)
         else:
-            directory = self._merged.find_base(self._checkpoints, version, fleet_id, self._base.directory)
-            self._policy = self._read(directory, self._merged.config)
+            self._base_version = self._find_base(version, fleet_id)
+            directory = self._directory_of(self._base_version)
+        self._policy = self._read(directory, self._merged)
         self._learner = Learner(self._policy, spec.config, reference=self._reference())
-        wire_dtype = spec.config.wire_dtype
-        source = self._source(None if wire_dtype is None else DTYPES[wire_dtype])
+        source = self._source(self._wire_dtype())
         self._frozen |= self._base.read(self._base.frozen([spec.name for spec in source.specs()]), directory)
         if version:
             self._resume(version, fleet_id)
-        self._publisher = Publisher(spec, self._rank, source, self._controller)
+        self._publisher = WeightPublisher(spec, self._rank, source, self._controller)
         self._writer = VersionWriter(
-            write_files=partial(self._write_files, dtype=wire_dtype),
+            write_files=partial(self._write_files, dtype=spec.config.wire_dtype),
             on_stored=self._report_stored,
             on_failed=self._report_failed,
             share=SHARE_OF_A_CORE if spec.device == "cpu" else 1.0,
@@ -99,14 +240,9 @@ class TrainerWorker(TrainerRank):
         return LoadedTrainer(
             version=version,
             step=self._learner.steps_done,
-            parameters=self._parameters(),
+            parameters=sum(parameter.numel() for parameter in self._policy.model.parameters()),
             untrained=untrained,
         )
-
-    def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None = None) -> Metrics:
-        """As `TrainerRank.step`."""
-        self._checkpoints.wait_until_copied()
-        return super().step(trajectories, published)
 
     def publish(self, label: str | None) -> RoundReport | None:
         """Move the fleet to this policy, and begin to write the version to the store.
@@ -115,7 +251,7 @@ class TrainerWorker(TrainerRank):
             The report on rank 0, None elsewhere.
 
         Raises:
-            SlipstreamError: as `Publisher.publish`; the fleet is as it was.
+            SlipstreamError: as `WeightPublisher.publish`; the fleet is as it was.
         """
         publish = partial(self._publish, label)
         return publish() if self._spec.device != "cpu" else self._publish_thread.run(publish)
@@ -137,21 +273,16 @@ class TrainerWorker(TrainerRank):
         return report
 
     def save_checkpoint(self) -> None:
-        """Begin to write a checkpoint for a restart, after every n-th step (`trainer.checkpoint_every`). If
-        that fails, the former ones stay and training goes on."""
-        step, every = self._learner.steps_done, self._spec.config.checkpoint_every
-        if self._merged is not None:
-            every = min(every, 1)  # it is small, and without it the adapter begins anew
-        if every == 0 or step == 0:
-            return  # before the first step there are no moments
-        since = step - (self._checkpoints.step or 0)
-        self._checkpoints.save(
-            self._learner,
-            wire_dtype=self._spec.config.wire_dtype,
+        """Begin to write a checkpoint for a restart, after every n-th step (`trainer.checkpoint_every`).
+
+        On failure the previous ones stay and training continues.
+        """
+        every = self._spec.config.checkpoint_every
+        self._save_checkpoint(
+            every=every if self._merged is None else min(every, 1),  # without it the adapter starts from zero
             fleet_id=self._publisher.fleet_id,
-            adapter=self._about_adapter(),
+            adapter=self._adapter_settings(),
             digest=self._digest,
-            due=since != 0 and (since >= every or step % every == 0),
         )
 
     def load_version(self, version: int) -> None:
@@ -168,13 +299,13 @@ class TrainerWorker(TrainerRank):
                 problem = self._stored.problem(version)
                 if problem is not None:
                     raise InvalidRequest(f"version {version} is not loaded: {problem}")
-                self._begin_anew(version, directory, self._learner.steps_done)
+                self._load_stored(version, directory, self._learner.steps_done)
         except FileNotFoundError as error:
             raise InvalidRequest(str(error)) from error
         self._checkpoints.discard()
 
     def save(self, path: str | None) -> SavedCheckpoint:
-        """Write an ordinary checkpoint of the weights as they are now.
+        """Write an ordinary checkpoint of the current weights.
 
         Args:
             path: an absolute path of a new or empty directory; None: one beside the store, named by the step.
@@ -206,7 +337,7 @@ class TrainerWorker(TrainerRank):
         return StoreStatus(stored_version=self._writer.newest, store_problem=problem)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all versions and the checkpoint are written; False if that takes longer."""
+        """Wait until all versions and the checkpoint are written; False on timeout."""
         began = time.monotonic()
         written = self._writer.wait(timeout_s)
         left = max(0.0, timeout_s - (time.monotonic() - began))
@@ -218,44 +349,55 @@ class TrainerWorker(TrainerRank):
             self._policy.model, adapter=adapter, dtype=dtype, stored=stored, frozen=self._frozen
         )
 
-    def _reference(self) -> Policy | BaseOf | None:
+    def _reference(self) -> TrainedPolicy | BaseOf | None:
         """What the KL penalty compares with: the model."""
         if self._spec.config.loss.kl_coefficient == 0.0:
             return None
-        if self._merged is not None and self._merged.base_version == 0:
+        if self._merged is not None and self._base_version == 0:
             return BaseOf(self._policy)
-        return self._read(Path(self._spec.model))
+        return self._read(self._base.directory)
 
-    def _about_adapter(self) -> Mapping[str, Any] | None:
-        return None if self._merged is None else self._merged.about()
+    def _directory_of(self, version: int) -> Path:
+        return self._store.path_of(version) if version else self._base.directory
 
-    def _parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self._policy.model.parameters())
+    def _adapter_settings(self) -> Mapping[str, Any] | None:
+        return None if self._merged is None else adapter_settings(self._merged, self._base_version)
 
-    def _resume(self, version: int, fleet_id: str | None) -> None:
+    def _find_base(self, version: int, fleet_id: str) -> int:
+        """The base version of the checkpoint of the version's weights, if it is usable; else the version."""
+
+        def saved_base() -> int | None:
+            manifest = self._store.manifest_of(version)
+            for _, meta in self._checkpoints.complete(fleet_id):
+                base = (meta.adapter or {}).get("base_version")
+                if isinstance(base, int) and meta.is_of(manifest.trainer_step or 0, manifest.digest):
+                    return base
+            return None
+
+        base, stored = from_rank_0((saved_base() if version else None, list(self._store.list())))
+        usable = base == 0 or (base in stored and self._stored.problem(base) is None)
+        return base if base is not None and usable else version
+
+    def _resume(self, version: int, fleet_id: str) -> None:
         manifest = self._store.manifest_of(version)
-        step = 0 if manifest.trainer_step is None else manifest.trainer_step  # None: another publisher's
-        difference = resume(
-            self._learner, self._checkpoints, step, fleet_id, self._about_adapter(), manifest.digest
-        )
+        step = manifest.trainer_step or 0  # None: another publisher's
+        settings = self._adapter_settings()
+        found = [each for each in self._checkpoints.complete(fleet_id) if each[1].adapter == settings]
+        if self._merged is not None:
+            found = [each for each in found if each[1].is_of(step, manifest.digest)]
+        difference = resume(self._learner, self._checkpoints, found, step, manifest.digest)
         if self._merged is not None and difference is not None:
-            self._begin_anew(version, self._store.path_of(version), step)
-            difference = f"the adapter begins anew on it: {difference}"
-        if self._rank != 0:
-            return
-        if difference is None:
-            logger.info("the trainer resumes from version %d, step %d", version, step)
-        else:
-            logger.warning("the trainer resumes from version %d, step %d; %s", version, step, difference)
+            self._load_stored(version, self._store.path_of(version), step)
+            difference = f"the adapter starts from zero on it: {difference}"
+        self._log_resumed(f"resumes from version {version}", difference)
 
-    def _begin_anew(self, version: int, directory: Path, step: int) -> None:
-        """With the weights of a stored version, and an adapter on them that changes nothing yet."""
-        if isinstance(self._learner.reference, BaseOf):  # which will not be the model any more
-            self._learner.reference = self._read(Path(self._spec.model))
+    def _load_stored(self, version: int, directory: Path, step: int) -> None:
+        """Take the weights of a stored version; an adapter on them starts from zero."""
+        if isinstance(self._learner.reference, BaseOf):  # the base will no longer be the model
+            self._learner.reference = self._read(self._base.directory)
         self._policy.load_weights(directory)
         self._frozen |= self._base.read(self._frozen, directory)
-        if self._merged is not None:
-            self._merged.base_version = version
+        self._base_version = version
         self._learner.restart(step, keep_moments=False)
 
     def _write_files(self, directory: Path, dtype: str | None) -> None:
@@ -265,11 +407,11 @@ class TrainerWorker(TrainerRank):
         )
 
     def _report_failed(self, result: StoreResult) -> None:
-        """Joiners wait for it: the fleet's status says why, and the trainer may publish again."""
+        """The fleet's status tells joiners, which wait for the version, and the trainer may publish again."""
         try:
             self._report("not_stored", result.version, result.problem)
-        except Exception as error:  # whatever it was, the status says so later
-            logger.warning("the controller does not know that version %d failed: %s", result.version, error)
+        except Exception as error:  # the status reports it later
+            logger.warning("failed to report that version %d was not stored: %s", result.version, error)
 
     def _report_stored(self, result: StoreResult) -> None:
         self._report("stored", result.version, result.path, result.label)
@@ -277,3 +419,40 @@ class TrainerWorker(TrainerRank):
     def _report(self, method: str, *args: Any) -> None:
         report = getattr(self._controller, method)
         run_sync(retried(lambda: report.remote(*args), method, limit_s=STORED_TIMEOUT_S))
+
+
+def adapter_settings(config: LoraConfig, base_version: int) -> dict[str, Any]:
+    """Stored in a checkpoint, which is not continued as another adapter."""
+    modules = None if config.target_modules is None else sorted(config.target_modules)
+    return {
+        "rank": config.rank,
+        "alpha": config.alpha,
+        "target_modules": modules,
+        "base_version": base_version,
+    }
+
+
+def directory_to_save(path: str | None, default: Path) -> Path:
+    """The directory to write to, created if needed.
+
+    Args:
+        path: absolute; None: `default`, which an earlier call may have written.
+
+    Raises:
+        InvalidRequest: it is not absolute, has files in it, or cannot be written.
+    """
+    if path is None:
+        default.mkdir(parents=True, exist_ok=True)
+        return default
+    try:
+        directory = Path(path).expanduser()
+        if not directory.is_absolute():
+            raise InvalidRequest(f"path must be absolute, got {path[:200]!r}")
+        directory.mkdir(parents=True, exist_ok=True)
+        if next(directory.iterdir(), None) is not None:
+            raise InvalidRequest(f"path must be a new or an empty directory, got {path[:200]!r}")
+    except (OSError, ValueError, RuntimeError) as error:  # a zero byte; no such user
+        raise InvalidRequest(
+            f"path must be a directory that can be written, got {path[:200]!r}: {error}"
+        ) from error
+    return directory

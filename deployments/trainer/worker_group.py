@@ -1,8 +1,7 @@
-"""The trainer's processes: one Ray actor per rank, outside the Serve replica, alive as long as it is.
+"""The trainer's processes: one Ray actor per rank.
 
-The actors are not detached: Ray ends them when their owner, the Serve replica's process, is gone, however
-that happened. A step does not run in the replica's own process, because Serve's health checks and calls
-share that process.
+Steps do not run in the Serve replica's process, which must answer health checks meanwhile. The actors are not
+detached: Ray kills them when the replica's process, their owner, is gone.
 """
 
 import asyncio
@@ -24,11 +23,10 @@ from deployments.protocol.errors import FleetUnavailable, SlipstreamError
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import AdapterReport, SavedCheckpoint, StepMetrics
 from deployments.serve.placement import SlotPlan, in_bundle
-from deployments.trainer.addresses import free_port, own_address
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
 
 if TYPE_CHECKING:
-    from deployments.trainer.lora.worker import LoraWorker
+    from deployments.trainer.adapter_worker import AdapterWorker
     from deployments.trainer.worker import TrainerWorker
 
 PING_TIMEOUT_S = 20.0  # shorter than Serve's own limit: the reason must be known when it replaces the trainer
@@ -40,14 +38,14 @@ logger = serve_logger()
 
 
 class TrainerWorkerActor:
-    """One rank: a `TrainerWorker` or a `LoraWorker`, which document the calls. Only this actor's process
+    """One rank: a `TrainerWorker` or a `AdapterWorker`, which document the calls. Only this actor's process
     imports them, and with them torch and vLLM: the trainer deployment computes nothing.
 
     Every method is called on all ranks alike, except `rendezvous_address` and `store_status` (rank 0) and
     `process_id`.
     """
 
-    _worker: "TrainerWorker | LoraWorker"
+    _worker: "TrainerWorker | AdapterWorker"
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         if spec.config.published_adapter is None:
@@ -55,13 +53,12 @@ class TrainerWorkerActor:
 
             self._worker = TrainerWorker(spec, rank, controller)
         else:
-            from deployments.trainer.lora.worker import LoraWorker
+            from deployments.trainer.adapter_worker import AdapterWorker
 
-            self._worker = LoraWorker(spec, rank, controller)
+            self._worker = AdapterWorker(spec, rank, controller)
 
     def rendezvous_address(self) -> tuple[str, int]:
-        """Where the ranks can form a process group: this rank's host, and a port that is free there."""
-        return own_address(), free_port()
+        return self._worker.rendezvous_address()
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
         return self._worker.load(rendezvous_address)
@@ -79,11 +76,10 @@ class TrainerWorkerActor:
         return self._worker.flush(timeout_s)
 
     def save_checkpoint(self) -> None:
-        """Of a `TrainerWorker` only."""
-        cast("TrainerWorker", self._worker).save_checkpoint()
+        self._worker.save_checkpoint()
 
     def load_version(self, version: int) -> None:
-        """Of a `TrainerWorker` only."""
+        """A `TrainerWorker` has it."""
         cast("TrainerWorker", self._worker).load_version(version)
 
     @ray.method(concurrency_group="control")
@@ -107,7 +103,7 @@ class WorkerGroup:
     def __init__(self, workers: Sequence[Any], *, ping_timeout_s: float = PING_TIMEOUT_S) -> None:
         self._workers = list(workers)
         self._ping_timeout_s = ping_timeout_s
-        self.broken: str | None = None  # why the group cannot be used any more
+        self.broken: str | None = None  # why the group can no longer be used
 
     @classmethod
     async def start(
@@ -118,11 +114,10 @@ class WorkerGroup:
         *,
         ping_timeout_s: float = PING_TIMEOUT_S,
     ) -> tuple["WorkerGroup", LoadedTrainer]:
-        """Start the ranks; returns when all of them have loaded the model, with rank 0's report.
+        """Start the ranks, and wait until all have loaded the model; returns rank 0's report.
 
         Args:
-            slots: its GPUs are shared with the replicas, rank r uses that of bundle r; None: Ray gives
-                each rank a GPU of its own.
+            slots: rank r shares the GPU of bundle r with a replica; None: each rank has a GPU of its own.
 
         Raises:
             FleetUnavailable: a rank died, or did not load the model in time.
@@ -139,11 +134,11 @@ class WorkerGroup:
             ping_timeout_s=ping_timeout_s,
         )
         try:
-            # A worker group that is just ending may still hold the GPUs, but not for long.
+            # A former worker group that is exiting may still hold the GPUs.
             async with asyncio.timeout(spec.config.start_timeout_s):
                 address = await group._workers[0].rendezvous_address.remote()
             loaded = await group.call(TrainerWorkerActor.load, address, timeout_s=spec.config.start_timeout_s)
-        except BaseException:  # a start that is cut short must not leave workers behind
+        except BaseException:  # a cancelled start must not leave workers behind
             group.kill()
             raise
         return group, loaded
@@ -191,12 +186,12 @@ class WorkerGroup:
             problems = await self._silent()
             if problems and self.broken is None:
                 self.broken = "; ".join(problems)
-                logger.error("the trainer is replaced, and resumes from the store: %s", self.broken)
+                logger.error("replacing the trainer, which resumes from the store: %s", self.broken)
         if self.broken is not None:
             raise RuntimeError(f"the trainer's worker group is broken: {self.broken}")
 
     async def _silent(self) -> list[str]:
-        """One sentence for each worker that is gone, or hangs."""
+        """One sentence for each worker that is gone or hangs."""
         pings = [asyncio.ensure_future(_result(worker.process_id.remote())) for worker in self._workers]
         await asyncio.wait(pings, timeout=self._ping_timeout_s)
         problems = []
@@ -228,7 +223,7 @@ class WorkerGroup:
             return list(await asyncio.gather(*[_result(each.process_id.remote()) for each in self._workers]))
 
     def kill(self) -> None:
-        """End all workers at once."""
+        """Kill all workers."""
         for worker in self._workers:
             ray.kill(worker)
 
@@ -238,8 +233,8 @@ def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str,
     threads = spec.config.cpu_threads
     if threads is None:
         threads = os.cpu_count() or 1
-    # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU, and torch would then use one core. The
-    # variable holds for every thread of the process; torch.set_num_threads does not.
+    # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU. torch.set_num_threads would not apply to
+    # every thread of the process.
     environment = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}
     forked = {}
     if spec.device == "cpu":
@@ -262,7 +257,7 @@ async def _result(reference: Any) -> Any:
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """Whether the actor died, or Ray killed it because memory ran out (which raises another class)."""
+    """Whether the actor died. Ray raises another class if it killed the actor for lack of memory."""
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 
 
@@ -282,7 +277,7 @@ def _join_reasons(
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What was raised in the worker, without the layers that Ray puts around it."""
+    """What the worker raised, without Ray's wrappers."""
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         if isinstance(error.cause, SlipstreamError) and not isinstance(error.cause, RayTaskError):
             return type(error.cause)(error.cause.message, error.cause.detail)

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer import (
 from app.client.completions import Answer
 from deployments.protocol.errors import Conflict
 from deployments.protocol.responses import AdapterReport
-from deployments.trainer.addresses import free_port
+from deployments.trainer.fleet_connection import free_port
 from deployments.vllm_plugin import register
 from deployments.weights.transports.gloo import GlooTrainerInitInfo
 from tests.fleet.adapter_fleet import RANKS, Adapted

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.trainer.addresses import free_port
+from deployments.trainer.fleet_connection import free_port
 from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
 from tests.fleet.talk import PROMPT, complete, on_every_replica
 from tests.fleet.test_gpu_http import visible

@@ -16,7 +16,7 @@ from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import RoundAborted
 from deployments.protocol.poll import KvCache
 from deployments.protocol.publishing import DrainFallback, RoundOptions, RoundReport
-from deployments.trainer.fleet_client import FleetWeightSyncClient
+from deployments.trainer.fleet_connection import FleetWeightSyncClient
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo
 from tests.fleet.deployed import Fleet

@@ -26,7 +26,7 @@ CALL_S = 25.0
 
 
 class Trainer:
-    """What `deployments.trainer.publisher` does, without threads."""
+    """What `deployments.trainer.weight_publisher` does, without threads."""
 
     def __init__(
         self,

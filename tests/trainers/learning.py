@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from tests.trainers import tiny
-from trainers.policy import Policy
 from trainers.settings import LearnerConfig, OptimizerConfig
+from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory
 
 CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=3))
@@ -17,7 +17,7 @@ def with_changes(**changes: Any) -> LearnerConfig:
     return LearnerConfig(**(CONFIG.model_dump() | changes))
 
 
-def on_policy(policy: Policy, answers: dict[tuple[int, ...], float]) -> list[Trajectory]:
+def on_policy(policy: TrainedPolicy, answers: dict[tuple[int, ...], float]) -> list[Trajectory]:
     """Trajectories whose log-probabilities are the policy's own."""
     made = []
     for answer, advantage in answers.items():
@@ -32,5 +32,5 @@ def on_policy(policy: Policy, answers: dict[tuple[int, ...], float]) -> list[Tra
 ANSWERS = {(6, 7, 1): 1.0, (8, 1): -1.0, (9, 10, 11): 0.5}
 
 
-def state(policy: Policy) -> list[torch.Tensor]:
+def state(policy: TrainedPolicy) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in policy.model.parameters()]

@@ -12,8 +12,8 @@ from tests.trainers import tiny
 from tests.trainers.test_policy import ANSWERS
 from trainers import output_head
 from trainers.learner import Learner
-from trainers.policy import Policy
 from trainers.settings import Checkpointing, LearnerConfig, LoraConfig
+from trainers.trained_policy import TrainedPolicy
 
 CONFIG = LearnerConfig(max_tokens_per_microbatch=64)
 
@@ -28,7 +28,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(policy: Policy) -> Counter[str]:
+def operations(policy: TrainedPolicy) -> Counter[str]:
     learner = Learner(policy, CONFIG)
     with Operations() as counted:
         learner.step(ANSWERS)
@@ -40,7 +40,7 @@ def test_selective_checkpointing_repeats_what_is_cheap(tmp_path: Path, kind: str
     tiny.model(kind).save_pretrained(tmp_path)
     settings: tuple[Checkpointing, ...] = (False, "selective", True)
     none, selective, full = (
-        operations(Policy.load(tmp_path, activation_checkpointing=each)) for each in settings
+        operations(TrainedPolicy.load(tmp_path, activation_checkpointing=each)) for each in settings
     )
     for product in ("mm", "bmm", "_scaled_dot_product_flash_attention_for_cpu"):
         assert selective[product] == none[product], product
@@ -58,7 +58,7 @@ def test_compiled_layers_keep_less_within_a_budget(tmp_path: Path, kind: str) ->
     settings: tuple[Checkpointing, ...] = (False, "selective")
     for setting in settings:
         torch._dynamo.reset()
-        policy = Policy.load(tmp_path, activation_checkpointing=setting, compile_layers=True)
+        policy = TrainedPolicy.load(tmp_path, activation_checkpointing=setting, compile_layers=True)
         learner = Learner(policy, CONFIG)
         learner.step(ANSWERS)  # compiles
         kept.append(tiny.kept_by_a_step(learner, ANSWERS))
@@ -83,7 +83,7 @@ def test_the_layers_of_an_adapter_are_compiled_once_with_gradients_and_once_with
     monkeypatch.setattr("trainers.layers._within_budget", eager)
     monkeypatch.setattr("trainers.output_head._compiled", lambda: output_head._EAGER)
     torch._dynamo.reset()
-    policy = Policy.load(tmp_path, activation_checkpointing="selective", compile_layers=True)
+    policy = TrainedPolicy.load(tmp_path, activation_checkpointing="selective", compile_layers=True)
     policy.adapt(LoraConfig(name="policy", rank=2), seed=0)
     learner = Learner(policy, LearnerConfig())  # one micro-batch: other shapes are compiled as well
     learner.step(ANSWERS)

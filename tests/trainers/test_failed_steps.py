@@ -9,8 +9,8 @@ import torch
 
 from tests.trainers import tiny
 from trainers.learner import Learner, OutOfMemory
-from trainers.policy import Policy
 from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig
+from trainers.trained_policy import TrainedPolicy
 
 CONFIG = LearnerConfig(
     optimizer=OptimizerConfig(learning_rate=1e-2), max_tokens_per_microbatch=6, share_prompts=False
@@ -25,7 +25,7 @@ BATCH = [
 class Failing:
     """The policy's own scores, until the n-th call raises."""
 
-    def __init__(self, policy: Policy, error: BaseException, after: int) -> None:
+    def __init__(self, policy: TrainedPolicy, error: BaseException, after: int) -> None:
         self._scores: Callable[..., Any] = policy.scores
         self._error, self._left = error, after
 
@@ -36,7 +36,7 @@ class Failing:
         return self._scores(*args, **kwargs)
 
 
-def weights(policy: Policy) -> list[torch.Tensor]:
+def weights(policy: TrainedPolicy) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in policy.trained().values()]
 
 
@@ -47,7 +47,7 @@ def weights(policy: Policy) -> list[torch.Tensor]:
 def test_it_is_as_if_it_had_not_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraConfig | None, error: Exception, after: int
 ) -> None:
-    policy, other = tiny.policy(tmp_path), Policy.load(tmp_path)
+    policy, other = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     if lora is not None:
         policy.adapt(lora, seed=0)
         other.adapt(lora, seed=0)

@@ -14,9 +14,9 @@ from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.layers import decoder_layers
 from trainers.learner import Learner
 from trainers.output_head import OutputHead
-from trainers.policy import Policy
 from trainers.settings import LearnerConfig, OptimizerConfig
 from trainers.sources import ParameterSource
+from trainers.trained_policy import TrainedPolicy
 
 CONFIG = LearnerConfig(
     optimizer=OptimizerConfig(learning_rate=1e-3), max_tokens_per_microbatch=8, share_prompts=False
@@ -45,9 +45,9 @@ CASES = (
 )
 
 
-def load(directory: Path, case: Case, mesh: DeviceMesh | None = None) -> Policy:
+def load(directory: Path, case: Case, mesh: DeviceMesh | None = None) -> TrainedPolicy:
     """A policy whose logits are made of three positions at a time."""
-    policy = Policy.load(directory, mesh=mesh, **case.given)
+    policy = TrainedPolicy.load(directory, mesh=mesh, **case.given)
     policy._head = OutputHead(policy.model, at_once=3 * 40)
     return policy
 

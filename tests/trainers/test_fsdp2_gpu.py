@@ -12,8 +12,8 @@ from tests.trainers import tiny
 from tests.trainers.test_policy import ANSWERS
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
-from trainers.policy import Policy
 from trainers.settings import LearnerConfig, OptimizerConfig
+from trainers.trained_policy import TrainedPolicy
 
 pytestmark = pytest.mark.gpu
 MIXED = {"compute_dtype": "bfloat16"}
@@ -43,8 +43,8 @@ def group() -> Iterator[None]:
 )
 def test_every_step_is_that_of_a_whole_model(tmp_path: Path, kind: str, given: dict[str, Any]) -> None:
     tiny.model(kind, head_dim=16).save_pretrained(tmp_path)
-    whole = Learner(Policy.load(tmp_path, device="cuda", **given), CONFIG)
-    policy = Policy.load(tmp_path, mesh=mesh_of_all_ranks("cuda"), **given)
+    whole = Learner(TrainedPolicy.load(tmp_path, device="cuda", **given), CONFIG)
+    policy = TrainedPolicy.load(tmp_path, mesh=mesh_of_all_ranks("cuda"), **given)
     sharded = Learner(policy, CONFIG)
     relative = 0.1 if given else 1e-3  # bfloat16 rounds differently in every kernel
     losses = []
@@ -58,6 +58,6 @@ def test_every_step_is_that_of_a_whole_model(tmp_path: Path, kind: str, given: d
 
 
 @torch.no_grad()
-def _copy(sharded: Policy, whole: Policy) -> None:
+def _copy(sharded: TrainedPolicy, whole: TrainedPolicy) -> None:
     for source, target in zip(sharded.parameters(), whole.parameters(), strict=True):
         target.copy_(source.full_tensor())  # type: ignore[attr-defined]

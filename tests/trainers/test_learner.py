@@ -7,8 +7,8 @@ import torch
 from tests.trainers import tiny
 from tests.trainers.learning import ANSWERS, CONFIG, PROMPT, on_policy, state, with_changes
 from trainers.learner import Learner
-from trainers.policy import Policy
 from trainers.settings import LearnerConfig, LossConfig, OptimizerConfig
+from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import VersionSpan
 
 
@@ -26,7 +26,7 @@ def test_a_step_makes_good_answers_likelier_and_bad_ones_less_likely(tmp_path: P
 
 
 def test_the_gradient_is_that_of_reinforce_written_out(tmp_path: Path) -> None:
-    policy, plain = tiny.policy(tmp_path), Policy.load(tmp_path)
+    policy, plain = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     batch = on_policy(policy, ANSWERS)
     loss = torch.tensor(0.0)
     for answer in batch:
@@ -41,7 +41,7 @@ def test_the_gradient_is_that_of_reinforce_written_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_micro_batches_change_nothing_but_memory(tmp_path: Path, share_prompts: bool) -> None:
-    whole, parts = tiny.policy(tmp_path), Policy.load(tmp_path)
+    whole, parts = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     batch = on_policy(whole, ANSWERS)
     Learner(whole, with_changes(share_prompts=True)).step(batch)
     Learner(parts, with_changes(max_tokens_per_microbatch=6, share_prompts=share_prompts)).step(batch)
@@ -61,22 +61,6 @@ def test_a_loss_that_is_not_finite_changes_nothing(tmp_path: Path, field: str) -
     assert learner.step(on_policy(policy, ANSWERS))["skipped"] is False
 
 
-def test_a_restored_learner_continues_exactly(tmp_path: Path) -> None:
-    straight = tiny.policy(tmp_path / "a")
-    batch = on_policy(straight, ANSWERS)
-    learner = Learner(straight, CONFIG)
-    learner.step(batch)
-    straight.save_pretrained(tmp_path / "b")
-    torch.save(learner.state_dict(), tmp_path / "state.pt")
-    learner.step(batch)
-
-    resumed = Policy.load(tmp_path / "b")
-    second = Learner(resumed, CONFIG)
-    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert second.step(batch)["step"] == 2
-    assert all(torch.equal(a, b) for a, b in zip(state(straight), state(resumed), strict=True))
-
-
 def test_several_updates_on_a_batch_move_the_ratio_away_from_one(tmp_path: Path) -> None:
     policy = tiny.policy(tmp_path)
     config = with_changes(updates_per_step=3, optimizer=OptimizerConfig(learning_rate=1e-2))
@@ -90,7 +74,7 @@ def test_several_updates_on_a_batch_move_the_ratio_away_from_one(tmp_path: Path)
 def test_a_kl_penalty_keeps_the_policy_near_its_reference(tmp_path: Path) -> None:
     moved = []
     for coefficient in (0.0, 10.0):
-        policy, reference = tiny.policy(tmp_path), Policy.load(tmp_path)
+        policy, reference = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
         config = with_changes(
             optimizer=OptimizerConfig(learning_rate=1e-3), loss=LossConfig(kl_coefficient=coefficient)
         )
@@ -116,7 +100,7 @@ def test_constrained_tokens_are_learned_from_as_if_the_policy_had_chosen_among_a
     tmp_path: Path, updates: int
 ) -> None:
     """With a grammar the engine reports 0.0 for a token that was the only choice."""
-    plain, constrained = tiny.policy(tmp_path), Policy.load(tmp_path)
+    plain, constrained = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     batch = on_policy(plain, ANSWERS)
     forced = [
         replace(each, logprobs=(0.0,) * len(each.logprobs), constrained=(True,) * len(each.logprobs))
@@ -133,7 +117,7 @@ def test_constrained_tokens_are_learned_from_as_if_the_policy_had_chosen_among_a
 
 def test_masked_tokens_and_answers_have_no_gradient_and_count_nowhere(tmp_path: Path) -> None:
     """Whatever is behind them: a tool's tokens have no log-probability, and no advantage."""
-    plain, masked = tiny.policy(tmp_path), Policy.load(tmp_path)
+    plain, masked = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     first, *others = on_policy(plain, ANSWERS)
     tool = (20, 21)
     longer = replace(
@@ -176,32 +160,12 @@ def test_a_learner_restarted_without_moments_continues_its_schedule(tmp_path: Pa
     assert second.step(batch)["learning_rate"] == straight.step(batch)["learning_rate"]
 
 
-def test_a_restored_learner_has_the_configured_rate_in_every_step(tmp_path: Path) -> None:
+def test_a_restarted_learner_has_the_configured_rate_in_every_step(tmp_path: Path) -> None:
     policy = tiny.policy(tmp_path)
     batch = on_policy(policy, ANSWERS)
-    former = Learner(policy, with_changes(optimizer=OptimizerConfig(learning_rate=1e-4)))
-    former.step(batch)
-    resumed = Learner(policy, with_changes(optimizer=OptimizerConfig(learning_rate=1e-6)))
-    resumed.load_state_dict(former.state_dict())
-    resumed.restart(1, keep_moments=True)
-    assert [resumed.step(batch)["learning_rate"] for _ in range(3)] == [1e-6] * 3
-
-
-def test_a_restored_learner_has_the_configured_decay(tmp_path: Path) -> None:
-    tiny.policy(tmp_path)
-    batch = on_policy(Policy.load(tmp_path), ANSWERS)
-    configured = with_changes(optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.0))
-    other = with_changes(optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.5))
-    results = []
-    for saved_under in (configured, other):
-        former = Learner(Policy.load(tmp_path), saved_under)
-        former.step(batch)  # from the same weights: the moments are the same
-        resumed = Learner(Policy.load(tmp_path), configured)
-        resumed.load_state_dict(former.state_dict())
-        resumed.restart(1, keep_moments=True)
-        resumed.step(batch)
-        results.append(state(resumed.policy))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    learner = Learner(policy, with_changes(optimizer=OptimizerConfig(learning_rate=1e-6)))
+    learner.restart(1, keep_moments=True)
+    assert [learner.step(batch)["learning_rate"] for _ in range(3)] == [1e-6] * 3
 
 
 def test_staleness_is_counted_from_what_the_trainer_published_last(tmp_path: Path) -> None:

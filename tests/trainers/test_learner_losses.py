@@ -9,8 +9,8 @@ import torch
 from tests.trainers import tiny
 from tests.trainers.learning import ANSWERS, CONFIG, PROMPT, on_policy, state, with_changes
 from trainers.learner import Learner
-from trainers.policy import Policy
 from trainers.settings import DEFAULTS, LossConfig
+from trainers.trained_policy import TrainedPolicy
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -25,7 +25,7 @@ def test_every_loss_makes_what_it_should_likelier(tmp_path: Path, name: str) -> 
 
 
 def test_sfts_loss_is_transformers_own(tmp_path: Path) -> None:
-    policy, other = tiny.policy(tmp_path), Policy.load(tmp_path)
+    policy, other = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     batch = [
         replace(each, loss_mask=(True, *(False, True)[: len(each.token_ids) - 1]))
         for each in (on_policy(policy, ANSWERS))
@@ -46,7 +46,7 @@ def test_sfts_loss_is_transformers_own(tmp_path: Path) -> None:
 
 
 def test_sft_needs_neither_advantages_nor_logprobs(tmp_path: Path) -> None:
-    policy, other = tiny.policy(tmp_path), Policy.load(tmp_path)
+    policy, other = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     batch = on_policy(policy, ANSWERS)
     config = with_changes(loss=LossConfig(name="sft"))
     blank = [replace(each, advantage=0.0, logprobs=(0.0,) * len(each.token_ids)) for each in batch]
@@ -55,7 +55,7 @@ def test_sft_needs_neither_advantages_nor_logprobs(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_ones_own_trains(tmp_path: Path) -> None:
-    policy, other = tiny.policy(tmp_path), Policy.load(tmp_path)
+    policy, other = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     batch = on_policy(policy, ANSWERS)
     own = LossConfig(name="tests.trainers.own_losses:plain")
     Learner(policy, with_changes(loss=own)).step(batch)

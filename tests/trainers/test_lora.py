@@ -17,8 +17,8 @@ from trainers.batching import collate, plan_micro_batches
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
 from trainers.lora import CONFIG, PREFIX, TENSORS
-from trainers.policy import BaseOf, Policy
 from trainers.settings import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
+from trainers.trained_policy import BaseOf, TrainedPolicy
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,21 +44,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def adapted(directory: Path, lora: LoraConfig = LORA, kind: str = "llama", **loading: Any) -> Policy:
+def adapted(directory: Path, lora: LoraConfig = LORA, kind: str = "llama", **loading: Any) -> TrainedPolicy:
     tiny.model(kind).save_pretrained(directory)
-    policy = Policy.load(directory, **loading)
+    policy = TrainedPolicy.load(directory, **loading)
     policy.adapt(lora, seed=7)
     return policy
 
 
-def trained(policy: Policy, steps: int = 2, config: LearnerConfig = LEARNING) -> Learner:
+def trained(policy: TrainedPolicy, steps: int = 2, config: LearnerConfig = LEARNING) -> Learner:
     learner = Learner(policy, config)
     for _ in range(steps):
         learner.step(BATCH)
     return learner
 
 
-def values(policy: Policy) -> dict[str, torch.Tensor]:
+def values(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in policy.trained().items()}
 
 
@@ -66,7 +66,9 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def written(policy: Policy, directory: Path, dtype: torch.dtype | None = None, **metadata: str) -> Path:
+def written(
+    policy: TrainedPolicy, directory: Path, dtype: torch.dtype | None = None, **metadata: str
+) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     assert policy.adapter is not None
     for name, content in policy.adapter.files(dtype=dtype, metadata=metadata or None).items():
@@ -94,7 +96,7 @@ def test_a_step_changes_the_adapter_and_nothing_else(tmp_path: Path) -> None:
 
 def test_before_the_first_step_the_model_is_the_base(tmp_path: Path) -> None:
     policy = adapted(tmp_path)
-    assert torch.equal(logits(policy.model), logits(Policy.load(tmp_path).model))
+    assert torch.equal(logits(policy.model), logits(TrainedPolicy.load(tmp_path).model))
 
 
 def test_the_files_are_pefts_own(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_the_files_are_pefts_own(tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     read = PeftModel.from_pretrained(base, str(directory)).eval()
     assert torch.equal(logits(read), logits(policy.model))
-    assert not torch.allclose(logits(policy.model), logits(Policy.load(tmp_path / "base").model))
+    assert not torch.allclose(logits(policy.model), logits(TrainedPolicy.load(tmp_path / "base").model))
     config = json.loads((directory / CONFIG).read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
     assert config["target_modules"] == ["down_proj", "q_proj"]
@@ -116,7 +118,7 @@ def test_the_adapter_merged_by_hand_is_what_is_trained(tmp_path: Path) -> None:
     policy = adapted(tmp_path / "base")
     trained(policy)
     lora = load_file(written(policy, tmp_path / "adapter") / TENSORS)
-    merged = Policy.load(tmp_path / "base").model
+    merged = TrainedPolicy.load(tmp_path / "base").model
     weights = dict(merged.named_parameters())
     with torch.no_grad():
         for name in {each.rsplit(".lora_", 1)[0] for each in lora}:
@@ -143,7 +145,7 @@ def test_the_first_values_depend_on_the_seed_alone(tmp_path: Path) -> None:
     first = values(adapted(tmp_path))
     torch.manual_seed(99)
     assert equal(values(adapted(tmp_path)), first)
-    other = Policy.load(tmp_path)
+    other = TrainedPolicy.load(tmp_path)
     other.adapt(LORA, seed=8)
     assert not equal(values(other), first)
 
@@ -161,20 +163,11 @@ def test_the_adapter_is_float32_over_a_base_in_bfloat16(tmp_path: Path) -> None:
 def test_a_restored_learner_goes_on_exactly(tmp_path: Path, dropout: float) -> None:
     lora = LORA.model_copy(update={"dropout": dropout})
     straight = trained(adapted(tmp_path, lora))
-    file = tmp_path / "state.pt"
-    torch.save(straight.state_dict(wire_dtype="bfloat16"), file)
     resumed = Learner(adapted(tmp_path, lora), LEARNING)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
+    tiny.copy_state(straight, resumed)
     assert equal(values(resumed.policy), values(straight.policy))
     assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
     assert equal(values(resumed.policy), values(straight.policy))
-
-
-def test_a_state_has_the_adapter_and_not_the_base(tmp_path: Path) -> None:
-    learner = trained(adapted(tmp_path))
-    state = learner.state_dict()
-    assert equal(dict(state["weights"]), values(learner.policy))
-    assert len(state["optimizer"]["state"]) == len(learner.policy.parameters())
 
 
 def test_dropout_acts_in_updates_alone(tmp_path: Path) -> None:
@@ -199,7 +192,7 @@ def test_the_reference_of_the_penalty_is_the_base_without_a_copy(tmp_path: Path)
     config = LearnerConfig(**(LEARNING.model_dump() | {"loss": loss}))
     one, two = adapted(tmp_path), adapted(tmp_path)
     shared = Learner(one, config, reference=BaseOf(one))
-    copied = Learner(two, config, reference=Policy.load(tmp_path))
+    copied = Learner(two, config, reference=TrainedPolicy.load(tmp_path))
     for _ in range(3):
         assert shared.step(BATCH) | {"step_s": 0} == copied.step(BATCH) | {"step_s": 0}
     assert equal(values(one), values(two))
@@ -262,7 +255,7 @@ def test_files_of_the_same_tensors_are_the_same_bytes(tmp_path: Path) -> None:
 
 def adapted_rank(rank: int, directory: Path) -> None:
     with grouped(rank, directory):
-        policy = Policy.load(directory, mesh=mesh_of_all_ranks("cpu"))
+        policy = TrainedPolicy.load(directory, mesh=mesh_of_all_ranks("cpu"))
         policy.adapt(LORA, seed=7)
         assert policy.adapter is not None
         learner = Learner(policy, LEARNING)

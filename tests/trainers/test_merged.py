@@ -12,9 +12,9 @@ from tests.tiny_models import save_tiny_llama
 from tests.trainers import tiny
 from tests.two_ranks import both, grouped
 from trainers.fsdp2 import mesh_of_all_ranks
-from trainers.policy import Policy
 from trainers.settings import LoraConfig
 from trainers.sources import ParameterSource
+from trainers.trained_policy import TrainedPolicy
 
 
 @pytest.fixture
@@ -28,13 +28,13 @@ def adapted(
     modules: tuple[str, ...] | None = None,
     dtype: str = "float32",
     mesh: DeviceMesh | None = None,
-) -> Policy:
-    policy = Policy.load(directory, dtype=dtype, mesh=mesh)
+) -> TrainedPolicy:
+    policy = TrainedPolicy.load(directory, dtype=dtype, mesh=mesh)
     policy.adapt(LoraConfig(publish="merged", rank=4, alpha=6.0, target_modules=modules), seed=3)
     return policy
 
 
-def train(policy: Policy) -> None:
+def train(policy: TrainedPolicy) -> None:
     """Some values for the half that begins with zeros."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def train(policy: Policy) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
 
 
-def merged(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def merged(policy: TrainedPolicy, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     source = ParameterSource(policy.model, adapter=policy.adapter, dtype=dtype)
     assert source.resident() is None
     yielded = {name: tensor.clone() for name, tensor in source}  # it may be the model's own memory

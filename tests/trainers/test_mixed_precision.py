@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from tests.trainers import tiny
 from trainers.learner import Learner
-from trainers.policy import Policy
 from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from trainers.trained_policy import TrainedPolicy
 
 CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), max_tokens_per_microbatch=16)
 BATCH = [
@@ -22,11 +22,11 @@ BATCH = [
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_products_in_bfloat16_train_parameters_in_float32(tmp_path: Path, kind: str) -> None:
     tiny.model(kind).save_pretrained(tmp_path)
-    full, mixed = Policy.load(tmp_path), Policy.load(tmp_path, compute_dtype="bfloat16")
+    full, mixed = TrainedPolicy.load(tmp_path), TrainedPolicy.load(tmp_path, compute_dtype="bfloat16")
     learner, exact = Learner(mixed, CONFIG), Learner(full, CONFIG)
     metrics, expected = learner.step(BATCH), exact.step(BATCH)
     assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
-    moments = learner.state_dict()["optimizer"]["state"].values()
+    moments = learner.optimizer.state.values()
     assert {tensor.dtype for each in moments for tensor in each.values()} == {torch.float32}
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=0.05, abs=2e-3)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
@@ -41,7 +41,7 @@ def test_updates_that_bfloat16_would_round_away_are_kept(tmp_path: Path) -> None
         "mixed": {"dtype": "float32", "compute_dtype": "bfloat16"},
         "bfloat16": {"dtype": "bfloat16"},
     }.items():
-        policy = Policy.load(tmp_path, **given)
+        policy = TrainedPolicy.load(tmp_path, **given)
         before = [parameter.detach().clone() for parameter in policy.model.parameters()]
         learner = Learner(policy, config)
         for _ in range(3):
@@ -59,7 +59,7 @@ def test_checkpointing_changes_no_number(tmp_path: Path, kind: str, lora: LoraCo
     tiny.model(kind).save_pretrained(tmp_path)
     after = []
     for checkpointing in (False, "selective", True):
-        policy = Policy.load(tmp_path, activation_checkpointing=checkpointing)
+        policy = TrainedPolicy.load(tmp_path, activation_checkpointing=checkpointing)
         if lora is not None:
             policy.adapt(lora, seed=0)
         kept = tiny.kept_by_a_step(Learner(policy, CONFIG), BATCH)

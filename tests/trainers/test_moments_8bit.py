@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.trainer.checkpoints import Checkpoints
-from deployments.trainer.resume import resume
+from deployments.trainer.restart_checkpoints import RestartCheckpoints, resume
 from tests.trainers import tiny
 from tests.trainers.test_sharded_loading import as_one_of
 from trainers.learner import Learner
 from trainers.learner_state import empty_moments, named_moments
 from trainers.optimizer import build_optimizer
-from trainers.policy import Policy
 from trainers.settings import LearnerConfig, OptimizerConfig
+from trainers.trained_policy import TrainedPolicy
 
 pytest.importorskip("torchao", reason="the extra moments8bit is not installed")
 RATE = 1e-3
@@ -38,7 +37,7 @@ def config(moments: Any) -> LearnerConfig:
 
 
 def learner(directory: Path, moments: Any) -> Learner:
-    return Learner(Policy.load(directory), config(moments))
+    return Learner(TrainedPolicy.load(directory), config(moments))
 
 
 def weights(of: Learner) -> dict[str, torch.Tensor]:
@@ -75,7 +74,7 @@ def test_moments_take_a_byte_each(tmp_path: Path) -> None:
 
 def test_a_checkpoint_goes_on_exactly_and_not_with_full_moments(tmp_path: Path) -> None:
     SMALL.save_pretrained(tmp_path)
-    kept = Checkpoints(tmp_path / "checkpoints", rank=0, keep=2)
+    kept = RestartCheckpoints(tmp_path / "checkpoints", rank=0, keep=2)
     straight = learner(tmp_path, "8bit")
     straight.step(BATCH)
     assert kept.save(straight, wire_dtype=None, fleet_id="f")
@@ -84,12 +83,12 @@ def test_a_checkpoint_goes_on_exactly_and_not_with_full_moments(tmp_path: Path) 
     resumed, other = learner(tmp_path, "8bit"), learner(tmp_path, "full")
     for each in (resumed, other):
         each.policy.model.load_state_dict(straight.policy.model.state_dict())
-    assert resume(resumed, kept, 1, "f") is None
+    assert resume(resumed, kept, kept.complete("f"), 1) is None
     straight.step(BATCH)
     resumed.step(BATCH)
     after = weights(resumed)
     assert all(torch.equal(after[name], tensor) for name, tensor in weights(straight).items())
-    problem = resume(other, kept, 1, "f")
+    problem = resume(other, kept, kept.complete("f"), 1)
     assert problem is not None and "moments start at zero" in problem and "got nothing" in problem
 
 
@@ -97,7 +96,7 @@ def test_a_shard_has_the_scales_of_its_own_rows(tmp_path: Path) -> None:
     SMALL.save_pretrained(tmp_path)
     torch.manual_seed(0)
     with as_one_of(2) as mesh:
-        policy = Policy.load(tmp_path, mesh=mesh)
+        policy = TrainedPolicy.load(tmp_path, mesh=mesh)
         optimizer, _ = build_optimizer(policy.parameters(), config("8bit").optimizer)
         state = empty_moments(policy, optimizer, {"lm_head.weight"})
         moments = named_moments(policy, state)

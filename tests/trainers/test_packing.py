@@ -17,9 +17,9 @@ from tests.trainers.test_batching import BATCHES
 from tests.trainers.test_policy import ANSWERS, alone
 from trainers.batching import TokenBatch, collate, plan_micro_batches
 from trainers.learner import Learner
-from trainers.packing import line_length, pack, plan_lines
-from trainers.policy import Policy
+from trainers.packed_lines import line_length, pack, plan_lines
 from trainers.settings import LearnerConfig, OptimizerConfig
+from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_a_line_gives_the_scores_and_gradients_of_each_answer_alone(tmp_path: Pa
 
 def test_flex_attention_reads_the_mask_as_it_is_meant(tmp_path: Path) -> None:
     rows_of = tiny.policy(tmp_path)
-    policy = Policy.load(tmp_path, packed=True)
+    policy = TrainedPolicy.load(tmp_path, packed=True)
     assert policy.is_packed and not rows_of.is_packed
     (rows,) = plan_lines(ANSWERS, token_budget=1000)
     # Not compiled: inductor of torch 2.13 writes C++ that does not compile where a mask reads tensors.
@@ -156,14 +156,14 @@ def test_flex_attention_reads_the_mask_as_it_is_meant(tmp_path: Path) -> None:
 
 def test_a_window_is_not_lost_in_shared_or_packed_rows(tmp_path: Path) -> None:
     MistralForCausalLM(MistralConfig(**tiny.SIZES, sliding_window=2)).save_pretrained(tmp_path)
-    policy = Policy.load(tmp_path)
+    policy = TrainedPolicy.load(tmp_path)
     assert not policy.can_share_prompts, "a mask for each row replaces that of the window"
     (rows,) = plan_micro_batches(ANSWERS, token_budget=1000)
     scores = policy.scores(collate(ANSWERS, rows, pad_token_id=0, device=CPU))
     expected = torch.cat([alone(policy, ANSWERS[index]) for row in rows for index in row])
     torch.testing.assert_close(scores.logprobs, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="this one has a window"):
-        Policy.load(tmp_path, packed=True)
+        TrainedPolicy.load(tmp_path, packed=True)
 
 
 @pytest.mark.gpu
@@ -180,8 +180,8 @@ def test_a_window_is_not_lost_in_shared_or_packed_rows(tmp_path: Path) -> None:
 def test_on_a_gpu_packed_steps_are_those_of_rows(tmp_path: Path, kind: str, given: dict[str, Any]) -> None:
     tiny.model(kind, head_dim=16).save_pretrained(tmp_path)  # the smallest that FlexAttention takes
     config = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), max_tokens_per_microbatch=8)
-    plain = Learner(Policy.load(tmp_path, device="cuda"), config)
-    lines = Learner(Policy.load(tmp_path, device="cuda", packed=True, **given), config)
+    plain = Learner(TrainedPolicy.load(tmp_path, device="cuda"), config)
+    lines = Learner(TrainedPolicy.load(tmp_path, device="cuda", packed=True, **given), config)
     for _ in range(3):
         expected, metrics = plain.step(ANSWERS), lines.step(ANSWERS)
         for name in ("loss", "entropy", "grad_norm"):

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from tests.trainers import tiny
 from trainers.batching import collate, plan_micro_batches
-from trainers.policy import Policy
+from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory
 
 ANSWERS = [
@@ -17,7 +17,7 @@ ANSWERS = [
 ]
 
 
-def alone(policy: Policy, answer: Trajectory) -> torch.Tensor:
+def alone(policy: TrainedPolicy, answer: Trajectory) -> torch.Tensor:
     """Log-probabilities of one answer, computed without padding."""
     ids = torch.tensor([answer.prompt_token_ids + answer.token_ids])
     logits = policy.model(input_ids=ids).logits[0].float()
@@ -56,7 +56,7 @@ def test_saving_writes_a_checkpoint_with_its_tokenizer_files(tmp_path: Path) -> 
     (tmp_path / "a" / "tokenizer.json").write_text("{}")
     policy.save_pretrained(tmp_path / "b")
     assert (tmp_path / "b" / "tokenizer.json").read_text() == "{}"
-    again = Policy.load(tmp_path / "b")
+    again = TrainedPolicy.load(tmp_path / "b")
     for left, right in zip(policy.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(left, right)
 
@@ -107,9 +107,9 @@ def test_tied_names_are_not_in_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_missing_checkpoint_and_an_unknown_dtype_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json, got .*nowhere"):
-        Policy.load(tmp_path / "nowhere")
+        TrainedPolicy.load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"dtype must be one of .*, got 'int3'"):
-        Policy.load(tmp_path, dtype="int3")
+        TrainedPolicy.load(tmp_path, dtype="int3")
 
 
 def test_the_code_that_a_checkpoint_brings_is_run_only_if_asked_for(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_the_code_that_a_checkpoint_brings_is_run_only_if_asked_for(tmp_path: Pa
     )
     (directory / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     with pytest.raises(ValueError, match="trust_remote_code"):
-        Policy.load(directory)
+        TrainedPolicy.load(directory)
     assert not (tmp_path / "ran").exists()
     with pytest.raises(Exception, match="Own"):  # the code runs, and has no such class
-        Policy.load(directory, trust_remote_code=True)
+        TrainedPolicy.load(directory, trust_remote_code=True)
     assert (tmp_path / "ran").exists()

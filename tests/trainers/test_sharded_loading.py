@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.tiny_models import save_tiny_mtp, save_tiny_tied_twice
 from tests.trainers import tiny
 from trainers.fsdp2 import mesh_of_all_ranks
-from trainers.policy import Policy
 from trainers.settings import LoraConfig
+from trainers.trained_policy import TrainedPolicy
 
 
 @contextmanager
@@ -64,9 +64,9 @@ def test_a_rank_reads_its_part_of_every_parameter_and_all_buffers(
     tmp_path: Path, save: Callable[[Path], object], dtype: str
 ) -> None:
     save(tmp_path)
-    whole = Policy.load(tmp_path, dtype=dtype).model
+    whole = TrainedPolicy.load(tmp_path, dtype=dtype).model
     with as_one_of(2) as mesh:
-        sharded = Policy.load(tmp_path, dtype=dtype, mesh=mesh).model
+        sharded = TrainedPolicy.load(tmp_path, dtype=dtype, mesh=mesh).model
     assert list(sharded.state_dict()) == list(whole.state_dict())
     for name, parameter in sharded.named_parameters():
         expected = whole.get_parameter(name)
@@ -88,7 +88,7 @@ def test_every_rank_begins_with_the_adapter_that_one_process_has(tmp_path: Path)
     lora, whole = LoraConfig(name="a", rank=2), tiny.policy(tmp_path, "qwen3")
     expected = whole.adapt(lora, seed=3).tensors()
     with as_one_of(2) as mesh:
-        adapter = Policy.load(tmp_path, mesh=mesh).adapt(lora, seed=3)
+        adapter = TrainedPolicy.load(tmp_path, mesh=mesh).adapt(lora, seed=3)
     assert adapter.tensors().keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter.tensors().items())
     assert not any(isinstance(tensor, DTensor) for tensor in adapter.parameters())
@@ -106,7 +106,7 @@ def test_a_checkpoint_without_a_parameter_is_refused(tmp_path: Path, sharded: bo
     lack(tmp_path, "model.norm.weight")
     sentence = "lacks 1 of the parameters .* 'model.norm.weight'"
     with as_one_of(2) as mesh, pytest.raises(ValueError, match=sentence):
-        Policy.load(tmp_path, mesh=mesh if sharded else None)
+        TrainedPolicy.load(tmp_path, mesh=mesh if sharded else None)
     before = policy.model.state_dict()["model.embed_tokens.weight"].clone()
     with pytest.raises(ValueError, match=sentence):
         policy.load_weights(tmp_path)
@@ -119,9 +119,9 @@ def test_weights_of_another_model_are_refused_and_those_of_the_same_are_read_in_
     tiny.model("qwen3-moe").save_pretrained(tmp_path / "first")
     tiny.model("qwen3-moe", seed=1).save_pretrained(tmp_path / "second")
     tiny.model("qwen3-moe", vocab_size=41).save_pretrained(tmp_path / "other")
-    expected = Policy.load(tmp_path / "second").model
+    expected = TrainedPolicy.load(tmp_path / "second").model
     with as_one_of(2) as mesh:
-        policy = Policy.load(tmp_path / "first", mesh=mesh)
+        policy = TrainedPolicy.load(tmp_path / "first", mesh=mesh)
         before = {name: p.to_local().clone() for name, p in policy.model.named_parameters()}
         with pytest.raises(ValueError, match="tensors do not match the model"):
             policy.load_weights(tmp_path / "other")
@@ -138,4 +138,4 @@ def test_more_ranks_than_each_can_have_an_expert_of_are_refused(tmp_path: Path) 
         r"'model.layers.0.mlp.experts.\w+' has 3 rows, 1 for each rank .* got 4, of which the last has none"
     )
     with as_one_of(4) as mesh, pytest.raises(ValueError, match=sentence):
-        Policy.load(tmp_path, mesh=mesh)
+        TrainedPolicy.load(tmp_path, mesh=mesh)

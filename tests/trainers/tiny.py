@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from trainers.learner import Learner
-from trainers.policy import Policy
+from trainers.learner_state import empty_moments, master_weights, named_moments, restore_weights
+from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory, VersionSpan
 
 SIZES = {
@@ -53,9 +54,9 @@ def model(kind: str, seed: int = 0, **changed: int) -> PreTrainedModel:
 KINDS = ("llama", "llama-tied", "qwen3", "qwen3-moe")
 
 
-def policy(directory: Path, kind: str = "llama", seed: int = 0) -> Policy:
+def policy(directory: Path, kind: str = "llama", seed: int = 0) -> TrainedPolicy:
     model(kind, seed).save_pretrained(directory)
-    return Policy.load(directory)
+    return TrainedPolicy.load(directory)
 
 
 def trajectory(
@@ -88,3 +89,15 @@ def kept_by_a_step(learner: Learner, batch: Sequence[Trajectory]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         learner.step(batch)
     return kept
+
+
+def copy_state(source: Learner, target: Learner) -> None:
+    """What a checkpoint of an adapter brings from one learner to another."""
+    given = named_moments(source.policy, source.optimizer.state)
+    state = empty_moments(target.policy, target.optimizer, given["step"])
+    for kind, moments in named_moments(target.policy, state).items():
+        for name, moment in moments.items():
+            moment.copy_(given[kind][name])
+    target.optimizer.state.update(state)
+    restore_weights(target.policy, master_weights(source.policy, None))
+    target.restart(source.steps_done, keep_moments=True)

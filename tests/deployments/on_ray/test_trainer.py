@@ -25,7 +25,7 @@ from deployments.protocol.errors import (
 from deployments.protocol.responses import AdapterReport
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import Trainer
-from tests.deployments.on_ray.trainer_actors import Controllers, Owner, RemoteController, SlowWorker, Turning
+from tests.deployments.on_ray.trainer_actors import Controllers, Owner, Queueing, RemoteController, SlowWorker
 from tests.deployments.trainer.trainer_specs import trainer_spec, with_config
 from tests.tiny_models import save_tiny_llama
 from trainers.lora import TENSORS
@@ -91,7 +91,7 @@ def exists(pid: int) -> bool:
 
 async def test_when_ray_cancels_a_call_what_the_call_has_begun_goes_on() -> None:
     worker = ray.remote(num_cpus=0)(SlowWorker).remote()
-    trainer = ray.remote(num_cpus=0)(Turning).remote(worker)
+    trainer = ray.remote(num_cpus=0)(Queueing).remote(worker)
     step = trainer.step.remote()
     async with asyncio.timeout(30):
         while await trainer.doing.remote() != "step":
@@ -196,7 +196,7 @@ async def test_a_round_whose_transfer_broke_is_sent_again_by_all_ranks_and_a_ran
             report = await trainer.publish("second try")
         assert (report.version, report.label) == (1, "second try")
         assert [each.getMessage() for each in caplog.records].count(
-            "the round is sent again, to the replicas that are left: r0 is gone"
+            "sending the round again, to the remaining replicas: r0 is gone"
         ) == 1
         assert (await trainer.publish(None)).version == 2
 

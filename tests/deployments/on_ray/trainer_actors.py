@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from deployments.trainer.spec import TrainerSpec
-from deployments.trainer.trainer import Turns
+from deployments.trainer.trainer import SerialQueue
 from deployments.trainer.worker_group import WorkerGroup
 from tests.deployments.controller_in_process import ControllerInProcess
 
@@ -21,17 +21,17 @@ class SlowWorker:
         return "learned"
 
 
-class Turning:
+class Queueing:
     """A trainer whose step is a call of another actor."""
 
     def __init__(self, worker: Any) -> None:
-        self._turns, self._worker, self.ended = Turns(), worker, ""
+        self._queue, self._worker, self.ended = SerialQueue(), worker, ""
 
     async def step(self) -> None:
-        await self._turns.take("step", self._learn)
+        await self._queue.run("step", self._learn)
 
     async def doing(self) -> str | None:
-        return self._turns.doing
+        return self._queue.doing
 
     async def how_it_ended(self) -> str:
         return self.ended

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 
-from deployments.trainer.checkpoints import Checkpoints
+from deployments.trainer.restart_checkpoints import RestartCheckpoints, resume
 from tests.trainers import tiny
 from trainers.learner import Learner
-from trainers.policy import Policy
 from trainers.settings import Dtype, LearnerConfig, OptimizerConfig
 from trainers.sources import ParameterSource, load_parameters
+from trainers.trained_policy import TrainedPolicy
 
 CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-4), share_prompts=False)
 BATCH = [
@@ -19,11 +19,11 @@ BATCH = [
 Weights = dict[str, torch.Tensor]
 
 
-def weights(policy: Policy) -> Weights:
+def weights(policy: TrainedPolicy) -> Weights:
     return {name: tensor.clone() for name, tensor in ParameterSource(policy.model)}
 
 
-def load(policy: Policy, values: Weights, *, dtype: torch.dtype) -> None:
+def load(policy: TrainedPolicy, values: Weights, *, dtype: torch.dtype) -> None:
     """What a restarted trainer has read from the store."""
     load_parameters(policy.model, {name: value.to(dtype) for name, value in values.items()})
 
@@ -36,13 +36,19 @@ def near(left: Weights, right: Weights) -> bool:
     return all(torch.allclose(left[name], right[name], rtol=1e-3, atol=2e-5) for name in left)
 
 
-def checkpoints(directory: Path, *, rank: int = 0) -> Checkpoints:
-    return Checkpoints(directory / "checkpoints", rank=rank, keep=2)
+def checkpoints(directory: Path, *, rank: int = 0) -> RestartCheckpoints:
+    return RestartCheckpoints(directory / "checkpoints", rank=rank, keep=2)
 
 
 def save(
-    learner: Learner, kept: Checkpoints, *, wire_dtype: Dtype | None = None, fleet_id: str = "f"
+    learner: Learner, kept: RestartCheckpoints, *, wire_dtype: Dtype | None = None, fleet_id: str = "f"
 ) -> None:
     assert kept.save(learner, wire_dtype=wire_dtype, fleet_id=fleet_id)
     kept.wait_until_copied()
     assert kept.wait(60.0)
+
+
+def resumed_from(
+    kept: RestartCheckpoints, learner: Learner, step: int, *, fleet_id: str = "f", digest: str | None = None
+) -> str | None:
+    return resume(learner, kept, kept.complete(fleet_id), step, digest)

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.deployments.controller_in_process import ControllerInProcess
 
@@ -12,3 +13,12 @@ def controller(tmp_path: Path) -> Iterator[ControllerInProcess]:
     controller = ControllerInProcess(tmp_path / "state")
     yield controller
     controller.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The operations are tiny: threads that wait for each other take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deployments.protocol.errors import InvalidRequest
-from deployments.trainer.rank import logger
+from deployments.trainer.worker import logger
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, small_spec, started
 from trainers.settings import LossConfig
@@ -46,7 +46,10 @@ def test_a_bad_batch_is_refused_and_changes_nothing(tmp_path: Path, controller: 
     ):
         with pytest.raises(InvalidRequest, match=sentence):
             worker.step([BATCH[0] | change, BATCH[1]])
-    for batch, sentence in (([], "non-empty list"), ([{"token_ids": [1]}], "needs the field")):
+    for batch, sentence in (
+        ([], "non-empty list"),
+        ([{"token_ids": [1]}], "prompt_token_ids: Field required"),
+    ):
         with pytest.raises(InvalidRequest, match=sentence):
             worker.step(batch)
     with pytest.raises(InvalidRequest, match="none of 1 trajectories"):

@@ -48,7 +48,7 @@ async def test_a_worker_that_is_lost_is_named_in_one_line_and_the_group_is_broke
             with pytest.raises(RuntimeError, match=f"the trainer's worker group is broken: {words}"):
                 await group.ping()
     (line,) = [each.getMessage() for each in caplog.records]
-    assert line.startswith(f"the trainer is replaced, and resumes from the store: {words}")
+    assert line.startswith(f"replacing the trainer, which resumes from the store: {words}")
     with pytest.raises(FleetUnavailable, match=words):
         await group.call(TrainerWorker.step, [], timeout_s=1.0)
 

@@ -197,7 +197,7 @@ def test_a_full_disk_does_not_end_training(
         worker.save_checkpoint()
         assert worker.flush(30.0)
     (line,) = lines(caplog)
-    assert line.startswith("the trainer's checkpoint of step 2 is not saved, the former ones stay: ")
+    assert line.startswith("failed to save the trainer's checkpoint of step 2, the previous ones stay: ")
     assert [each.name for each in checkpoints(spec)] == ["step-000001"]
     worker.save_checkpoint()
     assert worker.flush(30.0)

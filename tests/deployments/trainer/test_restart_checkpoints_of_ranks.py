@@ -1,4 +1,4 @@
-"""Checkpoints of one process and of two ranks over Gloo: any number of ranks resumes from them."""
+"""RestartCheckpoints of one process and of two ranks over Gloo: any number of ranks resumes from them."""
 
 from pathlib import Path
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deployments.trainer.checkpoints import Checkpoints
-from deployments.trainer.resume import resume
+from deployments.trainer.restart_checkpoints import RestartCheckpoints
 from tests.deployments.trainer.checkpoint_scene import (
     BATCH,
     CONFIG,
@@ -16,6 +15,7 @@ from tests.deployments.trainer.checkpoint_scene import (
     equal,
     load,
     near,
+    resumed_from,
     save,
     weights,
 )
@@ -23,7 +23,7 @@ from tests.trainers import tiny
 from tests.two_ranks import both, grouped
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
-from trainers.policy import Policy
+from trainers.trained_policy import TrainedPolicy
 
 
 def rank_of_two(rank: int, directory: Path) -> None:
@@ -42,15 +42,15 @@ def _train_and_resume(rank: int, directory: Path) -> dict[str, object]:
     straight.step(BATCH)
 
     resumed = _sharded(directory, stored=trained)
-    out: dict[str, object] = {"trained": trained, "exact": resume(resumed, kept, 1, "f")}
+    out: dict[str, object] = {"trained": trained, "exact": resumed_from(kept, resumed, 1)}
     out["same"] = equal(weights(resumed.policy), trained)
     resumed.step(BATCH)
     out["continued"] = equal(weights(resumed.policy), weights(straight.policy))
     out["after"] = weights(straight.policy)
 
-    of_one = Checkpoints(directory / "of-one", rank=rank, keep=2)
+    of_one = RestartCheckpoints(directory / "of-one", rank=rank, keep=2)
     resumed = _sharded(directory, stored=torch.load(directory / "one.pt"))
-    out["from one"] = resume(resumed, of_one, 1, "f")
+    out["from one"] = resumed_from(of_one, resumed, 1)
     resumed.step(BATCH)
     out["after one"] = weights(resumed.policy)
 
@@ -62,7 +62,7 @@ def _train_and_resume(rank: int, directory: Path) -> dict[str, object]:
     dist.barrier()
     stored = _sharded(directory, stored=trained)
     before = weights(stored.policy)
-    out["damaged"] = resume(stored, kept, 1, "f")
+    out["damaged"] = resumed_from(kept, stored, 1)
     out["as stored"] = equal(weights(stored.policy), before)
     out["step"] = stored.step(BATCH)["step"]
     dist.barrier()
@@ -106,7 +106,7 @@ def test_ranks_agree_on_a_checkpoint_after_a_fault_of_one(tmp_path: Path) -> Non
 
 
 def _sharded(directory: Path, stored: Weights | None = None) -> Learner:
-    policy = Policy.load(directory, mesh=mesh_of_all_ranks("cpu"))
+    policy = TrainedPolicy.load(directory, mesh=mesh_of_all_ranks("cpu"))
     if stored is not None:
         load(policy, stored, dtype=torch.bfloat16)
     return Learner(policy, CONFIG)
@@ -116,9 +116,9 @@ def _sharded(directory: Path, stored: Weights | None = None) -> Learner:
 @pytest.mark.slow
 def test_any_number_of_ranks_resumes_and_all_of_them_or_none(tmp_path: Path) -> None:
     tiny.policy(tmp_path)
-    single = Learner(Policy.load(tmp_path), CONFIG)
+    single = Learner(TrainedPolicy.load(tmp_path), CONFIG)
     single.step(BATCH)
-    save(single, Checkpoints(tmp_path / "of-one", rank=0, keep=2), wire_dtype="bfloat16")
+    save(single, RestartCheckpoints(tmp_path / "of-one", rank=0, keep=2), wire_dtype="bfloat16")
     torch.save(weights(single.policy), tmp_path / "one.pt")
     both(rank_of_two, tmp_path)
     out = torch.load(tmp_path / "out.pt")
@@ -127,9 +127,9 @@ def test_any_number_of_ranks_resumes_and_all_of_them_or_none(tmp_path: Path) -> 
     assert out["as stored"] and out["step"] == 2
     single.step(BATCH)
     assert out["from one"] is None and near(out["after one"], weights(single.policy))
-    resumed = Learner(Policy.load(tmp_path), CONFIG)  # what two ranks have written, on one
+    resumed = Learner(TrainedPolicy.load(tmp_path), CONFIG)  # what two ranks have written, on one
     load(resumed.policy, out["trained"], dtype=torch.bfloat16)
-    assert resume(resumed, checkpoints(tmp_path), 1, "f") is None
+    assert resumed_from(checkpoints(tmp_path), resumed, 1) is None
     assert equal(weights(resumed.policy), out["trained"])
     resumed.step(BATCH)
     assert near(weights(resumed.policy), out["after"])

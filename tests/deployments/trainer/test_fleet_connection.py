@@ -7,7 +7,7 @@ import pytest
 from deployments.protocol.errors import RoundAborted, TransferAborted
 from deployments.protocol.poll import CommitMode
 from deployments.protocol.publishing import RoundOptions
-from deployments.trainer.fleet_client import FleetWeightSyncClient
+from deployments.trainer.fleet_connection import FleetWeightSyncClient
 from tests.deployments.controller_in_process import ControllerInProcess
 
 OPTIONS = RoundOptions(commit=CommitMode.ROLLING)

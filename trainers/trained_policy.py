@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainers.batching import TokenBatch
 from trainers.fsdp2 import empty_model, read_shards, shard_model
 from trainers.layers import prepare_layers, with_input_gradients
-from trainers.lora import Adapter
+from trainers.lora import LoraAdapter
 from trainers.output_head import OutputHead, TokenScores
 from trainers.settings import Checkpointing, Dtype, LoraConfig
 from trainers.sources import load_parameters, names_without_aliases, tied_names
@@ -37,7 +37,7 @@ _FLEX = "flex_attention"  # transformers' name
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 
 
-class Policy:
+class TrainedPolicy:
     """A Hugging Face causal language model and the directory it was loaded from.
 
     Attributes:
@@ -65,7 +65,7 @@ class Policy:
         self._trust_remote_code = trust_remote_code
         self._mesh = mesh
         self.device = next(model.parameters()).device
-        self.adapter: Adapter | None = None
+        self.adapter: LoraAdapter | None = None
         self.compute_dtype = compute_dtype
         self._compiled = compiled
         self._head = OutputHead(model, compiled=compiled)
@@ -93,7 +93,7 @@ class Policy:
             activation_checkpointing: what of each decoder layer is kept for the backward pass, see
                 `trainers.layers`.
             compile_layers: torch.compile of each decoder layer, and of what is done with logits.
-            packed: attention for `trainers.packing`, which needs a GPU to train.
+            packed: attention for `trainers.packed_lines`, which needs a GPU to train.
             trust_remote_code: run the code that the checkpoint brings; else one that needs it is refused.
             mesh: ranks over which the model is sharded, on its device (`trainers.fsdp2`). Each of them must
                 make this call, and reads its own shards.
@@ -158,7 +158,7 @@ class Policy:
 
     @property
     def is_packed(self) -> bool:
-        """Whether its batches are packed lines, see `trainers.packing`."""
+        """Whether its batches are packed lines, see `trainers.packed_lines`."""
         return self._attention == _FLEX
 
     @property
@@ -170,13 +170,13 @@ class Policy:
         """Names that are aliases of another parameter; checkpoints and updates leave them out."""
         return tied_names(self.model)
 
-    def adapt(self, config: LoraConfig, *, seed: int) -> Adapter:
+    def adapt(self, config: LoraConfig, *, seed: int) -> LoraAdapter:
         """Train an adapter from now on, and nothing else; before the first forward pass.
 
         Raises:
-            ValueError: see `Adapter`.
+            ValueError: see `LoraAdapter`.
         """
-        self.adapter = Adapter(self.model, config, seed=seed)
+        self.adapter = LoraAdapter(self.model, config, seed=seed)
         if self._compiled:
             with_input_gradients(self.model)
         return self.adapter
@@ -234,11 +234,11 @@ class Policy:
 class BaseOf:
     """The model under a policy's adapter, as a reference that takes no memory of its own."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: TrainedPolicy) -> None:
         self._policy = policy
 
     def scores(self, batch: TokenBatch) -> TokenScores:
-        """As `Policy.scores`.
+        """As `TrainedPolicy.scores`.
 
         Raises:
             ValueError: the policy has no adapter.

@@ -1,39 +1,25 @@
-"""The publisher in a trainer rank: a weight source for vLLM's trainer engines, and rounds of the fleet."""
+"""Publishes weights from a trainer rank: a source for vLLM's trainer engines, and rounds of the fleet."""
 
 import contextlib
 from collections.abc import Iterator
-from math import prod
-from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.base import ParamMeta, TrainerWeightTransferEngine, WeightSource
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from deployments.calls.rpc import CallHandle
 from deployments.protocol.publishing import RoundOptions, RoundReport
-from deployments.trainer.addresses import free_port, own_address
-from deployments.trainer.fleet_client import FleetWeightSyncClient
-from deployments.trainer.snapshots import Snapshot, Snapshots
+from deployments.trainer.fleet_connection import FleetConnection, FleetWeightSyncClient
+from deployments.trainer.host_copies import Snapshot, Snapshots
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
-from deployments.vllm_plugin import register
-from deployments.weights.transports.rank_agreement import PublishTarget, agree
-from deployments.weights.transports.registry import (
-    TRANSPORTS,
-    SameGpu,
-    TrainerFacts,
-    backend,
-    trainer_init_info,
-)
-from deployments.weights.transports.weight_sender import WeightSender
+from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from deployments.weights.wire.digest import warm_up
 from trainers.sources import ParameterSource
 
 
 class PublishSource(WeightSource):
-    """vLLM's view of a parameter source; copies what is sent if asked to.
+    """vLLM's view of a parameter source. Copies what is sent, for the store to write later.
 
-    The copy is what the store writes later, while the next step already changes the weights. It is made
-    while the tensors are sent, so it costs no second gather.
+    The copy is made while the tensors are sent, so it costs no second gather.
 
     Args:
         keep_copy: on the rank that writes the store.
@@ -56,7 +42,7 @@ class PublishSource(WeightSource):
         return self._source.resident()
 
     def begin(self) -> None:
-        """To be called before each round."""
+        """Call it before each round."""
         self._running = None
         if self._copies is not None:
             self._copies.begin()
@@ -81,12 +67,11 @@ class PublishSource(WeightSource):
             yield name, tensor
 
 
-class Publisher:
-    """The publisher of this rank's part of the policy. Every rank must call `publish`.
+class WeightPublisher:
+    """Publishes this rank's part of the policy. Every rank must call `publish`.
 
-    all ranks   agree on the replicas (`transports.agreement`), and connect again if any rank must
-    all ranks   gather layer by layer, and send
-    a rank that fails still joins the remaining gathers, because the others wait there
+    All ranks agree on the replicas, gather layer by layer, and send. A rank that fails still joins the
+    remaining gathers, because the others wait there.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int, source: ParameterSource, controller: CallHandle) -> None:
@@ -94,11 +79,17 @@ class Publisher:
         self._rank = rank
         self.source = PublishSource(source, keep_copy=rank == 0)
         self._client = FleetWeightSyncClient(controller, PUBLISHER, RoundOptions())
-        self._engine: TrainerWeightTransferEngine[Any] | None = None
-        self._epoch: int | None = None
-        self.fleet_id: str | None = None  # as rank 0 learned it
+        self._connection = FleetConnection(
+            spec, rank, self._client, self.source, chunk_bytes=spec.chunk_bytes, takes_over=True
+        )
         if not spec.native:
             warm_up(source.device)
+
+    @property
+    def fleet_id(self) -> str | None:
+        """As rank 0 learned it in the last publish."""
+        fleet = self._connection.fleet
+        return None if fleet is None else fleet.fleet_id
 
     def publish(self, label: str | None) -> RoundReport | None:
         """Run one round. Returns its report on rank 0, None elsewhere.
@@ -109,14 +100,11 @@ class Publisher:
         """
         self.source.begin()
         self._client.label = label
-        find = self._current_membership if self._rank == 0 else None
-        membership = agree(find, connected=self._is_connected())
+        membership = self._connection.agree()
         try:
             if membership is not None:
-                self._disconnect()
-                self._engine, self._epoch = self._connect(membership.workers), membership.epoch
-            assert self._engine is not None
-            self._engine.send_weights()
+                self._connection.connect(membership)
+            self._connection.send_weights()
         except BaseException as error:
             self._clean_up(error)
             raise
@@ -124,11 +112,11 @@ class Publisher:
 
     def close(self) -> None:
         """Close the connection."""
-        self._disconnect()
+        self._connection.close()
 
     def _clean_up(self, error: BaseException) -> None:
-        """After a failed round. Further errors are suppressed: they add nothing to the first one."""
-        self._disconnect()
+        """After a failed round. Further errors are suppressed: the first one is raised."""
+        self._connection.close()
         if self._rank == 0:
             with contextlib.suppress(Exception):
                 self._client.abort(str(error))
@@ -143,42 +131,3 @@ class Publisher:
         would not release those ranks: only the end of the worker group does.
         """
         return self._spec.native and TRANSPORTS[self._spec.transport].same_gpu is SameGpu.POSSIBLE
-
-    def _is_connected(self) -> bool:
-        # vLLM's own engines read the source anew in each round: where its tensors are does not matter.
-        if isinstance(self._engine, WeightSender):
-            return self._engine.is_current()
-        return self._engine is not None
-
-    def _current_membership(self) -> PublishTarget:
-        fleet = self._client.fleet()
-        self.fleet_id = fleet.fleet_id
-        connected = fleet.connection is not None and fleet.connection.publisher == PUBLISHER
-        return PublishTarget(
-            epoch=fleet.epoch,
-            workers=fleet.workers,
-            changed=not connected or fleet.epoch != self._epoch,
-        )
-
-    def _connect(self, workers: int) -> TrainerWeightTransferEngine[Any]:
-        register()
-        facts = TrainerFacts(
-            rank=self._rank,
-            workers=workers,
-            master_address=own_address(),
-            master_port=free_port(),
-            chunk_bytes=self._spec.chunk_bytes,
-            largest_tensor_bytes=max(
-                meta.dtype.itemsize * prod(meta.shape) for meta in self.source.metadata()
-            ),
-        )
-        chosen = backend(self._spec.transport, staging="none" if self._spec.native else "host")
-        return WeightTransferTrainerFactory.trainer_init(
-            init_info=trainer_init_info(chosen, facts), client=self._client, source=self.source
-        )
-
-    def _disconnect(self) -> None:
-        engine, self._engine = self._engine, None
-        self._epoch = None
-        if engine is not None:
-            engine.shutdown()

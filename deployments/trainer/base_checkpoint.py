@@ -1,4 +1,4 @@
-"""The checkpoint that the fleet and its trainer start from, of which the trainer's model may be a part.
+"""The checkpoint that the fleet and its trainer start from. The trainer's model may be a part of it.
 
     trained  what the model has, also under a second name (`lm_head` stored beside tied embeddings)
     frozen   the rest: layers of multi-token prediction, a vision tower, rotary tables
@@ -20,16 +20,16 @@ from deployments.protocol.errors import InvalidRequest
 from deployments.weights.store.hub import read_schema
 from deployments.weights.store.version_writer import read_tensors, write_safetensors
 from deployments.weights.wire.checkpoint_schema import join_reasons
-from trainers.policy import copy_model_files
+from trainers.trained_policy import copy_model_files
 
 CONFIG = "config.json"
 
 
 class BaseCheckpoint:
-    """A checkpoint directory whose model a trainer trains, or a part of it.
+    """A checkpoint directory.
 
     Attributes:
-        names: of its tensors; empty if it has no safetensors files.
+        names: its tensors; empty without safetensors files.
 
     Raises:
         OSError: a file cannot be read.
@@ -42,10 +42,10 @@ class BaseCheckpoint:
         self.names: frozenset[str] = frozenset(self._schema)
 
     def frozen(self, trained: Collection[str]) -> Sequence[str]:
-        """The names that are not in `trained`, which must be all that the trainer's model has.
+        """The names that are not in `trained`.
 
         Raises:
-            ValueError: a module is trained in part: a frozen scale of a trained weight would not fit it.
+            ValueError: a module is trained in part: a frozen scale would not fit its trained weight.
         """
         frozen = sorted(self.names - set(trained))
         modules = {name.rpartition(".")[0]: name for name in frozen}
@@ -55,26 +55,21 @@ class BaseCheckpoint:
             if (module := name.rpartition(".")[0]) in modules
         ]
         if problems:
-            raise ValueError(
-                f"{self.directory} is more than a part can be trained of: {join_reasons(problems)}"
-            )
+            raise ValueError(f"{self.directory} cannot be trained in part: {join_reasons(problems)}")
         return frozen
 
     def read(self, names: Collection[str], directory: Path) -> dict[str, torch.Tensor]:
-        """Tensors of this checkpoint, or of a version of it; memory-mapped.
+        """Memory-mapped tensors of this checkpoint, or of a version of it below `directory`.
 
         Raises:
             OSError: a file cannot be read.
-            ValueError: a tensor is not there.
+            ValueError: a tensor is missing.
         """
         found = read_tensors(directory, names)
         return {name: found[name].to(getattr(torch, self._schema[name].dtype)) for name in names}
 
     def write_files(self, directory: Path, model: PreTrainedModel, dtype: str) -> None:
-        """All but the weights of a checkpoint of `model`, or of the whole of which it is a part.
-
-        Args:
-            dtype: of the weights.
+        """Write config and tokenizer files of a whole checkpoint whose weights have `dtype`.
 
         Raises:
             OSError: a file cannot be written.
@@ -84,20 +79,20 @@ class BaseCheckpoint:
             config.dtype = dtype
             config.architectures = [type(model).__name__.removeprefix("FSDP")]
             config.save_pretrained(directory)
-        else:  # the model is a part, such as the language model of one that also sees
+        else:  # the model is a part, such as a vision-language model's text model
             (directory / CONFIG).write_text(json.dumps(_with_dtype(self._config, dtype), indent=2))
         copy_model_files(self.directory, directory)
 
     def write(
         self, directory: Path, model: PreTrainedModel, dtype: str, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """A complete checkpoint.
+        """Write a complete checkpoint.
 
         Args:
-            weights: of `model`, and the frozen ones.
+            weights: the model's, and the frozen ones.
 
         Raises:
-            InvalidRequest: the directory cannot be written; it has no weights then, or those of before.
+            InvalidRequest: the directory cannot be written; its weights are then as before.
         """
         try:
             self.write_files(directory, model, dtype)
@@ -113,7 +108,7 @@ class BaseCheckpoint:
 
 
 def summary(names: Sequence[str]) -> Sequence[str]:
-    """A few words for each group of tensors, for a person."""
+    """A few words for each group of tensors."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_group(name), []).append(name)
@@ -124,14 +119,13 @@ def summary(names: Sequence[str]) -> Sequence[str]:
 
 
 def _group(name: str) -> str:
-    """The name up to a layer's number, or its first two parts."""
+    """The name up to a layer number, or its first two parts."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:2])
 
 
 def _with_dtype(config: Any, dtype: str) -> Any:
-    """The configuration with another dtype, also of its parts."""
     if not isinstance(config, dict):
         return config
     return {

@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.protocol.responses import AdapterReport
-from deployments.trainer.lora.worker import LoraWorker
+from deployments.trainer.adapter_worker import AdapterWorker
 from deployments.trainer.spec import TrainerSpec
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_worker import BATCH
+from tests.deployments.trainer.one_worker import BATCH, small_spec
+from tests.deployments.trainer.trainer_specs import with_config
 
 TENSORS = "adapter_model.safetensors"
 
@@ -19,27 +20,29 @@ def lora(**changes: Any) -> dict[str, Any]:
     return {"name": "math", "rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]} | changes
 
 
-def started(spec: TrainerSpec, controller: ControllerInProcess) -> LoraWorker:
-    worker = LoraWorker(spec, 0, controller)  # type: ignore[arg-type]
+def started(spec: TrainerSpec, controller: ControllerInProcess) -> AdapterWorker:
+    worker = AdapterWorker(spec, 0, controller)  # type: ignore[arg-type]
     worker.load(("127.0.0.1", 0))
     return worker
 
 
-def published(worker: LoraWorker, label: str | None = None) -> AdapterReport:
+def published(worker: AdapterWorker, label: str | None = None) -> AdapterReport:
     report = worker.publish(label)
     assert report is not None, "rank 0 has the report"
     return report
 
 
-def trained(spec: TrainerSpec, controller: ControllerInProcess, steps: int = 2) -> LoraWorker:
+def trained(spec: TrainerSpec, controller: ControllerInProcess, steps: int = 2) -> AdapterWorker:
     worker = started(spec, controller)
     for _ in range(steps):
         worker.step(BATCH)
         worker.publish(None)
+        worker.save_checkpoint()
+        assert worker.flush(30.0)
     return worker
 
 
-def saved(worker: LoraWorker, directory: Path) -> dict[str, torch.Tensor]:
+def saved(worker: AdapterWorker, directory: Path) -> dict[str, torch.Tensor]:
     worker.save(str(directory))
     return load_file(directory / TENSORS)
 
@@ -49,6 +52,9 @@ def live_files(controller: ControllerInProcess) -> list[Path]:
     return [Path(each.path) for each in controller.ask("adapters") if each.state == "live"]
 
 
-def state_file(spec: TrainerSpec) -> Path:
-    [found] = (Path(spec.store_dir).parent / "trainer").glob("lora-*/trainer_state.rank0.pt")
-    return found
+def checkpoints(spec: TrainerSpec) -> list[Path]:
+    return sorted((Path(spec.store_dir).parent / "trainer").glob("lora-*/*step-*"))
+
+
+def adapter_spec(tmp_path: Path) -> TrainerSpec:
+    return with_config(small_spec(tmp_path), lora=lora())

@@ -7,14 +7,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from deployments.trainer.lora import sender as sending
-from deployments.trainer.lora.sender import AdapterSender, adapter_sender
+from deployments.trainer import fleet_connection
+from deployments.trainer.adapter_publisher import AdapterSender, adapter_sender
 from deployments.trainer.spec import TrainerSpec
 from deployments.weights.transports.ipc import IpcTrainerInitInfo
 from tests.deployments.controller_in_process import ControllerInProcess
+from tests.deployments.trainer.one_adapter import adapter_spec
 from tests.two_ranks import both, grouped
 
 pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    return adapter_spec(tmp_path)
+
+
 FILES = {"adapter_config.json": torch.ones(2).byte(), "adapter_model.safetensors": torch.ones(4).byte()}
 LARGER = {**FILES, "adapter_model.safetensors": torch.ones(8).byte()}
 
@@ -81,7 +89,7 @@ def publishes(sender: AdapterSender, controller: ControllerInProcess, rank: int)
 
 def one_rank(rank: int, spec: TrainerSpec, directory: Path) -> None:
     with grouped(rank, directory):
-        sending.WeightTransferTrainerFactory.trainer_init = Engine  # type: ignore[method-assign, assignment]
+        fleet_connection.WeightTransferTrainerFactory.trainer_init = Engine  # type: ignore[method-assign, assignment]
         controller = ControllerInProcess(directory / f"rank{rank}")
         sender = adapter_sender(spec, rank, controller)  # type: ignore[arg-type]
         assert sender is not None

@@ -9,7 +9,7 @@ import torch
 from deployments.protocol.errors import FleetUnavailable, TransferAborted
 from deployments.protocol.poll import Outcome, Verify
 from deployments.protocol.publishing import RoundReport
-from deployments.trainer.publisher import Publisher, PublishSource
+from deployments.trainer.weight_publisher import PublishSource, WeightPublisher
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.trainer_specs import trainer_spec
 from tests.tiny_models import tiny_llama
@@ -36,11 +36,11 @@ class BreakingSource(ParameterSource):
             yield pair
 
 
-def publisher_of(controller: ControllerInProcess, source: ParameterSource | None = None) -> Publisher:
-    return Publisher(SPEC, 0, ParameterSource(tiny_llama(0)) if source is None else source, controller)
+def publisher_of(controller: ControllerInProcess, source: ParameterSource | None = None) -> WeightPublisher:
+    return WeightPublisher(SPEC, 0, ParameterSource(tiny_llama(0)) if source is None else source, controller)
 
 
-def published(publisher: Publisher, label: str | None = None) -> RoundReport:
+def published(publisher: WeightPublisher, label: str | None = None) -> RoundReport:
     report = publisher.publish(label)
     assert report is not None, "rank 0 has the report"
     return report

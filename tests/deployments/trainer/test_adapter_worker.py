@@ -6,24 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from deployments.protocol.adapters import LoadAdapter
 from deployments.protocol.errors import Conflict, InvalidRequest
 from deployments.protocol.poll import Outcome
-from deployments.trainer.lora.worker import LoraWorker
+from deployments.trainer.adapter_worker import AdapterWorker
 from deployments.trainer.spec import TrainerSpec, adapter_directory
 from deployments.weights.store.adapter_store import adapter_digest
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.lora.one_adapter import (
+from tests.deployments.trainer.one_adapter import (
     TENSORS,
+    adapter_spec,
     live_files,
     lora,
     published,
     saved,
     started,
-    state_file,
     trained,
 )
 from tests.deployments.trainer.one_worker import BATCH, equal, lines
@@ -32,6 +31,11 @@ from tests.fake_hub import FakeHub
 from tests.tiny_adapters import save_tiny_adapter
 
 pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    return adapter_spec(tmp_path)
 
 
 def test_what_is_published_is_the_adapter_alone(
@@ -53,24 +57,6 @@ def test_what_is_published_is_the_adapter_alone(
     assert not list(Path(spec.store_dir).glob("v*")), "the base is not stored again"
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     assert (config["r"], config["target_modules"]) == (4, ["q_proj", "v_proj"])
-
-
-def test_the_state_is_on_the_disk_before_the_fleet_is_asked_to_load(
-    spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = started(spec, controller)
-    worker.step(BATCH)
-    seen: list[int] = []
-    answer = controller.answer
-
-    def watched(method: str, *arguments: Any) -> Any:
-        if method == "load_adapter":
-            seen.append(torch.load(state_file(spec), weights_only=True)["steps_done"])
-        return answer(method, *arguments)
-
-    monkeypatch.setattr(controller, "answer", watched)
-    published(worker)
-    assert seen == [1] and controller.live == ["math@1"]
 
 
 def test_a_publish_of_the_same_adapter_is_another_version(
@@ -177,7 +163,7 @@ def test_a_rank_that_comes_after_rank_0_has_saved_does_not_refuse_the_directory(
     spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
 ) -> None:
     first = started(spec, controller)
-    last = LoraWorker(spec, 1, controller)  # type: ignore[arg-type]
+    last = AdapterWorker(spec, 1, controller)  # type: ignore[arg-type]
     assert first.save(str(tmp_path / "saved")) is not None
     assert last.save(str(tmp_path / "saved")) is None
 

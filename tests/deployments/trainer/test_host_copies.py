@@ -1,12 +1,15 @@
-"""What the store writes is what was sent, however the model changes meanwhile."""
+"""Copies of a trainer's tensors in host memory."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deployments.trainer.snapshots import Snapshot, Snapshots
+from deployments.trainer import host_copies
+from deployments.trainer.host_copies import Snapshot, Snapshots, in_host_memory
 from tests.tiny_models import tiny_llama
 from trainers.sources import ParameterSource
 
@@ -72,3 +75,41 @@ def test_a_failed_round_leaves_nothing_in_the_next_snapshot() -> None:
     snapshot = take(snapshots, source)
     assert bool((snapshot["model.norm.weight"] != 7.0).all())
     assert snapshots.finish() == {}
+
+
+def test_a_tensor_in_host_memory_is_not_copied() -> None:
+    content = torch.arange(5, dtype=torch.uint8)
+    assert in_host_memory(content) is content
+
+
+@pytest.mark.gpu
+def test_a_copy_waits_for_what_was_queued_and_not_for_what_is_queued_later() -> None:
+    content = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    in_host_memory(content)  # pinned memory, once
+    torch.cuda._sleep(50_000_000)  # cycles: longer than the copy
+    content.fill_(7)
+    queued = torch.cuda.Event()
+    queued.record()
+    copy = in_host_memory(content)
+    assert queued.query() and copy.is_pinned() and torch.equal(copy, content.cpu())
+
+
+@pytest.mark.gpu
+def test_what_is_queued_does_not_wait_for_a_copy() -> None:
+    content = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
+    in_host_memory(content.add_(1))  # a kernel is loaded with its first use, which waits for the device
+    with torch.cuda.stream(host_copies._stream(content.device)):
+        torch.cuda._sleep(2_000_000_000)  # cycles, about a second: the copy comes after it
+        slept = torch.cuda.Event()
+        slept.record()
+    thread = threading.Thread(target=in_host_memory, args=(content,))
+    thread.start()
+    time.sleep(0.2)
+    queued = torch.cuda.Event()
+    assert not slept.query(), "too short: this would say nothing"
+    content.add_(1)
+    queued.record()
+    queued.synchronize()
+    assert not slept.query() and thread.is_alive()
+    thread.join(30)
+    assert not thread.is_alive()

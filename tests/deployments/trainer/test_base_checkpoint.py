@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deployments.protocol.errors import InvalidRequest
-from deployments.trainer.checkpoint import BaseCheckpoint, summary
+from deployments.trainer.base_checkpoint import BaseCheckpoint, summary
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.checkpoint_files import check_files
@@ -29,9 +29,9 @@ from tests.tiny_models import (
     save_tiny_tied_twice,
     save_tiny_vision_language,
 )
-from trainers.policy import Policy
 from trainers.settings import OptimizerConfig, TrainerConfig
 from trainers.sources import ParameterSource
+from trainers.trained_policy import TrainedPolicy
 
 Save = Callable[[Path, int], Path]
 KINDS: list[tuple[Save, list[str]]] = [
@@ -126,7 +126,7 @@ def test_tied_weights_that_differ_in_the_checkpoint_are_refused(tmp_path: Path) 
     tensors["lm_head.weight"] += 1.0
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="says tie_word_embeddings, and the checkpoint stores an output"):
-        Policy.load(model)
+        TrainedPolicy.load(model)
 
 
 def test_a_module_of_which_the_trainer_has_a_part_is_refused(
@@ -141,7 +141,7 @@ def test_a_module_of_which_the_trainer_has_a_part_is_refused(
 
 
 def test_a_parameter_that_would_not_be_sent_is_refused(tmp_path: Path) -> None:
-    model = Policy.load(save_tiny_llama(tmp_path / "model", 0)).model
+    model = TrainedPolicy.load(save_tiny_llama(tmp_path / "model", 0)).model
 
     def forgetful(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name}
@@ -175,7 +175,7 @@ def test_versions_have_a_tokenizer_though_the_version_that_was_resumed_from_is_g
 
 def test_the_configuration_of_a_whole_gets_the_dtype_of_its_weights(tmp_path: Path) -> None:
     model = save_tiny_vision_language(tmp_path / "model", 0)
-    policy = Policy.load(model)
+    policy = TrainedPolicy.load(model)
     target = tmp_path / "target"
     target.mkdir()
     BaseCheckpoint(model).write_files(target, policy.model, "bfloat16")
@@ -186,7 +186,7 @@ def test_the_configuration_of_a_whole_gets_the_dtype_of_its_weights(tmp_path: Pa
 
 def test_a_full_disk_is_said_and_leaves_no_half_of_a_checkpoint(tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "model", 0)
-    policy, target = Policy.load(model), tmp_path / "target"
+    policy, target = TrainedPolicy.load(model), tmp_path / "target"
     target.mkdir()
     (target / ".model.safetensors.partial").symlink_to("/dev/full")
     with pytest.raises(InvalidRequest, match=r"cannot be written to \S+/target: .*No space left on device"):

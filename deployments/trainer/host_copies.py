@@ -1,13 +1,15 @@
-"""Copies of published weights in host memory, for the store, made while the weights are sent.
+"""Copies of a trainer's tensors in pinned host memory, made on CUDA streams of their own.
 
-From a GPU the copies are queued on a stream of their own, into pinned memory of torch's allocator, which
-allocates it once and reuses it: neither the transfer nor the replicas wait for them, only `finish` does. That
-for two versions is made beside the start of the trainer, as pinning takes seconds. It grows to as many
-versions as exist at once: one being written, one that waits, one being copied.
+Neither the transfer that runs beside them nor the replicas wait for these copies. Pinned memory is faster,
+and copies to pageable memory may delay what other threads queue (`benchmarks/RESULTS.md`, "GPU tests that
+passed").
 """
 
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -22,11 +24,49 @@ _IN_FLIGHT_BYTES = 1 << 30
 logger = serve_logger()
 
 
+def in_host_memory(content: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in host memory; the same if it is there already.
+
+    From a GPU it is copied to pinned memory, which torch reuses: a copy to new pageable memory takes thirty
+    times as long (`benchmarks/RESULTS.md`).
+    """
+    if content.device.type != "cuda":
+        return content
+    copy = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
+    with _beside(content.device):
+        copy.copy_(content, non_blocking=True)
+        torch.cuda.current_stream(content.device).synchronize()
+    return copy
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """Copies inside wait for what is queued on the device's current stream. What is queued there later does
+    not wait for them."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 Snapshot = dict[str, torch.Tensor]  # by name
 
 
 class Snapshots:
-    """One snapshot at a time of what a source yields."""
+    """Copies of published weights for the store, one version at a time, made while the weights are sent.
+
+    Only `finish` waits for them. Pinned memory for two versions is allocated while the trainer starts,
+    because pinning takes seconds. It grows to as many versions as exist at once: one being written, one
+    waiting, one being copied.
+    """
 
     def __init__(self, source: ParameterSource) -> None:
         self._source = source
@@ -37,7 +77,7 @@ class Snapshots:
             self._copier = _GpuCopier(source, self._device)
 
     def begin(self) -> None:
-        """Start a snapshot; one that was not finished is discarded."""
+        """Start a snapshot; an unfinished one is discarded."""
         self._open = {}
         if self._copier is not None:
             self._copier.begin()
@@ -50,7 +90,7 @@ class Snapshots:
             self._open[name] = self._copier.add(name, tensor)
 
     def finish(self) -> Snapshot:
-        """The snapshot, when all copies are complete; the model may change afterwards."""
+        """The snapshot, once all copies are complete; the model may change afterwards."""
         if self._copier is not None:
             self._copier.wait()
         snapshot, self._open = self._open, {}
@@ -63,7 +103,7 @@ class _GpuCopier:
     def __init__(self, source: ParameterSource, device: torch.device) -> None:
         self._source, self._device = source, device
         chunks = plan_chunks([(s.name, s.dtype, s.shape) for s in source.specs()], _BLOCK_BYTES)
-        # Without room for digests, which would double a block that is full.
+        # Without space for digests, which would double a block that is full.
         self._sizes = [chunk.table_offset for chunk in chunks]
         self._slots = {entry.name: (i, entry) for i, chunk in enumerate(chunks) for entry in chunk.entries}
         self._stream = torch.cuda.Stream(device)
@@ -93,7 +133,7 @@ class _GpuCopier:
 
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The copy, which is complete after `wait`."""
-        if self._own is None:  # here and not in `begin`, for which the round waits
+        if self._own is None:  # not in `begin`, for which the round waits
             self._own = self._source.storages()
         block, entry = self._slots[name]
         target = view(entry, self._blocks[block])
@@ -117,7 +157,7 @@ class _GpuCopier:
 
 
 def pinned(size_bytes: int) -> torch.Tensor:
-    """Host memory (uint8 [size_bytes]) that a GPU can access directly, if the host allows it."""
+    """Host memory (uint8 [size_bytes]), pinned if the host allows it."""
     try:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:  # copies are slower then, and as correct

@@ -1,4 +1,4 @@
-"""Checkpoints on disk, and what a restart takes from them."""
+"""RestartCheckpoints on disk, and what a restart takes from them."""
 
 import threading
 from pathlib import Path
@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from deployments.trainer.checkpoints import Checkpoints
-from deployments.trainer.resume import resume
+from deployments.trainer.restart_checkpoints import RestartCheckpoints
 from tests.deployments.trainer.checkpoint_scene import (
     BATCH,
     CONFIG,
@@ -18,15 +17,16 @@ from tests.deployments.trainer.checkpoint_scene import (
     equal,
     load,
     near,
+    resumed_from,
     save,
     weights,
 )
 from tests.trainers import tiny
 from trainers.learner import Learner
-from trainers.policy import Policy
+from trainers.trained_policy import TrainedPolicy
 
 
-def names(kept: Checkpoints) -> list[str]:
+def names(kept: RestartCheckpoints) -> list[str]:
     return sorted(entry.name for entry in kept.directory.iterdir())
 
 
@@ -43,9 +43,9 @@ def test_what_follows_a_save_is_not_in_it(tmp_path: Path) -> None:
     kept.wait_until_copied()
     learner.step(BATCH)
     assert kept.wait(60.0)
-    resumed = Learner(Policy.load(tmp_path), CONFIG)
+    resumed = Learner(TrainedPolicy.load(tmp_path), CONFIG)
     load(resumed.policy, before, dtype=torch.bfloat16)
-    assert resume(resumed, checkpoints(tmp_path), 1, "f") is None
+    assert resumed_from(checkpoints(tmp_path), resumed, 1) is None
     assert equal(weights(resumed.policy), before)
     resumed.step(BATCH)
     assert equal(weights(resumed.policy), weights(learner.policy))
@@ -55,8 +55,8 @@ def test_what_follows_a_save_is_not_in_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_each_checkpoint_of_a_run_is_of_its_own_step(tmp_path: Path, device: str) -> None:
     tiny.policy(tmp_path)
-    kept = Checkpoints(tmp_path / "checkpoints", rank=0, keep=3)
-    learner = Learner(Policy.load(tmp_path, device=device), CONFIG)
+    kept = RestartCheckpoints(tmp_path / "checkpoints", rank=0, keep=3)
+    learner = Learner(TrainedPolicy.load(tmp_path, device=device), CONFIG)
     after: dict[int, Weights] = {}
     for step in (1, 2, 3, 4):
         learner.step(BATCH)  # while the former one is written
@@ -67,9 +67,9 @@ def test_each_checkpoint_of_a_run_is_of_its_own_step(tmp_path: Path, device: str
             kept.wait_until_copied()
     assert kept.wait(60.0)
     for step in (1, 2, 3):
-        resumed = Learner(Policy.load(tmp_path, device=device), CONFIG)
+        resumed = Learner(TrainedPolicy.load(tmp_path, device=device), CONFIG)
         load(resumed.policy, after[step], dtype=torch.bfloat16)
-        assert resume(resumed, kept, step, "f") is None
+        assert resumed_from(kept, resumed, step) is None
         assert equal(weights(resumed.policy), after[step])
         resumed.step(BATCH)
         assert near(weights(resumed.policy), after[step + 1])
@@ -145,9 +145,9 @@ def test_a_second_run_that_comes_as_far_replaces_the_first_ones_checkpoint(tmp_p
         for parameter in learner.policy.parameters():
             parameter += 0.01
     save(learner, kept, wire_dtype="bfloat16")
-    resumed = Learner(Policy.load(tmp_path), CONFIG)
+    resumed = Learner(TrainedPolicy.load(tmp_path), CONFIG)
     load(resumed.policy, weights(learner.policy), dtype=torch.bfloat16)
-    assert resume(resumed, kept, 1, "f") is None
+    assert resumed_from(kept, resumed, 1) is None
     assert equal(weights(resumed.policy), weights(learner.policy))
 
 
@@ -159,19 +159,19 @@ def test_the_nearest_checkpoint_is_taken_and_none_of_another_fleet(tmp_path: Pat
     learner.step(BATCH)
     save(learner, kept)
     assert names(kept) == ["step-000001", "step-000002", "step-000003"]  # each fleet keeps its own
-    resumed = Learner(Policy.load(tmp_path), CONFIG)
-    assert resume(resumed, kept, 1, "f") == "weights as stored, moments of step 2"
+    resumed = Learner(TrainedPolicy.load(tmp_path), CONFIG)
+    assert resumed_from(kept, resumed, 1) == "weights as stored, moments of step 2"
     assert kept.step is None, "the next one is due at once"
-    assert "there is no checkpoint in" in str(resume(resumed, kept, 1, "none"))
+    assert "there is no checkpoint in" in str(resumed_from(kept, resumed, 1, fleet_id="none"))
 
 
 def test_weights_of_the_same_step_that_are_not_those_of_the_checkpoint_stay(tmp_path: Path) -> None:
     learner, kept = stepped(tmp_path), checkpoints(tmp_path)
     save(learner, kept, wire_dtype="bfloat16")
-    resumed = Learner(Policy.load(tmp_path), CONFIG)
+    resumed = Learner(TrainedPolicy.load(tmp_path), CONFIG)
     load(resumed.policy, weights(tiny.policy(tmp_path / "other", seed=1)), dtype=torch.bfloat16)
     before = weights(resumed.policy)
-    assert resume(resumed, kept, 1, "f") == "weights as stored, moments of step 1"
+    assert resumed_from(kept, resumed, 1) == "weights as stored, moments of step 1"
     assert equal(weights(resumed.policy), before)
 
 
@@ -184,8 +184,8 @@ def test_a_trainer_that_went_back_keeps_the_checkpoints_that_it_makes_from_then_
     save(learner, kept, fleet_id="other")
     learner.step(BATCH)
     save(learner, kept)
-    back, again = Learner(Policy.load(tmp_path), CONFIG), checkpoints(tmp_path)
-    assert resume(back, again, 0, "f") == "weights as stored, moments of step 4"
+    back, again = Learner(TrainedPolicy.load(tmp_path), CONFIG), checkpoints(tmp_path)
+    assert resumed_from(again, back, 0) == "weights as stored, moments of step 4"
     back.step(BATCH)
     save(back, again)
     assert names(again) == ["step-000001", "step-000003"], "and those of another fleet"
@@ -199,11 +199,11 @@ def test_a_checkpoint_of_the_same_step_and_another_version_is_not_exact(tmp_path
     assert kept.save(learner, wire_dtype=None, fleet_id="f", digest="aa")
     kept.wait_until_copied()
     assert kept.wait(60.0)
-    resumed = Learner(Policy.load(tmp_path), CONFIG)
-    assert resume(resumed, kept, 1, "f", digest="bb") == "weights as stored, moments of step 1"
+    resumed = Learner(TrainedPolicy.load(tmp_path), CONFIG)
+    assert resumed_from(kept, resumed, 1, digest="bb") == "weights as stored, moments of step 1"
     assert kept.step is None
     load(resumed.policy, weights(learner.policy), dtype=torch.float32)
-    assert resume(resumed, kept, 1, "f", digest="aa") is None
+    assert resumed_from(kept, resumed, 1, digest="aa") is None
     assert kept.step == 1
 
 
@@ -221,7 +221,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_fault_of_the_new_one(
     monkeypatch.setattr(kept, "_remove", refuse)
     save(learner, kept)
     said = [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
-    assert said == ["an old checkpoint of the trainer cannot be removed: OSError: read-only"]
+    assert said == ["failed to remove an old checkpoint of the trainer: OSError: read-only"]
     assert kept.step == 3 and "step-000003" in names(kept)
 
 
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_another_model_is_not_restored(tmp_path: Path) -> None:
     kept = checkpoints(tmp_path)
     save(learner, kept)
     other = Learner(tiny.policy(tmp_path / "b", "qwen3-moe"), CONFIG)
-    problem = resume(other, kept, 1, "f")
+    problem = resumed_from(kept, other, 1)
     assert problem is not None and "step-000001 cannot be used: ValueError: exp_avg" in problem
     assert "expected" in problem and other.step(BATCH)["step"] == 2
 
@@ -244,7 +244,7 @@ def test_a_checkpoint_of_another_optimizer_is_not_restored(tmp_path: Path) -> No
     kept = checkpoints(tmp_path)
     save(learner, kept)
     other = Learner(tiny.policy(tmp_path / "b"), CONFIG)
-    problem = resume(other, kept, 1, "f")
+    problem = resumed_from(kept, other, 1)
     assert problem is not None and "momentum_buffer of 'lm_head.weight': expected nothing, got" in problem
     assert other.step(BATCH)["step"] == 2
 
@@ -261,7 +261,8 @@ def test_an_error_of_the_copy_is_an_error_of_the_save(
     assert kept.save(learner, wire_dtype=None, fleet_id="f")
     kept.wait_until_copied()
     assert kept.wait(60.0)
-    assert caplog.messages == [
-        "the trainer's checkpoint of step 1 is not saved, the former ones stay: MemoryError: no host memory"
-    ]
+    (line,) = caplog.messages
+    assert line.startswith(
+        "failed to save the trainer's checkpoint of step 1, the previous ones stay: Memory"
+    )
     assert kept.step is None

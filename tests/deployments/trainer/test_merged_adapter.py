@@ -112,7 +112,7 @@ def test_without_its_checkpoint_the_adapter_begins_anew_on_what_the_fleet_serves
             file.write_text(file.read_text().replace('"base_version": 0', '"base_version": 7'))
     with caplog.at_level("WARNING", "ray.serve"):
         resumed = started(spec, controller)
-    assert "step 2; the adapter begins anew on it: moments start at zero: " in lines(caplog)
+    assert "step 2; the adapter starts from zero on it: moments start at zero: " in lines(caplog)
     assert equal(saved(resumed, tmp_path / "resumed"), stored(spec, version))
     metrics = resumed.step(BATCH)
     assert metrics["step"] == 3 and metrics["learning_rate"] == pytest.approx(1e-3 * 3 / 5)

@@ -1,0 +1,248 @@
+"""One rank of a trainer that trains an adapter and publishes it alone.
+
+Every rank holds the whole adapter. Rank 0 alone publishes it; the others send it where rank 0 does not reach
+every replica. The base is the version that the fleet had committed when the trainer started: an adapter of
+another base is not published, because it would run on weights it was not trained on.
+"""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from deployments.calls.rpc import CallHandle
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import Conflict, InvalidRequest
+from deployments.protocol.responses import AdapterReport, SavedCheckpoint
+from deployments.trainer.adapter_publisher import AdapterPublisher, LiveVersion, adapter_files, adapter_sender
+from deployments.trainer.restart_checkpoints import restore, resume
+from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, adapter_directory
+from deployments.trainer.stored_weights import from_rank_0
+from deployments.trainer.worker import TrainerRank, adapter_settings, directory_to_save
+from trainers.learner import Learner
+from trainers.lora import LoraAdapter
+from trainers.settings import LoraConfig
+from trainers.trained_policy import BaseOf
+
+STORE_WAIT_S = 60.0
+logger = serve_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    """The live version of this trainer, as rank 0 read it."""
+
+    version: int
+    step: int
+    values: Mapping[str, torch.Tensor]
+
+
+class AdapterWorker(TrainerRank):
+    """Has the calls of `TrainerWorker`, except those about versions of all weights."""
+
+    def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
+        super().__init__(spec, rank, controller)
+        lora = spec.config.published_adapter
+        assert lora is not None, "this worker publishes an adapter"
+        self._lora: LoraConfig = lora
+        # An adapter's name may have characters that a file name may not.
+        self._file_name = hashlib.sha256(lora.name.encode()).hexdigest()[:12]
+
+    @property
+    def _adapter(self) -> LoraAdapter:
+        assert self._policy.adapter is not None, "this worker trains an adapter"
+        return self._policy.adapter
+
+    def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
+        """Join the group, load the base, and continue with the adapter where it was.
+
+        Raises:
+            ValueError: the model has no such modules, or a checkpoint or the live version is of an adapter
+                with other settings.
+            OSError: the checkpoint cannot be read.
+        """
+        self._begin(rendezvous_address)
+        fleet = self._fleet()
+        self._fleet_id = fleet.fleet_id
+        self._wait_for_base(fleet.committed_version)
+        self._base_version = self._stored.newest(fleet.fleet_id)
+        base = self._store.path_of(self._base_version) if self._base_version else self._base.directory
+        self._policy = self._read(base, self._lora)
+        self._check_names()
+        reference = BaseOf(self._policy) if self._spec.config.loss.kl_coefficient != 0.0 else None
+        self._learner = Learner(self._policy, self._spec.config, reference=reference)
+        self._open_checkpoints(f"lora-{self._file_name}")
+        self._sender = adapter_sender(self._spec, self._rank, self._controller)
+        if self._rank == 0:
+            self._publisher = AdapterPublisher(
+                self._lora.name,
+                self._controller,
+                adapter_directory(self._spec.store_dir),
+                fleet_id=fleet.fleet_id,
+                dtype=self._wire_dtype(),
+                sender=self._sender,
+            )
+        published = from_rank_0(self._published() if self._rank == 0 else None)
+        difference = self._resume(published)
+        self._log_resumed(f"trains the adapter {self._lora.name!r}", difference)
+        return LoadedTrainer(
+            version=self._base_version,
+            step=self._learner.steps_done,
+            parameters=sum(parameter.numel() for parameter in self._policy.parameters()),
+            adapter_version=0 if published is None else published.version,
+        )
+
+    def publish(self, label: str | None) -> AdapterReport | None:
+        """Make the adapter the next version of its name, on all replicas or on none.
+
+        Returns:
+            The report on rank 0, None elsewhere.
+
+        Raises:
+            SlipstreamError: as `AdapterPublisher.publish`; Conflict: the fleet serves another base.
+        """
+        if self._rank == 0:
+            try:
+                return self._publish(label)
+            finally:
+                if self._sender is not None:
+                    self._sender.end()
+        if self._sender is not None:
+            step, dtype = self._learner.steps_done, self._wire_dtype()
+            self._sender.send(adapter_files(self._adapter, dtype=dtype, fleet_id=self._fleet_id, step=step))
+        return None
+
+    def _publish(self, label: str | None) -> AdapterReport:
+        committed = self._fleet().committed_version
+        if committed != self._base_version:
+            raise Conflict(
+                f"the adapter {self._lora.name!r} was trained on version {self._base_version}, and the fleet "
+                f"serves version {committed}: restart the trainer to take that as its base",
+                {"expected": self._base_version, "version": committed},
+            )
+        return self._publisher.publish(
+            self._adapter, step=self._learner.steps_done, base_version=self._base_version, label=label
+        )
+
+    def save_checkpoint(self) -> None:
+        """Begin to write a checkpoint for a restart, after every publish. On failure the previous ones
+        stay."""
+        settings = adapter_settings(self._lora, self._base_version)
+        self._save_checkpoint(every=1, fleet_id=self._fleet_id, adapter=settings)
+
+    def save(self, path: str | None) -> SavedCheckpoint | None:
+        """Write the current adapter in peft's format.
+
+        Args:
+            path: an absolute path of a new or empty directory; None: one beside the store, named by the step.
+
+        Returns:
+            The report on rank 0. None elsewhere: a late rank would find rank 0's files in `path`.
+
+        Raises:
+            InvalidRequest: `path` is not such a directory, or its disk is full.
+        """
+        if self._rank != 0:
+            return None
+        started, step = time.perf_counter(), self._learner.steps_done
+        default = self._store.directory.parent / f"adapter-{self._file_name}-{step:06d}"
+        directory = directory_to_save(path, default)
+        try:
+            self._adapter.write(directory)
+        except OSError as error:
+            raise InvalidRequest(f"the adapter cannot be written to {directory}: {error}") from error
+        return SavedCheckpoint(
+            path=str(directory.absolute()), step=step, save_s=time.perf_counter() - started
+        )
+
+    def store_status(self) -> StoreStatus:
+        """This trainer writes no versions of the base."""
+        return StoreStatus(stored_version=None, store_problem=None)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until the checkpoint is written; False on timeout."""
+        return self._checkpoints.wait(timeout_s)
+
+    def _wait_for_base(self, committed: int) -> None:
+        """A version is stored after its commit. If it does not come in time, `publish` reports the other
+        base."""
+        until = time.monotonic() + STORE_WAIT_S
+        while committed not in (0, *self._store.list()) and time.monotonic() < until:
+            time.sleep(0.5)
+
+    def _check_names(self) -> None:
+        """Raises ValueError if the checkpoint, and so an engine, names an adapted module differently."""
+        names = self._base.names
+        lost = [module for module in self._adapter.modules() if f"{module}.weight" not in names]
+        if names and lost:
+            raise ValueError(
+                f"LoRA is not possible here: {self._base.directory} has no {lost[0]}.weight ({len(lost)} "
+                "modules have other names in the checkpoint than in the trainer's model); leave them out of "
+                "'trainer.lora.target_modules'"
+            )
+
+    def _published(self) -> _Published | None:
+        """This trainer's newest live version; None: there is none."""
+        live: LiveVersion | None = self._publisher.newest()
+        if live is None or live.step is None:
+            if live is not None:
+                logger.warning(
+                    "%s@%d was not published by this trainer, which will not publish while it is live",
+                    self._lora.name,
+                    live.version,
+                )
+            return None
+        try:
+            values = self._adapter.read(live.path)
+        except ValueError as error:
+            raise ValueError(
+                f"version {live.version} of the adapter is live, and is not one of this trainer's settings: "
+                f"{error}; choose another 'trainer.lora.name', or unload it"
+            ) from error
+        return _Published(version=live.version, step=live.step, values=values)
+
+    def _resume(self, published: _Published | None) -> str | None:
+        """Continue from the newest checkpoint, or from the live version if that is newer.
+
+        Returns:
+            None if the learner is exactly what it was, or new; else the difference, for the log.
+        """
+        found = self._checkpoints.complete(self._fleet_id)
+        own = adapter_settings(self._lora, self._base_version)
+        for path, meta in found:
+            saved = dict(meta.adapter or {})
+            for key in ("rank", "alpha", "target_modules"):
+                if saved.get(key) != own[key]:
+                    raise ValueError(
+                        f"{path} is of another adapter: {key!r} must be {own[key]}, got {saved.get(key)}; "
+                        "choose another 'trainer.lora.name', or move it away to start from zero"
+                    )
+        problems = []
+        for path, meta in found:
+            if published is not None and meta.step < published.step:
+                break
+            problem = restore(self._learner, self._checkpoints, path, meta, exact=True)
+            if problem is None:
+                self._learner.restart(meta.step, keep_moments=True)
+                self._checkpoints.step = meta.step
+                self._log_new_base(meta.adapter)
+                return None
+            problems.append(problem)
+        if published is None:
+            self._learner.restart(0, keep_moments=False)
+            return "; ".join(problems) or None
+        self._adapter.restore(published.values)
+        difference = resume(self._learner, self._checkpoints, found, published.step)
+        return difference if published.step else None  # before the first step there are no moments
+
+    def _log_new_base(self, saved: Mapping[str, object] | None) -> None:
+        before = None if saved is None else saved["base_version"]
+        if self._rank == 0 and before != self._base_version:
+            logger.warning(
+                "the adapter %r was trained on version %s, and continues on version %d",
+                self._lora.name,
+                before,
+                self._base_version,
+            )

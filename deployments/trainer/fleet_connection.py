@@ -1,0 +1,192 @@
+"""How a trainer rank reaches the replicas: vLLM's weight-sync client over a publish session, and the transfer
+engine, which is connected again when replicas join or leave."""
+
+import asyncio
+import socket
+from math import prod
+from typing import Any
+
+import ray
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine, WeightSource
+
+from deployments.calls.publish_session import PublishSession
+from deployments.calls.rpc import RESTART_WAIT_S, RETRY_S, CallHandle, retried, run_sync
+from deployments.protocol.errors import Conflict
+from deployments.protocol.publishing import RoundOptions, RoundReport
+from deployments.protocol.responses import FleetStatus
+from deployments.trainer.spec import PUBLISHER, TrainerSpec
+from deployments.vllm_plugin import register
+from deployments.weights.transports.rank_agreement import PublishTarget, agree
+from deployments.weights.transports.registry import TrainerFacts, backend, trainer_init_info
+from deployments.weights.transports.weight_sender import WeightSender
+from deployments.weights.wire.cuda_ipc_handles import encode_payload
+
+_RETURNING = "returning"  # a member that has not polled since the controller restarted
+
+
+class FleetWeightSyncClient:
+    """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet.
+
+    Synchronous, like vLLM's protocol: never call it inside an event loop. `update_weights` may run in another
+    thread beside the other calls. Errors are those of `PublishSession`.
+
+    Args:
+        publisher: the name that holds the lease.
+        options: how rounds commit.
+
+    Attributes:
+        label: of the next round, stated when it is closed.
+        report: of the last round; None while one is open or after it failed.
+    """
+
+    def __init__(self, controller: CallHandle, publisher: str, options: RoundOptions) -> None:
+        self._controller = controller
+        self._session = PublishSession(controller, publisher)
+        self._options = options
+        self.label: str | None = None
+        self.report: RoundReport | None = None
+
+    def fleet(self) -> FleetStatus:
+        """The fleet's status; needs no lease.
+
+        After a restart of the controller it waits until every former member has returned or is given up.
+        """
+        return run_sync(self._fleet())
+
+    async def _fleet(self) -> FleetStatus:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + RESTART_WAIT_S
+        while True:
+            status: FleetStatus = await retried(lambda: self._controller.fleet.remote(), "fleet")
+            returning = [each for each in status.members if each.state == _RETURNING]
+            if not returning or loop.time() >= deadline:
+                return status
+            await asyncio.sleep(RETRY_S)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        run_sync(self._session.connect(init_info))
+
+    def start_weight_update(self) -> None:
+        self.report = None
+        run_sync(self._session.open(self._options))
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        run_sync(self._session.send(encode_payload(update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Commit the round and release the lease. `weight_version` takes precedence over `label`."""
+        label = weight_version if weight_version is not None else self.label
+        self.report = run_sync(self._session.close(label))
+        self.release()
+
+    def abort(self, reason: str) -> None:
+        """Abort the open round, if there is one, and release the lease."""
+        run_sync(self._session.abort(reason))
+
+    def release(self) -> None:
+        """Release the lease, if there is one."""
+        run_sync(self._session.release())
+
+
+class FleetConnection:
+    """One rank's transfer engine, which all ranks connect together.
+
+    A rank that connected alone would wait for the others forever, so they agree first
+    (`transports.rank_agreement.agree`).
+
+    Args:
+        takes_over: replaces the connection of another publisher; else that is a `Conflict`.
+    """
+
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        rank: int,
+        client: FleetWeightSyncClient,
+        source: WeightSource,
+        *,
+        chunk_bytes: int,
+        takes_over: bool,
+    ) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._client = client
+        self._source = source
+        self._chunk_bytes = chunk_bytes
+        self._takes_over = takes_over
+        self._epoch: int | None = None
+        self._engine: TrainerWeightTransferEngine[Any] | None = None
+        self.fleet: FleetStatus | None = None  # as rank 0 saw it last
+
+    def agree(self, *, reusable: bool = True, together: bool = True) -> PublishTarget | None:
+        """What all ranks must connect to; None if all connections are still good.
+
+        Args:
+            reusable: this rank's connection, if any, suits what it sends now.
+            together: every rank calls this; else rank 0 alone.
+
+        Raises:
+            FleetUnavailable: rank 0 cannot send (on rank 0: what the controller raised).
+        """
+        find = self._membership if self._rank == 0 else None
+        return agree(find, connected=reusable and self._is_connected(), together=together)
+
+    def connect(self, membership: PublishTarget) -> None:
+        """Replace the connection. Called on every rank that `agree` was called on."""
+        self.close()
+        register()
+        facts = TrainerFacts(
+            rank=self._rank,
+            workers=membership.workers,
+            master_address=own_address(),
+            master_port=free_port(),
+            chunk_bytes=self._chunk_bytes,
+            largest_tensor_bytes=max(
+                meta.dtype.itemsize * prod(meta.shape) for meta in self._source.metadata()
+            ),
+        )
+        chosen = backend(self._spec.transport, staging="none" if self._spec.native else "host")
+        self._engine = WeightTransferTrainerFactory.trainer_init(
+            init_info=trainer_init_info(chosen, facts), client=self._client, source=self._source
+        )
+        self._epoch = membership.epoch
+
+    def send_weights(self) -> None:
+        """Send the source. Called on every connected rank."""
+        assert self._engine is not None, "connected before"
+        self._engine.send_weights()
+
+    def close(self) -> None:
+        engine, self._engine, self._epoch = self._engine, None, None
+        if engine is not None:
+            engine.shutdown()
+
+    def _is_connected(self) -> bool:
+        # vLLM's own engines read the source in each round, so its tensors may move.
+        if isinstance(self._engine, WeightSender):
+            return self._engine.is_current()
+        return self._engine is not None
+
+    def _membership(self) -> PublishTarget:
+        self.fleet = fleet = self._client.fleet()
+        publisher = None if fleet.connection is None else fleet.connection.publisher
+        if publisher not in (None, PUBLISHER) and not self._takes_over:
+            raise Conflict(f"{publisher!r} is connected, and keeps its connection")
+        return PublishTarget(
+            epoch=fleet.epoch,
+            workers=fleet.workers,
+            changed=publisher != PUBLISHER or fleet.epoch != self._epoch,
+        )
+
+
+def own_address() -> str:
+    """The IP address of this host, as other hosts of the cluster reach it."""
+    return str(ray.util.get_node_ip_address())
+
+
+def free_port() -> int:
+    """A port that is free now; another process may take it before it is used."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
