@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -17,6 +17,7 @@ import httpx
 from tests.chaos.launching import MODEL, Launched
 from tests.chaos.recording import Reader, Recording, rounds_of
 from tests.environment import users_environment
+from tests.waiting import until
 
 TRAINERS_SHARE = 4  # each fourth round is the trainer's
 PAUSE_S = 0.3  # after a round that failed
@@ -260,19 +261,6 @@ class Arena:
             if why is not None:
                 self.refused.append(why)
             time.sleep(PAUSE_S if why is not None else 0.05)
-
-
-def until(condition: Callable[[], bool], timeout_s: float, what: str, pause_s: float = 0.1) -> None:
-    """Wait for a condition.
-
-    Raises:
-        TimeoutError: it did not come.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(pause_s)
 
 
 @contextmanager

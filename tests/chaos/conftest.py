@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.arena import Arena, until
+from tests.chaos.arena import Arena
 from tests.chaos.launching import SETTINGS, launch
 from tests.chaos.marked_weights import save_marked
+from tests.waiting import until
 
 
 @pytest.fixture(scope="package")

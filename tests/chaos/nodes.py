@@ -12,8 +12,8 @@ import httpx
 import psutil
 
 from app.command.ports import free_ports
-from tests.chaos.arena import until
 from tests.chaos.launching import Launched
+from tests.waiting import until
 
 _ADDRESS = "127.0.0.3"  # of this node; the first one has 127.0.0.2
 _HEAD = "ray.scripts.scripts start --head"

@@ -22,10 +22,11 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import psutil
 
-from tests.chaos.arena import Arena, until
+from tests.chaos.arena import Arena
 from tests.chaos.faults import OF_TRAINER, STOPPED_S, Action, Case, Phase
 from tests.fleet.processes import engine_of
 from tests.journal_copy import JournalCopy
+from tests.waiting import until
 
 HELD_S = 30.0
 _SYS_PIDFD_GETFD = 438

@@ -12,12 +12,13 @@ from app.client import calls
 from app.client.connection import FleetClient
 from app.command.deploy import deploy
 from deployments.protocol.responses import SizeStatus
-from tests.chaos.arena import Arena, load, until
+from tests.chaos.arena import Arena, load
 from tests.chaos.checker import Expected, check
 from tests.chaos.launching import SETTINGS, launch
 from tests.chaos.marked_weights import save_marked
 from tests.chaos.recording import Reader
 from tests.fleet.deployed import merged
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.chaos,

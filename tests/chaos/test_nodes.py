@@ -10,13 +10,14 @@ import pytest
 
 from app.client import calls
 from app.client.connection import FleetClient
-from tests.chaos.arena import Arena, until
+from tests.chaos.arena import Arena
 from tests.chaos.checker import Expected, check
 from tests.chaos.launching import SETTINGS, launch
 from tests.chaos.marked_weights import save_marked
 from tests.chaos.nodes import Node, second_node
 from tests.chaos.timing import LOST
 from tests.fleet.deployed import merged
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.chaos,

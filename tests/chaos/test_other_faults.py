@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.arena import Arena, Publisher, until
+from tests.chaos.arena import Arena, Publisher
 from tests.chaos.checker import Expected, check
 from tests.chaos.timing import LOST
 from tests.chaos.unreliable import Trouble, network
 from tests.fleet.processes import engine_of
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.chaos,

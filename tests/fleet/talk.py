@@ -17,6 +17,7 @@ from app.client.connection import AsyncFleetClient, FleetClient
 from app.scenarios.fresh_engine import fresh_answers
 from tests.fleet.deployed import MODEL, Fleet
 from tests.tiny_models import tiny_llama
+from tests.waiting import until
 
 T = TypeVar("T")
 PROMPT = [5, 6, 7, 8, 9]
@@ -179,10 +180,7 @@ def stored(fleet: Fleet, version: int) -> Path:
 
 def wait_for(directory: Path, timeout_s: float = 30.0) -> Path:
     """The store is written after the commit, off the critical path."""
-    deadline = time.monotonic() + timeout_s
-    while not directory.is_dir():
-        assert time.monotonic() < deadline, f"{directory} was not written"
-        time.sleep(0.1)
+    until(directory.is_dir, timeout_s, f"{directory} is written")
     return directory
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from tests.fleet.talk import (
     succeeded,
     train_and_publish,
 )
-from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
+from tests.tiny_adapters import tiny_adapter_tensors
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("gloo"), pytest.mark.timeout(600)]
 TOLERANCE = 1e-3  # of log-probabilities, between transformers and the engine
@@ -68,23 +67,28 @@ def test_every_replica_answers_with_a_loaded_adapter_as_transformers_does(
         assert tokens(answer) == base and "adapter" not in answer
 
 
-def test_a_version_goes_on_answering_what_began_with_it(adapted: Adapted, client: httpx.Client) -> None:
-    first, second = adapted.save("a11", 11), adapted.save("a12", 12)
-    succeeded(load(client, "run", first))
+def test_a_version_continues_to_answer_what_began_with_it(adapted: Adapted, client: httpx.Client) -> None:
+    paths = adapted.save("a11", 11), adapted.save("a12", 12)
 
-    async def scenario() -> tuple[list[Answer], list[dict[str, Any]]]:
+    async def scenario(name: str) -> tuple[list[Answer], list[dict[str, Any]], int]:
+        succeeded(await asyncio.to_thread(load, client, name, paths[0]))
         async with httpx.AsyncClient(base_url=adapted.fleet.url, timeout=200) as asking:
-            running = await asyncio.gather(*(begun(asking, PROMPT, 900, model="run") for _ in range(4)))
-            succeeded(await asyncio.to_thread(load, client, "run", second, load_inplace=True))
-            assert not any(each.done() for each in running), "they have ended: the test shows nothing"
-            later = await asyncio.to_thread(everywhere, client, "run", COUNT)
-            return await asyncio.gather(*running), later
+            running = await asyncio.gather(*(begun(asking, PROMPT, 900, model=name) for _ in range(4)))
+            succeeded(await asyncio.to_thread(load, client, name, paths[1], load_inplace=True))
+            still = sum(not each.done() for each in running)
+            later = await asyncio.to_thread(everywhere, client, name, COUNT)
+            return await asyncio.gather(*running), later, still
 
-    answers, later = asyncio.run(scenario())
     base = served_checkpoint(adapted.fleet)
-    assert [Merged(base, 11).continues(PROMPT, answer.token_ids) for answer in answers] == [900] * 4
-    assert [tokens(answer) for answer in later] == [Merged(base, 12)(PROMPT, COUNT)] * 2
-    assert len({answer.adapter for answer in answers} | {each["adapter"] for each in later}) == 2
+    first, second = Merged(base, 11), Merged(base, 12)(PROMPT, COUNT)
+    for attempt in range(5):  # a fast engine may be done before the second version is loaded
+        answers, later, still = asyncio.run(scenario(f"run-{attempt}"))
+        assert [first.continues(PROMPT, answer.token_ids) for answer in answers] == [900] * 4
+        assert [tokens(answer) for answer in later] == [second] * 2
+        assert len({answer.adapter for answer in answers} | {each["adapter"] for each in later}) == 2
+        if still:
+            return
+    pytest.fail("no request was running while the second version was loaded")
 
 
 def test_a_base_round_goes_on_beside_adapters(adapted: Adapted, client: httpx.Client) -> None:
@@ -119,47 +123,22 @@ def test_more_adapters_than_an_engine_has_room_for_are_read_again_from_the_fleet
             assert [tokens(each) for each in everywhere(client, f"run-v{seed}", 12)] == [expected[seed]] * 2
 
 
-def half(adapted: Adapted) -> Path:
-    directory = adapted.save("half", 1)
-    file = directory / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    return directory
-
-
-WRONG: dict[str, tuple[Callable[[Adapted], Path], int, str]] = {
-    "outside": (lambda on: save_tiny_adapter(on.fleet.checkpoint / "adapter", 1), 400, "checkpoint_roots"),
-    "another": (
-        lambda on: on.save("another", 1, tensors=tiny_adapter_tensors(1, width=256)),
-        400,
-        "another base model",
-    ),
-    "rank": (lambda on: on.save("high", 1, rank=16), 400, "max_lora_rank"),
-    # The fleet waits for ten seconds for what a shared file system may still show.
-    "half": (half, 400, "bytes"),
-    "none": (lambda on: on.root / "none", 404, "does not exist"),
-}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.long if case in ("half", "none") else ()) for case in WRONG]
-)
-def test_what_is_wrong_is_an_error_of_the_caller_and_changes_nothing(
-    adapted: Adapted, client: httpx.Client, case: str
+def test_an_adapter_of_another_model_is_refused_and_changes_nothing(
+    adapted: Adapted, client: httpx.Client
 ) -> None:
-    path, status, phrase = WRONG[case]
-    answer = load(client, "wrong", path(adapted))
-    assert (answer.status_code, phrase in answer.text) == (status, True), answer.text
-    assert models(client) == [set(), set()]
-    assert client.get("/fleet/adapters").json()["adapters"] == []
+    """What the routes refuse: `tests/app/http/test_adapter_routes.py`; the files: those of the replica."""
+    path = adapted.save("another", 1, tensors=tiny_adapter_tensors(1, width=256))
+    answer = load(client, "wrong", path)
+    assert (answer.status_code, "another base model" in answer.text) == (400, True), answer.text
+    assert models(client) == [set(), set()] and entries(client) == []
     assert len(members(client)) == 2
     assert unload(client, "wrong").status_code == 404
     missing = client.post("/v1/completions", json={"model": "wrong", "prompt": "x", "max_tokens": 1})
     assert missing.status_code == 404
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(30, marks=pytest.mark.long)])
-def test_many_adapters_leave_nothing_behind(adapted: Adapted, client: httpx.Client, count: int) -> None:
-    copies = adapted.fleet.store / "adapters"
+def test_many_adapters_leave_nothing_behind(adapted: Adapted, client: httpx.Client) -> None:
+    count, copies = 6, adapted.fleet.store / "adapters"
 
     def wait_for_copies(most: int) -> None:
         deadline = time.monotonic() + 20

@@ -22,6 +22,7 @@ from tests.fleet.processes import engine_of
 from tests.fleet.talk import Reference, on_every_replica, served_checkpoint, succeeded, train_and_publish
 from tests.fleet.test_http_publisher import publish, reference
 from tests.tiny_models import tiny_llama
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.serve,
@@ -32,14 +33,13 @@ PROMPT = [5, 6, 7, 8, 9]
 
 
 def wait_until_ready(client: httpx.Client, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
+    def ready() -> bool:
         with contextlib.suppress(httpx.TransportError):
             answer = client.get("/fleet")
-            if answer.is_success and sum(each["admitted"] for each in answer.json()["members"]) == 2:
-                return
-        assert time.monotonic() < deadline, "the fleet is not complete"
-        time.sleep(0.2)
+            return answer.is_success and sum(each["admitted"] for each in answer.json()["members"]) == 2
+        return False
+
+    until(ready, timeout_s, "both replicas")
 
 
 def in_a_thread(action: Any, *arguments: Any) -> threading.Thread:
@@ -71,10 +71,7 @@ def test_a_publish_whose_controller_dies_ends_with_a_version_that_is_served_and_
         expected = Reference(served_checkpoint(fleet))(PROMPT, 16)
         for answer in on_every_replica(client, prompt=PROMPT, max_tokens=16).values():
             assert (answer.version, answer.token_ids) == (version, expected)
-        deadline = time.monotonic() + 30
-        while client.get("/fleet").json()["stored_version"] != version:
-            assert time.monotonic() < deadline, "the copy must be reported"
-            time.sleep(0.2)
+        until(lambda: client.get("/fleet").json()["stored_version"] == version, 30, "the report of the copy")
 
 
 @pytest.mark.long
@@ -161,10 +158,11 @@ def test_an_rl_run_survives_its_controller_and_its_trainer(
 
     def kill_both() -> None:
         for steps, deployment in ((1, "controller"), (3, "trainer")):
-            deadline = time.monotonic() + 200
-            while not record.exists() or len(metrics.records(record)) < steps:
-                assert time.monotonic() < deadline, "the run makes no progress"
-                time.sleep(0.05)
+            until(
+                lambda steps=steps: record.exists() and len(metrics.records(record)) >= steps,
+                200,
+                f"step {steps}",
+            )
             process_of(fleet, deployment).kill()
 
     killer = in_a_thread(kill_both)

@@ -18,6 +18,7 @@ from tests.fleet.keeping import KEEPER
 from tests.fleet.losing import a_replica, a_round_that_is_open, kill_a_replica, members, wait_for_another
 from tests.fleet.talk import PROMPT, Reference, complete, train_and_publish
 from tests.tiny_models import save_tiny_llama
+from tests.waiting import until
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("sharded"), pytest.mark.long, pytest.mark.timeout(600)]
 LAYERS = 8  # enough, in small chunks, for a round to last
@@ -92,15 +93,15 @@ def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_serve
 
 def wait_for_other_ranks(client: httpx.Client, before: list[int], timeout_s: float = 120.0) -> None:
     """Until Serve has replaced the trainer, all ranks of it."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+
+    def replaced() -> bool:
         try:
-            if client.get("/train/status").is_success and not set(rank_ids()) & set(before):
-                return
+            return client.get("/train/status").is_success and not set(rank_ids()) & set(before)
         except Exception as error:  # the old one is gone, the new one not there: any of Serve's errors
             print("not yet:", error)
-        assert time.monotonic() < deadline, "the trainer was not replaced"
-        time.sleep(0.5)
+            return False
+
+    until(replaced, timeout_s, "another trainer", pause_s=0.5)
 
 
 def wait_for_problem(client: httpx.Client, timeout_s: float = 20.0) -> str:

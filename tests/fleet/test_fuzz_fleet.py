@@ -1,13 +1,13 @@
 """A real fleet, fuzzed from its own OpenAPI document: vLLM's routes as they pass, and ours."""
 
 import json
-import time
 
 import pytest
 
 from tests.app.http.fuzzing import EXAMPLES, fuzz, judge
 from tests.fleet.deployed import MODEL, Fleet
 from tests.fleet.talk import PROMPT, complete
+from tests.waiting import until
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(900)]
 
@@ -70,9 +70,7 @@ def test_a_fleet_answers_whatever_is_sent_and_serves_on(fleet: Fleet) -> None:
             examples=max(2, EXAMPLES // 4),
         )
         print(f"{tally.requests} requests, {dict(tally.statuses)}, the slowest took {tally.slowest_s:.2f} s")
-        deadline = time.monotonic() + 60  # a round that was begun ends with its lease
-        while client.get("/fleet").json()["round"] is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        # A round that was begun ends with its lease.
+        until(lambda: client.get("/fleet").json()["round"] is None, 60, "the end of the last round")
         assert {member["incarnation"] for member in client.get("/fleet").json()["members"]} == before
         assert len(complete(client, PROMPT, 8).token_ids) == 8

@@ -18,6 +18,7 @@ from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
 from tests.fleet.losing import a_round_that_hangs, members, wait_for_another
 from tests.fleet.talk import complete, on_every_replica, train_and_publish
 from tests.tiny_models import save_tiny_llama
+from tests.waiting import until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 PORT = 8377
@@ -72,10 +73,7 @@ def the_trainer_dies(fleet: Fleet, client: httpx.Client) -> None:
     assert fleet.version() == version
     for name, found in on_every_replica(client, max_tokens=TOKENS).items():
         assert (found.version, found.token_ids) == (version, before[name].token_ids)
-    deadline = time.monotonic() + 120
-    while not client.get("/train/status").is_success:
-        assert time.monotonic() < deadline, "the trainer did not come back"
-        time.sleep(0.5)
+    until(lambda: client.get("/train/status").is_success, 120, "the trainer is back")
     assert train_and_publish(client) == version + 1
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ray import serve
 from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
 from tests.fleet.talk import PROMPT, complete, stored, succeeded, train_and_publish
 from tests.tiny_models import save_tiny_llama
+from tests.waiting import until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(520)]
 PORTS = {"device": 8347, "host": 8348, "none": 8349}  # side by side on three GPUs
@@ -81,7 +81,7 @@ def test_a_trainer_that_takes_the_place_of_a_killed_one_shares_its_own_tensors(
     config = configuration(layout, checkpoint, tmp_path / "state", overrides)
     with running(config, checkpoint, port) as fleet, fleet.client() as client:
         version = train_and_publish(client)
-        until(stored(fleet, version).exists, "the version is stored")
+        until(stored(fleet, version).exists, 120, "the version is stored")
         before = complete(client, max_tokens=TOKENS)
         kill_first_rank()
         assert complete(client, max_tokens=TOKENS).token_ids == before.token_ids
@@ -114,7 +114,7 @@ def test_the_sum_of_an_adapter_and_its_model_is_the_next_version_also_after_a_ki
         before = complete(client, max_tokens=TOKENS).token_ids
         version = train_and_publish(client)
         first = complete(client, max_tokens=TOKENS).token_ids
-        until(stored(fleet, version).exists, "the version is stored")
+        until(stored(fleet, version).exists, 120, "the version is stored")
         kill_first_rank()
         until_replaced(client)
         assert train_and_publish(client) == version + 1
@@ -132,12 +132,5 @@ def kill_first_rank() -> None:
 
 
 def until_replaced(client: httpx.Client) -> None:
-    until(lambda: client.get("/train/status").is_error, "the trainer's end is noticed")
-    until(lambda: client.get("/train/status").is_success, "the trainer is back")
-
-
-def until(reached: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not reached():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.2)
+    until(lambda: client.get("/train/status").is_error, 120, "the trainer's end is noticed")
+    until(lambda: client.get("/train/status").is_success, 120, "the trainer is back")

@@ -40,6 +40,7 @@ from tests.fleet.talk import (
     wait_for,
 )
 from tests.tiny_models import save_tiny_llama
+from tests.waiting import until
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("launched"), pytest.mark.timeout(600)]
 ROUTERS = 2
@@ -68,10 +69,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     }
     model = save_tiny_llama(root / "model", seed=1)
     with launch(root, model, changes, host="0.0.0.0", token=uuid.uuid4().hex) as fleet:
-        deadline = time.monotonic() + SEEN_S
-        while len(fleet.named("router")) < ROUTERS:
-            assert time.monotonic() < deadline, "the second router did not start"
-            time.sleep(0.5)
+        until(lambda: len(fleet.named("router")) == ROUTERS, SEEN_S, "the second router")
         with fleet.client(300) as client:
             noise = complete(client)
             assert train_and_publish(client) == 1
@@ -232,10 +230,12 @@ def test_lists_and_streams_of_lists_are_merged_by_both_routers(launched: Launche
     answers = at_once(launched, "/v1/completions", streamed, count=8)
     assert [_streamed(answer) for answer in answers] == [expected] * 8
     assert _streamed(divided(launched, "/v1/completions", streamed)) == expected
-    deadline = time.monotonic() + SEEN_S
-    while len([count for count in requests_of_routers(launched).values() if count]) < ROUTERS:
-        assert time.monotonic() < deadline, f"requests were answered by {requests_of_routers(launched)} alone"
-        time.sleep(2)
+    until(
+        lambda: sum(count > 0 for count in requests_of_routers(launched).values()) == ROUTERS,
+        SEEN_S,
+        "answers of both routers",
+        pause_s=2,
+    )
 
 
 def requests_of_routers(fleet: Launched) -> dict[str, float]:
@@ -244,24 +244,6 @@ def requests_of_routers(fleet: Launched) -> dict[str, float]:
         found = scraped(client)
     family = found.get("ray_serve_deployment_request_counter", found.get("ray_serve_num_http_requests"))
     return {} if family is None else by_replica(family, "_total", deployment="router")
-
-
-def test_a_batch_of_chats_is_divided_and_merged(launched: Launched) -> None:
-    chats = [[{"role": "user", "content": f"say {number}"}] for number in range(10)]
-    asked = {"model": MODEL, "messages": chats, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
-    path = "/v1/chat/completions/batch"
-    expected = _rounded(alone(launched, path, asked).json())
-    assert _rounded(divided(launched, path, asked).json()) == expected
-    assert len(expected["choices"]) == len(chats)
-
-
-def test_what_vllm_refuses_in_a_part_is_refused(launched: Launched) -> None:
-    asked = {**GREEDY, "prompt": [*PROMPTS, [5] * 2000]}  # longer than the model takes
-    with launched.client() as client:
-        one = client.post("/v1/completions", json=asked, headers=ALONE)
-        both = client.post("/v1/completions", json=asked)
-    assert one.status_code == both.status_code == 400
-    assert both.json()["error"] == one.json()["error"]
 
 
 def test_a_session_has_one_replica_whichever_router_it_comes_to(launched: Launched) -> None:
@@ -280,9 +262,7 @@ def test_a_session_has_one_replica_whichever_router_it_comes_to(launched: Launch
 
     # What one router has in flight the other one knows as of the replicas' last reports: for as long as these
     # say that a replica is too loaded, sessions leave it. Those of an idle fleet do not.
-    deadline = time.monotonic() + SEEN_S
-    while not settled():
-        assert time.monotonic() < deadline, "sessions change their replica with the router"
+    until(settled, SEEN_S, "sessions that do not change their replica with the router", pause_s=0)
 
 
 def test_rounds_of_an_outside_program_whose_calls_come_to_different_routers_are_committed(

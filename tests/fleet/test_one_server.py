@@ -23,13 +23,6 @@ def test_server_info_is_that_of_one_server(fleet: Fleet) -> None:
         assert client.get("/server_info?config_format=xml").status_code == 400
 
 
-def test_a_cache_is_reset_on_every_replica(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        assert succeeded(client.post("/reset_prefix_cache")).json() == {"success": True}
-        body = {"reset_running_requests": True}
-        assert succeeded(client.post("/reset_prefix_cache", json=body)).json() == {"success": True}
-
-
 def test_a_sleep_without_memory_is_answered_as_vllm_answers_it(fleet: Fleet) -> None:
     with fleet.client() as client:
         assert succeeded(client.post("/sleep?level=0")).json() == {"status": "sleeping", "level": 0}

@@ -15,7 +15,6 @@ from tests.fleet.losing import members, process_of
 from tests.fleet.session_fleet import MAX_IN_FLIGHT
 from tests.fleet.talk import (
     PROMPT,
-    ask,
     body,
     complete,
     on_every_replica,
@@ -64,20 +63,6 @@ def test_too_many_requests_get_503_and_a_hint_when_to_come_again(fleet: Fleet) -
     assert refused and all(answer.status_code in (200, 503) for answer in answers)
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
     assert refused[0].json()["error"]["type"] == "fleet_unavailable"
-
-
-def test_a_paused_fleet_holds_requests_until_it_is_resumed(fleet: Fleet) -> None:
-    async def scenario() -> int:
-        async with httpx.AsyncClient(base_url=fleet.url, timeout=60) as client:
-            assert (await client.post("/pause?mode=keep")).json() == {"status": "paused"}
-            assert (await client.get("/is_paused")).json() == {"is_paused": True}
-            waiting = asyncio.create_task(ask(client, [5, 5], 4, stream=False))
-            await asyncio.sleep(0.5)
-            assert not waiting.done()
-            assert (await client.post("/resume")).json() == {"status": "resumed"}
-            return len((await waiting).token_ids)
-
-    assert asyncio.run(scenario()) == 4
 
 
 def test_weights_that_a_sleep_discarded_are_not_served(fleet: Fleet) -> None:
@@ -132,11 +117,6 @@ def test_events_tell_of_a_round_as_it_happens(fleet: Fleet) -> None:
         for timings in history[-1]["replicas"].values():
             assert timings["bytes"] > 1_000_000 and timings["gap_s"] > 0 and timings["stage_s"] > 0
         assert f"slipstream_weight_version {version}.0" in client.get("/metrics").text
-
-
-def test_the_page_is_served(fleet: Fleet) -> None:
-    answer = httpx.get(f"{fleet.url}/")
-    assert answer.status_code == 200 and "<title>Slipstream</title>" in answer.text
 
 
 STANDS_S = 5.0  # several of the intervals in which replicas report

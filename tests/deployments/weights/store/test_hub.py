@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 
-from deployments.host.logs import serve_logger
 from deployments.weights.store.checkpoint_files import INDEX
 from deployments.weights.store.hub import cached, copy_model_files, downloaded, read_schema, schema_of
 from deployments.weights.wire.checkpoint_schema import TensorSpec
@@ -93,40 +91,37 @@ def test_files_that_an_engine_had_no_use_for_may_be_lacking(
     assert cached("org/tiny", cache_dir=str(tmp_path)) == snapshot
 
 
-def test_the_schema_of_a_whole_checkpoint_is_known(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_the_schema_of_a_whole_checkpoint_is_known(
+    tmp_path: Path, capcaplog: pytest.LogCaptureFixture
+) -> None:
     directory = save_tiny_llama(tmp_path, 1)
     assert schema_of(directory, "auto", of_hub=True) == read_schema(directory) is not None
-    assert log.messages == []
+    assert caplog.messages == []
 
 
 def test_a_part_of_a_checkpoint_in_the_hubs_cache_is_not_taken_for_the_whole(
-    tmp_path: Path, log: pytest.LogCaptureFixture
+    tmp_path: Path, capcaplog: pytest.LogCaptureFixture
 ) -> None:
     """A trainer of the same host may be downloading it."""
     directory = save_tiny_llama(tmp_path, 1)
     weight_map = {"a": "model.safetensors", "b": "model-2.safetensors"}
     (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert schema_of(directory, "auto", of_hub=True) is None
-    assert "names, shapes and completeness of updates are not checked" in log.text
+    assert "names, shapes and completeness of updates are not checked" in caplog.text
 
 
-def test_mistrals_own_names_say_nothing_of_an_update(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_mistrals_own_names_say_nothing_of_an_update(
+    tmp_path: Path, capcaplog: pytest.LogCaptureFixture
+) -> None:
     file = save_tiny_llama(tmp_path, 1) / "model.safetensors"
     file.rename(tmp_path / "consolidated.safetensors")
     assert schema_of(tmp_path, "auto", of_hub=True) is None
     assert schema_of(tmp_path, "auto", of_hub=False) is not None
 
 
-def test_nobody_is_warned_of_dummy_weights(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    assert schema_of(tmp_path, "dummy", of_hub=False) is None and log.messages == []
-    assert schema_of(tmp_path, "auto", of_hub=False) is None and len(set(log.messages)) == 1
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    serve_logger().addHandler(caplog.handler)  # Ray's logger does not pass its records on
-    yield caplog
-    serve_logger().removeHandler(caplog.handler)
+def test_nobody_is_warned_of_dummy_weights(tmp_path: Path, capcaplog: pytest.LogCaptureFixture) -> None:
+    assert schema_of(tmp_path, "dummy", of_hub=False) is None and caplog.messages == []
+    assert schema_of(tmp_path, "auto", of_hub=False) is None and len(caplog.messages) == 1
 
 
 def _raise(error: Exception) -> str:
