@@ -112,6 +112,8 @@ class ControllerInProcess:
         self.fails: dict[str, Exception] = {}
         self.dies_in: dict[str, Literal["before", "after"]] = {}
         self._running: set[asyncio.Task[Any]] = set()
+        self._is_up = asyncio.Event()  # not while it restarts: calls wait
+        self._is_up.set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=CONTROLLER_THREAD, daemon=True)
         self._thread.start()
@@ -218,6 +220,7 @@ class ControllerInProcess:
         return Fleet(directory, CONFIG, adapters=AdapterLimits(), max_versions=1000, outside_versions=False)
 
     async def _call(self, method: str, args: Sequence[Any]) -> Any:
+        await self._is_up.wait()
         call = asyncio.create_task(getattr(self._fleet.controller, method)(*args))
         self._running.add(call)
         try:
@@ -228,9 +231,11 @@ class ControllerInProcess:
             self._running.discard(call)
 
     async def _restart(self, silent: Sequence[str]) -> None:
+        self._is_up.clear()
         for call in self._running:
             call.cancel()
         await self._fleet.restart(*silent)
+        self._is_up.set()
         await self._fleet.polled(*(each for each in self._fleet.replicas if each not in silent))
 
     async def _follow(self, replica: FakeReplica) -> None:

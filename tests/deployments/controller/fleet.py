@@ -18,6 +18,8 @@ from tests.deployments.ledger.fake_replica import FakeReplica
 CONFIG = LedgerConfig(heartbeat_timeout_s=5, stage_timeout_s=5, commit_timeout_s=5, call_timeout_s=5)
 LONGER_THAN_ANY_DEADLINE_S = 60.0
 
+WAIT_S = 60.0  # real time: other processes share the cores
+
 
 class Fleet:
     """A controller with fake replicas that follow it, and a clock that only the test moves."""
@@ -97,17 +99,17 @@ class Fleet:
 
     async def pending(self, name: str) -> None:
         """Until an instruction of this name waits for a replica."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while not any(name in each.pending for each in (await self.controller.fleet()).members):
                 await asyncio.sleep(0.01)
 
     async def members(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while len((await self.controller.fleet()).members) != count:
                 await asyncio.sleep(0.01)
 
     async def until(self, ready: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while not ready():
                 await asyncio.sleep(0.01)
 
