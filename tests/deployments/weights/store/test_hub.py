@@ -91,16 +91,14 @@ def test_files_that_an_engine_had_no_use_for_may_be_lacking(
     assert cached("org/tiny", cache_dir=str(tmp_path)) == snapshot
 
 
-def test_the_schema_of_a_whole_checkpoint_is_known(
-    tmp_path: Path, capcaplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_schema_of_a_whole_checkpoint_is_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = save_tiny_llama(tmp_path, 1)
     assert schema_of(directory, "auto", of_hub=True) == read_schema(directory) is not None
     assert caplog.messages == []
 
 
 def test_a_part_of_a_checkpoint_in_the_hubs_cache_is_not_taken_for_the_whole(
-    tmp_path: Path, capcaplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A trainer of the same host may be downloading it."""
     directory = save_tiny_llama(tmp_path, 1)
@@ -111,7 +109,7 @@ def test_a_part_of_a_checkpoint_in_the_hubs_cache_is_not_taken_for_the_whole(
 
 
 def test_mistrals_own_names_say_nothing_of_an_update(
-    tmp_path: Path, capcaplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = save_tiny_llama(tmp_path, 1) / "model.safetensors"
     file.rename(tmp_path / "consolidated.safetensors")
@@ -119,7 +117,7 @@ def test_mistrals_own_names_say_nothing_of_an_update(
     assert schema_of(tmp_path, "auto", of_hub=False) is not None
 
 
-def test_nobody_is_warned_of_dummy_weights(tmp_path: Path, capcaplog: pytest.LogCaptureFixture) -> None:
+def test_nobody_is_warned_of_dummy_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert schema_of(tmp_path, "dummy", of_hub=False) is None and caplog.messages == []
     assert schema_of(tmp_path, "auto", of_hub=False) is None and len(caplog.messages) == 1
 
