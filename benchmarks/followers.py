@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
-from deployments.protocol.adapters import NO_ADAPTERS
-from deployments.protocol.engine_state import EngineState
 from deployments.protocol.poll import (
     Acknowledgement,
     Body,
@@ -24,18 +23,23 @@ DIGEST = "00"
 
 
 class InstantMember:
-    """An engine's side of the protocol; implements the follower's port `Member`."""
+    """Implements the follower's `MemberProtocol` without an engine."""
 
-    world_size = 1
-    partially_updated = updates_in_place = leaving = drained = False
-    draining = retained_version = loading_version = store_result = None
-    adapters = NO_ADAPTERS
-    condition: EngineState = ()
+    partially_updated = False
 
     def __init__(self) -> None:
         self.admitted = False
         self.version = 0
         self.staged_round: int | None = None
+
+    def report(self, replica_id: str, incarnation: str) -> Report:
+        return Report(
+            replica_id=replica_id,
+            incarnation=incarnation,
+            version=self.version,
+            world_size=1,
+            staged_round=self.staged_round,
+        )
 
     def carry_out(self, body: Body) -> Value:
         """One instruction."""
@@ -83,12 +87,8 @@ class LedgerFollower:
         return self._member.admitted
 
     def report(self) -> Report:
-        return Report(
-            replica_id=self.replica_id,
-            incarnation=self.replica_id,
-            version=self._member.version,
-            world_size=self._member.world_size,
-            staged_round=self._member.staged_round,
+        return replace(
+            self._member.report(self.replica_id, self.replica_id),
             acknowledgements=tuple(self._acknowledgements.values()),
             number=next(self._reports),
         )

@@ -1,15 +1,12 @@
-"""The replica's side of the control plane: it follows the controller, one instruction at a time.
+"""The replica's side of the control plane: a long poll, one instruction at a time.
 
-    loop:  report (version, acknowledgements) ──► controller      waits there: the long poll
+    loop:  report (version, acknowledgements) ──► controller      holds the poll until there is news
            directive (admitted, instructions) ◄──
-           run each new instruction; while one runs, report every `heartbeat_s`
+           run each new instruction; report every `heartbeat_s` while one runs
 
 The controller waits for acknowledgements, with a deadline; the follower waits for its engine. A DROP
-overtakes an instruction that may be waiting for a dead peer; all others end first. A fence overtakes
-everything: it takes effect before anything that waits for the engine, which may hang. A last report says so:
-until it has come the controller cannot know that this replica takes no request.
-
-The death of the engine ends every wait here: it is reported at once, and answered with a fence.
+interrupts an instruction that may be waiting for a dead peer. A fence or the death of the engine ends every
+wait here, because the engine may hang; a last report confirms the fence.
 """
 
 import asyncio
@@ -20,8 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from deployments.host.logs import serve_logger
-from deployments.protocol.adapters import AdapterState, ReceiveAdapter
-from deployments.protocol.engine_state import EngineState
+from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
     Acknowledgement,
@@ -30,13 +26,11 @@ from deployments.protocol.poll import (
     Commit,
     Connect,
     Directive,
-    Draining,
     Drop,
     Instruction,
     Outcome,
     Receive,
     Report,
-    StoreResult,
     Value,
     Verify,
 )
@@ -46,49 +40,14 @@ class MemberProtocol(Protocol):
     """What a follower controls: an engine with its staging."""
 
     @property
-    def version(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def staged_round(self) -> int | None: ...
-
-    @property
     def partially_updated(self) -> bool:
         """Its live weights are being changed: any failure now is a failure of the replica."""
 
-    @property
-    def updates_in_place(self) -> bool:
-        """RECEIVE changes its live weights."""
-
-    @property
-    def draining(self) -> Draining | None: ...
-
-    @property
-    def adapters(self) -> AdapterState: ...
-
-    @property
-    def condition(self) -> EngineState:
-        """Paused or asleep."""
-
-    @property
-    def retained_version(self) -> int | None: ...
-
-    @property
-    def loading_version(self) -> int | None: ...
-
-    @property
-    def store_result(self) -> StoreResult | None: ...
-
-    @property
-    def leaving(self) -> bool: ...
-
-    @property
-    def drained(self) -> bool: ...
+    def report(self, replica_id: str, incarnation: str) -> Report:
+        """The state of the engine; the follower adds what it knows itself."""
 
     async def execute(self, body: Body) -> Value:
-        """Carry out one instruction; the value is acknowledged.
+        """Run one instruction; the value is acknowledged.
 
         Raises:
             PayloadRejected: the payload is wrong.
@@ -100,23 +59,21 @@ class MemberProtocol(Protocol):
         """Break whatever the running instruction waits for; may hang if its engine does."""
 
     def on_directive(self, directive: Directive) -> None:
-        """Take requests, or stop taking them; a fence takes effect at once."""
+        """Admit requests or stop admitting them; a fence takes effect at once."""
 
     async def fence(self, reason: str) -> None:
-        """Stop for good, also if its engine hangs."""
+        """Stop for good, even if the engine hangs."""
 
     async def died(self) -> str:
-        """Return when its engine has died; how it is known."""
+        """Return the reason once the engine has died."""
 
 
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
-FENCED_REPORTS = (
-    5  # attempts to say that the fence is known; the heartbeat ends the controller's wait otherwise
-)
-INTERRUPT_S = 10.0  # shorter than the time without contact after which the fleet counts a replica as lost
-# They may wait for a peer, and change no live weights.
+FENCED_REPORTS = 5  # attempts to confirm a fence; otherwise a missed heartbeat ends the controller's wait
+INTERRUPT_S = 10.0  # shorter than the heartbeat timeout of the fleet
+# These may wait for a peer and do not change live weights.
 BEFORE_COMMIT = (Connect, Receive, Verify, ReceiveAdapter)
 
 logger = serve_logger()
@@ -126,15 +83,15 @@ class Follower:
     """Reports to the controller and runs its instructions until it is fenced or cancelled.
 
     Args:
-        poll: the controller's long poll; raises when the controller cannot be reached.
-        heartbeat_s: how often it reports while an instruction runs.
-        retry_s: how long it waits after a poll that failed.
-        interrupt_s: how long the engine may take to interrupt an instruction.
+        poll: the controller's long poll; raises when the controller is unreachable.
+        heartbeat_s: interval of reports while an instruction runs.
+        retry_s: delay after a failed poll.
+        interrupt_s: deadline of `member.interrupt`.
         clock: seconds, monotonic.
 
     Attributes:
-        last_contact: when the last report was sent that was answered. The controller counts from a report's
-            arrival, which is later: it never takes a replica for lost that still takes requests.
+        last_contact: when the last answered report was sent. The controller counts from its arrival, which is
+            later, so it never declares a replica lost that still takes requests.
     """
 
     def __init__(
@@ -161,8 +118,8 @@ class Follower:
         self._fenced: str | None = None
         self._reports = 0
         self._directive: Directive | None = None
-        self._failed = ""  # no request until a controller has fenced it: a mixture of weights, a dead engine
-        self._death: asyncio.Future[str] | None = None  # waits for it, until it has been noticed
+        self._failed = ""  # why no request is taken until the fence: mixed weights or a dead engine
+        self._death: asyncio.Future[str] | None = None  # None once the death was noticed
         self._clock = clock
         self.last_contact = clock()
 
@@ -170,7 +127,7 @@ class Follower:
         death = self._death = asyncio.ensure_future(self._member.died())
         try:
             await self._follow()
-        finally:  # what fences the member ends its engine
+        finally:  # fencing stops the engine, which is no death to report
             self._death = None
             death.cancel()
         assert self._fenced is not None
@@ -196,24 +153,22 @@ class Follower:
             await asyncio.sleep(self._retry_s)
 
     async def goodbye(self) -> None:
-        """The last report, once nothing runs here; raises when the controller cannot be reached."""
+        """Send the last report, once nothing runs here; raises when the controller is unreachable."""
         await self._ask(self._state(ended=True))
 
     async def _ask(self, report: Report) -> Directive:
-        async with asyncio.timeout(
-            POLL_TIMEOUT_S
-        ):  # a connection does not say that the controller's host is gone
+        async with asyncio.timeout(POLL_TIMEOUT_S):  # TCP does not notice a lost host
             return await self._poll(report)
 
     async def _report(self) -> Directive | None:
-        """One poll; None when the controller cannot be reached (it may be restarting)."""
+        """One poll; None when the controller is unreachable (it may be restarting)."""
         sent = self._clock()
         polling = asyncio.ensure_future(self._ask(self._state()))
         try:
             if not await self._wait(polling):
-                return await self._report()  # the poll that waits over there says nothing of the death
+                return await self._report()  # the pending poll does not mention the death
             directive = polling.result()
-        except Exception as error:  # Serve has many exceptions for a controller that is away
+        except Exception as error:  # Serve raises many types for an unreachable controller
             logger.debug("controller not reached: %s", error)
             return None
         finally:
@@ -221,14 +176,14 @@ class Follower:
         self.last_contact = sent
         for seq in directive.acknowledged:
             self._acknowledgements.pop(seq, None)
-        if self._fenced is not None:  # for good, whatever a controller says that has forgotten it
+        if self._fenced is not None:  # for good, even if a restarted controller has forgotten it
             return directive
         self._fenced, self._directive = directive.fenced, directive
         self._member.on_directive(self._trusted(directive))
         return directive
 
     async def _wait(self, task: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
-        """Whether the task ended in time; the death of the engine ends the wait too, once."""
+        """Whether the task ended in time. The death of the engine ends one wait early."""
         watched = {task} if self._death is None else {task, self._death}
         await asyncio.wait(watched, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if self._death is not None and self._death.done():
@@ -237,7 +192,7 @@ class Follower:
         return task.done()
 
     def _distrust(self, reason: str) -> None:
-        """Take no request until a fence comes, which takes a while."""
+        """Take no request until the fence arrives."""
         self._failed = self._failed or reason
         if self._directive is not None:
             self._member.on_directive(self._trusted(self._directive))
@@ -247,25 +202,12 @@ class Follower:
 
     def _state(self, *, ended: bool = False) -> Report:
         self._reports += 1
-        return Report(
-            replica_id=self._replica_id,
-            incarnation=self._incarnation,
-            version=self._member.version,
-            world_size=self._member.world_size,
-            staged_round=self._member.staged_round,
-            retained_version=self._member.retained_version,
-            loading_version=self._member.loading_version,
-            store_result=self._member.store_result,
-            updates_in_place=self._member.updates_in_place,
-            draining=self._member.draining,
-            adapters=self._member.adapters,
-            condition=self._member.condition,
+        return replace(
+            self._member.report(self._replica_id, self._incarnation),
             acknowledgements=tuple(self._acknowledgements.values()),
             number=self._reports,
             failed=self._failed,
             fenced=self._fenced is not None,
-            leaving=self._member.leaving,
-            drained=self._member.drained,
             ended=ended,
         )
 
@@ -277,7 +219,7 @@ class Follower:
                     return
 
     async def _run_one(self, instruction: Instruction) -> bool:
-        """Run to the end, reporting meanwhile; False if the controller has something more urgent."""
+        """Run to the end while reporting; False if a fence or a DROP ended it."""
         task = asyncio.create_task(self._execute(instruction))
         interrupted = False
         try:
@@ -287,7 +229,7 @@ class Follower:
                     return False
                 if overtaken and not interrupted:
                     interrupted = await self._interrupt()
-                    # What is received and dropped waits for nothing that still counts; its answer is ignored.
+                    # A dropped receive waits for nothing that still counts; its outcome is ignored.
                     if not interrupted or isinstance(instruction.body, Receive | ReceiveAdapter):
                         return False
             return not interrupted
@@ -308,12 +250,12 @@ class Follower:
         )
 
     async def _interrupt(self) -> bool:
-        """Break what the running instruction waits for; whether the engine did so in time."""
+        """Whether the engine interrupted the running instruction in time."""
         try:
             await asyncio.wait_for(self._member.interrupt(), self._interrupt_s)
-        except Exception as error:  # a dead or hung engine: the instruction reports it, or the next one
+        except Exception as error:  # a dead or hung engine; this or the next instruction reports it
             logger.warning(
-                "the engine did not interrupt its instruction: %s: %s", type(error).__name__, error
+                "engine did not interrupt the running instruction: %s: %s", type(error).__name__, error
             )
             return False
         return True
@@ -331,14 +273,14 @@ class Follower:
         except TimeoutError:
             message = f"{name} took longer than {instruction.deadline_s:g} s"
             outcome = Outcome.REPLICA_FAILED
-            # Before the commit live weights are untouched: the sender is slow or gone.
+            # Live weights are untouched: the sender is slow or gone.
             before_commit = isinstance(instruction.body, BEFORE_COMMIT)
             if before_commit and not self._member.partially_updated:
                 if await self._interrupt():
                     outcome = Outcome.REJECTED
                 else:
                     message += ", and its engine does not answer"
-        except Exception as error:  # the controller decides what to do with a replica that failed
+        except Exception as error:  # the controller decides what to do with a failed replica
             outcome, message = Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}"
         changes_weights = isinstance(instruction.body, Commit | CatchUp) or self._member.partially_updated
         if outcome is Outcome.REPLICA_FAILED and changes_weights:

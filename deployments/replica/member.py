@@ -1,4 +1,4 @@
-"""What the controller's instructions mean for an engine, however an update is staged."""
+"""Runs the controller's instructions on an engine; subclasses implement staging."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -7,12 +7,11 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from deployments.host.logs import serve_logger
-from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
+from deployments.protocol.adapters import DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
 from deployments.protocol.engine_state import (
     MEMORY_TAGS,
     AbortRequests,
     Disconnect,
-    EngineState,
     IsPaused,
     IsSleeping,
     Operation,
@@ -34,12 +33,12 @@ from deployments.protocol.poll import (
     DesiredReplicas,
     Directive,
     Drain,
-    Draining,
     Drop,
     EndDrain,
     Forget,
     Receive,
     Release,
+    Report,
     Staged,
     StoreResult,
     Swapped,
@@ -49,10 +48,11 @@ from deployments.protocol.poll import (
 )
 from deployments.replica.engine import Engine
 from deployments.weights.store.checkpoint_files import check_files
+from deployments.weights.wire.checkpoint_schema import join_reasons
 
 
 async def carry_out(engine: Engine, operation: Operation) -> JsonValue:
-    """Carry an operation out; its answer as vLLM's route has it."""
+    """Run an operation; returns what vLLM's route answers."""
     match operation:
         case Pause():
             await engine.pause(operation)
@@ -64,11 +64,16 @@ async def carry_out(engine: Engine, operation: Operation) -> JsonValue:
             await engine.sleep(operation)
         case WakeUp():
             await engine.wake_up(operation)
-            return not engine.asleep & MEMORY_TAGS  # as vLLM, which asks its executor
+            return not engine.asleep & MEMORY_TAGS  # as vLLM's executor
         case IsSleeping():
             return bool(await engine.llm.is_sleeping())
         case ResetPrefixCache():
-            return await _reset_prefix_cache(engine, operation)
+            return bool(
+                await engine.llm.reset_prefix_cache(
+                    reset_running_requests=operation.reset_running_requests,
+                    reset_connector=operation.reset_connector,
+                )
+            )
         case AbortRequests():
             return await _abort_requests(engine, operation)
         case WeightChecksums():
@@ -77,15 +82,6 @@ async def carry_out(engine: Engine, operation: Operation) -> JsonValue:
         case Disconnect():
             await engine.workers("shutdown_weight_transfer_engine")
     return None
-
-
-async def _reset_prefix_cache(engine: Engine, operation: ResetPrefixCache) -> bool:
-    return bool(
-        await engine.llm.reset_prefix_cache(
-            reset_running_requests=operation.reset_running_requests,
-            reset_connector=operation.reset_connector,
-        )
-    )
 
 
 async def _abort_requests(engine: Engine, operation: AbortRequests) -> int:
@@ -99,16 +95,13 @@ async def _abort_requests(engine: Engine, operation: AbortRequests) -> int:
     return len(running)
 
 
-DEATH_S = 0.1  # how soon the death of an engine is noticed
+DEATH_POLL_S = 0.1
 
 logger = serve_logger()
 
 
 class EngineMember(ABC):
-    """Carries instructions out on one engine, and holds what the replica reports of itself.
-
-    Implements the follower's port `Member`. Subclasses stage updates.
-    """
+    """Runs instructions on one engine and holds the state that the replica reports."""
 
     updates_in_place = False
 
@@ -129,24 +122,25 @@ class EngineMember(ABC):
     def version(self) -> int:
         return self._engine.version
 
-    @property
-    def draining(self) -> Draining | None:
-        return self._engine.draining
-
-    @property
-    def condition(self) -> EngineState:
-        return self._engine.condition
-
-    @property
-    def adapters(self) -> AdapterState:
-        return self._engine.adapters.state
-
-    @property
-    def world_size(self) -> int:
-        return self._engine.world_size
+    def report(self, replica_id: str, incarnation: str) -> Report:
+        return Report(
+            replica_id=replica_id,
+            incarnation=incarnation,
+            version=self.version,
+            world_size=self._engine.world_size,
+            staged_round=self.staged_round,
+            retained_version=self.retained_version,
+            loading_version=self.loading_version,
+            store_result=self.store_result,
+            updates_in_place=self.updates_in_place,
+            draining=self._engine.draining,
+            adapters=self._engine.adapters.state,
+            condition=self._engine.condition,
+            leaving=self.leaving,
+            drained=self.drained,
+        )
 
     async def execute(self, body: Body) -> Value:
-        """Carry out one instruction; see the port."""
         value = await self._execute(body)
         async with self.changed:
             self.changed.notify_all()
@@ -162,17 +156,15 @@ class EngineMember(ABC):
         self.admitted = directive.admitted and directive.fenced is None
 
     async def fence(self, reason: str) -> None:
-        """Take no more requests, and end the engine."""
         self.fenced, self.admitted = reason, False
-        logger.warning("this replica is fenced, and its engine is ended: %s", reason)
+        logger.warning("fenced, stopping the engine: %s", reason)
         async with self.changed:
             self.changed.notify_all()
         await self._engine.stop()
 
     async def died(self) -> str:
-        """Return when the engine's processes are gone, and nobody here has ended them."""
         while not self._engine.dead:
-            await asyncio.sleep(DEATH_S)
+            await asyncio.sleep(DEATH_POLL_S)
         return "its engine has died"
 
     async def _execute(self, body: Body) -> Value:
@@ -220,12 +212,9 @@ class EngineMember(ABC):
         """Load a stored version.
 
         Raises:
-            PayloadRejected: it cannot be read, or vLLM cannot load it into a running engine; the engine is as
-                it was.
+            PayloadRejected: unreadable or not loadable into a running engine, which is unchanged.
         """
-        refusals = [each for each in await self._engine.workers("reload_refusal") if each is not None]
-        if refusals:
-            raise PayloadRejected(refusals[0])
+        await self._check_reloadable()
         self.loading_version = body.version
         try:
             await asyncio.to_thread(check_files, Path(body.path), body.version, body.fleet_id, body.digest)
@@ -237,9 +226,14 @@ class EngineMember(ABC):
         finally:
             self.loading_version = None
 
+    async def _check_reloadable(self) -> None:
+        refusals = [each for each in await self._engine.workers("reload_refusal") if each is not None]
+        if refusals:
+            raise PayloadRejected(join_reasons(refusals))
+
     def _check_awake(self) -> None:
         if SleepTag.WEIGHTS in self._engine.asleep:
-            raise PayloadRejected("its weights sleep; wake them first (POST /wake_up?tags=weights)")
+            raise PayloadRejected("weights are offloaded (sleep mode); call /wake_up?tags=weights first")
 
     @abstractmethod
     async def connect(self, body: Connect) -> None: ...
@@ -248,8 +242,7 @@ class EngineMember(ABC):
     async def receive(self, body: Receive) -> None: ...
 
     async def receive_adapter(self, body: ReceiveAdapter) -> None:
-        """Raises PayloadRejected if it cannot be kept here."""
-        raise PayloadRejected("vLLM's own weight transfer engines receive no adapters")
+        raise PayloadRejected("vLLM's own weight transfer engines cannot receive adapters")
 
     @abstractmethod
     async def verify(self, body: Verify) -> Staged: ...

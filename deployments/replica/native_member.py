@@ -2,14 +2,11 @@
 
     RECEIVE   the first payload pauses the scheduler; from then on the weights are partially updated
     VERIFY    loading ends; the digest of the live parameters stands for the version
-    COMMIT    the version; generation resumes (after RELEASE, if all swap together)
-    DROP      once a payload was received the old weights are gone: the replica fails
+    COMMIT    sets the version and resumes (after RELEASE, if all replicas swap together)
+    DROP      fails the replica once a payload was received: the old weights are gone
 
-Of weights that come from files RECEIVE only compares the digests; VERIFY pauses, and loads the directory.
-
-So a fault after the first byte fences the replica, and Serve builds another one, which catches up. vLLM's
-publishers state no digests: replicas are compared with each other only. The tensors pass through vLLM's
-engine unseen, so nothing is retained for the store.
+From files, RECEIVE only compares digests; VERIFY pauses and loads the directory. vLLM's publishers state no
+digests, so replicas are compared with each other only, and nothing is retained for the store.
 """
 
 import asyncio
@@ -55,15 +52,15 @@ from deployments.weights.wire.chunk_layout import parse
 from deployments.weights.wire.digest import inspect
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-CHECKS = (Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE)  # of what the publisher announced
+CHECKS = (Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE)  # run on the announced tensors
 
 
 class NativeMember(EngineMember):
     """Drives vLLM's own transfer engines.
 
     Args:
-        spec: its model says which tensors an update must have.
-        one_payload: a version comes as one payload, so what is missing is known before the first byte.
+        spec: its model determines the tensors of an update.
+        one_payload: a version is one payload, so a missing tensor is found before the first byte.
     """
 
     updates_in_place = True
@@ -77,17 +74,17 @@ class NativeMember(EngineMember):
         )
         self._one_payload = one_payload
         self._receiving: int | None = None
-        self._loaded: int | None = None  # the round whose loading ended
+        self._loaded: int | None = None  # the round that finished loading
         self._offered: Offered = {}
-        self._reading: FileRead | None = None  # of a round whose weights come from files
-        self._directory: str | None = None  # where they are
+        self._reading: FileRead | None = None  # if weights come from files
+        self._directory: str | None = None
         self._options = StagingOptions()
-        self._pausing = False  # for a round that has loaded nothing yet; else its commit ends the hold
+        self._pausing = False  # held, nothing loaded yet; later the commit ends the hold
         self._paused_at = 0.0
         self._stage_s = 0.0
 
     async def interrupt(self) -> None:
-        """End the wait for a file. Nothing else can be: vLLM's engine waits for its peer in its own loop."""
+        """End the wait for a file. vLLM's own wait for a peer cannot be interrupted."""
         if self._reading is not None:
             self._reading.abort()
 
@@ -96,7 +93,7 @@ class NativeMember(EngineMember):
             case CatchUp():
                 self._check_unchanged()
             case Release() if self.partially_updated:
-                return None  # it stays held until its commit
+                return None  # held until its commit
         return await super()._execute(body)
 
     async def connect(self, body: Connect) -> None:
@@ -108,9 +105,9 @@ class NativeMember(EngineMember):
         """Load one payload into the live model.
 
         Raises:
-            PayloadRejected: it does not fit the model, and no byte was loaded.
-            RuntimeError: it does not fit, the transfer failed, or another round ended in the middle; the
-                weights are partially updated.
+            PayloadRejected: it does not fit the model; nothing was loaded.
+            RuntimeError: the weights are partially updated: it does not fit, the transfer failed, or another
+                round was interrupted.
         """
         if self._receiving != body.round_id:
             self._check_unchanged()
@@ -130,10 +127,10 @@ class NativeMember(EngineMember):
         self._offered |= offered
 
     async def verify(self, body: Verify) -> Staged:
-        """End the loading.
+        """Finish loading.
 
         Raises:
-            PayloadRejected: no tensors came.
+            PayloadRejected: no tensors were received.
             RuntimeError: some are missing.
         """
         if self._receiving != body.round_id or not (self.partially_updated or self._directory):
@@ -157,15 +154,15 @@ class NativeMember(EngineMember):
         )
 
     async def commit(self, body: Commit) -> Swapped:
-        """Set the version, and resume unless the commit holds. One that comes again finds it set.
+        """Set the version and resume unless the commit holds; idempotent.
 
         Raises:
-            RuntimeError: the round's weights are not loaded, or only a part of them.
+            RuntimeError: the round's weights are not fully loaded.
         """
         if not self.partially_updated and self._engine.version == body.version:
             return Swapped(swap_s=0.0, gap_s=0.0)
         if self._loaded != body.round_id:
-            raise RuntimeError(f"expected round {body.round_id}, verified; loaded is {self._loaded}")
+            raise RuntimeError(f"round {body.round_id} is not verified; loaded is {self._loaded}")
         begin = time.perf_counter()
         await self._engine.reset_caches(recompute=body.kv_cache is KvCache.RECOMPUTE)
         await self._engine.llm.engine_core.set_weight_version_async(str(body.version))
@@ -173,13 +170,13 @@ class NativeMember(EngineMember):
         self.partially_updated, self.staged_round, self._receiving = False, None, None
         self._loaded = None
         await self._engine.end_drain(drain_of_round(body.round_id))
-        if not body.hold:  # else it stays held, as it is since the first byte
+        if not body.hold:
             await self._engine.release()
         end = time.perf_counter()
         return Swapped(swap_s=end - begin, gap_s=end - self._paused_at)
 
     async def drop(self, body: Drop) -> None:
-        """Go on if the round was interrupted while it paused the engine.
+        """Resume if the round was interrupted while it paused the engine.
 
         Raises:
             RuntimeError: the weights are partially updated.
@@ -192,23 +189,21 @@ class NativeMember(EngineMember):
 
     def _check_unchanged(self) -> None:
         if self.partially_updated:
-            raise RuntimeError("its weights are a mixture of two versions ('staging: none' cannot undo)")
+            raise RuntimeError("weights are a mixture of two versions ('staging: none' cannot undo)")
 
     async def write_version(self, body: WriteVersion) -> None:
-        """Raises RuntimeError: the tensors were never seen here."""
-        raise RuntimeError("with 'staging: none' no version is retained")
+        raise RuntimeError("'staging: none' retains no version")
 
     async def forget(self, body: Forget) -> None:
         """Nothing is retained."""
 
     async def _compare(self, part: FilePart, options: StagingOptions) -> None:
-        """Compare a file with what its publisher has read; the engine goes on.
+        """Compare a file with the publisher's digests; the engine keeps generating.
 
         Raises:
-            PayloadRejected: it is another model's, differs, cannot be read, or vLLM could not load it.
+            PayloadRejected: another model's, different, unreadable, or not loadable by vLLM.
         """
-        refusals = [each for each in await self._engine.workers("reload_refusal") if each is not None]
-        self._refuse(refusals)
+        await self._check_reloadable()
         begin = time.perf_counter()
         self._reading = FileRead(part, self._model, torch.device("cpu"))
         try:
@@ -222,16 +217,14 @@ class NativeMember(EngineMember):
         self._directory, self._options = part.directory, options
 
     async def _pause(self, options: StagingOptions) -> None:
-        """Stop generating, and begin vLLM's update of the live model."""
         await self._hold(options)
         await self._engine.workers("start_weight_update")
 
     async def _hold(self, options: StagingOptions) -> None:
-        """Stop generating: the weights are about to change."""
         self._paused_at = time.perf_counter()
-        self._pausing |= not self._engine.held  # the hold of an earlier commit has a release of its own
-        self._engine.held = True  # a user's resume would let it generate with a mixture of two versions
-        # With `wait` it was drained before.
+        self._pausing |= not self._engine.held  # an earlier commit's hold has its own RELEASE
+        self._engine.held = True  # a user's resume must not generate with mixed weights
+        # `wait` was drained before.
         mode = InFlight.ABORT if options.in_flight is InFlight.ABORT else InFlight.KEEP
         await self._engine.llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
         self.partially_updated, self.staged_round, self._pausing = True, self._receiving, False
@@ -241,24 +234,23 @@ class NativeMember(EngineMember):
             self._refuse(mismatches(self._expected, offered, complete=complete))
 
     def _refuse(self, problems: list[str]) -> None:
-        """Raises PayloadRejected before the first byte, RuntimeError after it."""
+        """Raise PayloadRejected before the first byte, RuntimeError after it."""
         if problems:
             reason = join_reasons(problems)
             raise RuntimeError(reason) if self.partially_updated else PayloadRejected(reason)
 
 
 def member_of(engine: Engine, spec: EngineSpec) -> EngineMember:
-    """The member for an engine, by how its updates are staged."""
     if spec.staging != "none":
         return StagedMember(engine)
     return NativeMember(engine, spec, one_payload=spec.backend == "nccl")
 
 
 def _compared(reading: FileRead) -> Offered:
-    """What a file offers, whose tensors must have the digests that were stated, and no NaN. Blocks.
+    """The file's tensors, which must have the stated digests and no NaN. Blocks.
 
     Raises:
-        ValueError: they have not, or the file cannot be read.
+        ValueError: they do not match, or the file is unreadable.
     """
     offered: Offered = {}
     for received in reading.chunks():
@@ -270,10 +262,10 @@ def _compared(reading: FileRead) -> Offered:
 
 
 def _tensors_of(payload: JsonValue) -> Offered:
-    """What vLLM's engines announce: parallel lists, the same for every worker.
+    """Parse the parallel lists that vLLM's engines announce, the same for every worker.
 
     Raises:
-        PayloadRejected: they are missing, or do not fit together.
+        PayloadRejected: they are missing or inconsistent.
     """
     first: Any = payload[0] if isinstance(payload, list) else payload
     try:

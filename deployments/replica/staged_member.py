@@ -1,4 +1,4 @@
-"""A member whose updates are staged: received while the engine generates, swapped between two steps."""
+"""Staged updates: received while the engine generates, swapped between two steps."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -107,21 +107,15 @@ class StagedMember(EngineMember):
         """Join the transfer group; waits for its other members.
 
         Raises:
-            TransferFailed: one did not come.
+            TransferFailed: one did not join.
         """
-        await self._discard_leftover()  # later it would end the new group's waits, too
+        await self._discard_leftover()  # a later drop would end the new group's waits, too
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         states = await self._ask_until(lambda state: state.done, "staging_connected", ConnectState)
         raise_failure(states)
         self._progress = await StagingProgress.open(self._engine)
 
     async def receive(self, body: Receive) -> None:
-        """Stage one payload.
-
-        Raises:
-            PayloadRejected: it is wrong.
-            TransferFailed: a peer is gone.
-        """
         begins = self._receiving != body.round_id
         self.staged_round = None
         if begins:
@@ -129,7 +123,7 @@ class StagedMember(EngineMember):
             self._receiving, self._payloads = body.round_id, 0
             self._retaining = body.options.retain_version
         share = self._engine.staging_share if self._engine.busy else 1.0
-        # The update begins in the same call: each call to the workers delays a decoding step.
+        # One call also begins the update: each call to the workers delays a decoding step.
         options = {"share": share, "begins": begins, "retain_version": self._retaining}
         if isinstance(body.payload, FilePart):
             if self._progress is None and begins:  # nobody has connected yet
@@ -141,12 +135,7 @@ class StagedMember(EngineMember):
         await self._until_received(self._payloads)
 
     async def receive_adapter(self, body: ReceiveAdapter) -> None:
-        """Receive an adapter's files into this host's memory; nothing of the model is touched.
-
-        Raises:
-            PayloadRejected: they are wrong, or there is no room for them.
-            TransferFailed: a peer is gone.
-        """
+        """Receive an adapter's files into this host's memory; the model is not touched."""
         await self._discard_leftover()
         reader = self._engine.adapters.reader
         await reader.receive(body.load_id, body.payload)
@@ -165,7 +154,7 @@ class StagedMember(EngineMember):
         """Check that the staged version is complete.
 
         Raises:
-            PayloadRejected: it is not, or no payload came.
+            PayloadRejected: it is incomplete, or no payload was received.
             RuntimeError: the workers have staged different tensors.
         """
         if self._receiving != body.round_id:
@@ -191,15 +180,15 @@ class StagedMember(EngineMember):
         )
 
     async def commit(self, body: Commit) -> Swapped:
-        """Swap. One that comes again, from a restarted controller, is answered from what is live.
+        """Swap; idempotent, as a restarted controller repeats it.
 
         Raises:
-            RuntimeError: another round is staged here, or this one was not verified. Nothing is swapped.
+            RuntimeError: another round is staged, or this one is not verified. Nothing is swapped.
         """
         if self._receiving is None and self._engine.version == body.version:
             return Swapped(swap_s=0.0, gap_s=0.0)
         if self.staged_round != body.round_id:
-            raise RuntimeError(f"expected round {body.round_id}, verified; staged is {self.staged_round}")
+            raise RuntimeError(f"round {body.round_id} is not verified; staged is {self.staged_round}")
         swapped = await self._engine.commit(body)
         self.staged_round = self._receiving = None
         self.retained_version = self._retaining
@@ -216,12 +205,12 @@ class StagedMember(EngineMember):
         return await super().call(body)
 
     async def _discard_leftover(self) -> None:
-        """Discard a round whose controller is gone; while it was received, no report named it."""
+        """Drop a round whose controller is gone. No report named it while it was being received."""
         if self._receiving is not None:
             await self.drop(Drop(round_id=self._receiving))
 
     async def write_version(self, body: WriteVersion) -> None:
-        """Begin to write; `store_result` says how it ended, and nothing of an earlier attempt."""
+        """Start writing; `store_result` is this attempt's once it has ended."""
         self.store_result = None
         await self._engine.workers(
             "staging_store",
@@ -241,7 +230,7 @@ class StagedMember(EngineMember):
             try:
                 async with asyncio.timeout(STORE_CALL_S):  # not wait_for, which can swallow a cancellation
                     answers = await self._engine.workers("staging_store_state")
-            except TimeoutError:  # a busy engine, or one that hangs: the next instruction finds out
+            except TimeoutError:  # busy or hung; the next instruction finds out
                 continue
             ended = [from_wire(StoreResult, answer) for answer in answers if answer is not None]
             if ended:
@@ -255,7 +244,7 @@ class StagedMember(EngineMember):
     async def _ask_until(
         self, reached: Callable[[State], bool], method: str, kind: type[State]
     ) -> list[State]:
-        """Call the workers until it is true for all of them; they answer between two steps."""
+        """Poll the workers through vLLM, which runs calls between two steps."""
         while True:
             states = [from_wire(kind, answer) for answer in await self._engine.workers(method)]
             if all(map(reached, states)):
@@ -264,13 +253,7 @@ class StagedMember(EngineMember):
 
 
 def raise_failure(states: Sequence[ConnectState | StagingState]) -> None:
-    """Raise the first worker's failure.
-
-    Raises:
-        PayloadRejected: a worker rejected the payload.
-        TransferFailed: a peer of a worker is gone.
-        RuntimeError: a worker failed.
-    """
+    """Raise the first worker's failure as PayloadRejected, TransferFailed or RuntimeError."""
     for state in states:
         match state.outcome:
             case Outcome.REJECTED:

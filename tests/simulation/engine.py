@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from deployments.protocol.adapters import AdapterState, DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
+from deployments.protocol.adapters import DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
 from deployments.protocol.engine_state import (
     Disconnect,
     EngineState,
@@ -37,6 +37,7 @@ from deployments.protocol.poll import (
     Forget,
     Receive,
     Release,
+    Report,
     Staged,
     StoreResult,
     Swapped,
@@ -50,7 +51,7 @@ from tests.simulation.work import Answer, EngineFailed, Mortal, Work
 
 
 class SimMember(Mortal):
-    """Implements the follower's port `Member`, and what a gate and a health check look at.
+    """Implements the follower's `MemberProtocol`, and what request admission and a health check look at.
 
     Args:
         went_live: called when these weights become the ones that are served under a version.
@@ -69,10 +70,8 @@ class SimMember(Mortal):
     ) -> None:
         super().__init__()
         self.version, self.weights = version, weights
-        self.world_size = 1
         self.staged_round: int | None = None
         self.partially_updated = False
-        self.updates_in_place = self.leaving = self.drained = self.may_leave = False
         self.loading_version: int | None = None
         self.retained_version: int | None = None
         self.store_result: StoreResult | None = None
@@ -101,20 +100,28 @@ class SimMember(Mortal):
         """Whether a request that comes now would be computed with `version`."""
         return not (self._drains or self._pauses)
 
-    @property
-    def adapters(self) -> AdapterState:
-        return self.lora.state
-
-    @property
-    def draining(self) -> Draining | None:
-        return Draining(drain_ids=tuple(self._drains), running=self._requests) if self._drains else None
+    def report(self, replica_id: str, incarnation: str) -> Report:
+        draining = Draining(drain_ids=tuple(self._drains), running=self._requests) if self._drains else None
+        return Report(
+            replica_id=replica_id,
+            incarnation=incarnation,
+            version=self.version,
+            world_size=1,
+            staged_round=self.staged_round,
+            retained_version=self.retained_version,
+            loading_version=self.loading_version,
+            store_result=self.store_result,
+            draining=draining,
+            adapters=self.lora.state,
+            condition=self.condition,
+        )
 
     @property
     def _pauses(self) -> bool:
         user = is_paused(self.condition) or bool(asleep(self.condition))
         return self.held or user or self.hangs or self.stopped
 
-    # -- the port -----------------------------------------------------------------------------
+    # -- MemberProtocol -----------------------------------------------------------------------------
 
     async def execute(self, body: Body) -> Value:
         value = await self.while_alive(self._execute(body))

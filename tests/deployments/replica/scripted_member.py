@@ -2,7 +2,6 @@
 
 import asyncio
 
-from deployments.protocol.adapters import NO_ADAPTERS
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
     Body,
@@ -16,15 +15,9 @@ from deployments.protocol.poll import (
 
 
 class Member:
-    """Implements the port; what an instruction does is scripted by its payload."""
+    """Implements `MemberProtocol`; what an instruction does is scripted by its payload."""
 
-    version, world_size, staged_round = 3, 1, None
-    retained_version, store_result, loading_version = None, None, None
-    partially_updated = updates_in_place = False
-    draining = None
-    adapters = NO_ADAPTERS
-    condition = ()
-    leaving = drained = False
+    partially_updated = False
 
     def __init__(self, act: str = "") -> None:
         self.act = act
@@ -32,6 +25,11 @@ class Member:
         self.admitted = False
         self.fenced = ""
         self.interrupted, self.dead, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def report(self, replica_id: str, incarnation: str) -> Report:
+        return Report(
+            replica_id=replica_id, incarnation=incarnation, version=3, world_size=1, staged_round=None
+        )
 
     async def died(self) -> str:
         await self.dead.wait()

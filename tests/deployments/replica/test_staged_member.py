@@ -196,7 +196,7 @@ async def test_a_commit_that_comes_again_is_answered_from_what_is_live(
 async def test_a_commit_without_its_staging_fails(member: StagedMember) -> None:
     await member.execute(receive())
     await member.execute(Drop(round_id=1))
-    with pytest.raises(RuntimeError, match=r"^expected round 1, verified; staged is None$"):
+    with pytest.raises(RuntimeError, match=r"^round 1 is not verified; staged is None$"):
         await member.execute(COMMIT)
 
 

@@ -138,7 +138,7 @@ class AdapterScene:
         if not all(user.ended for user in self.users):
             return "a user waits for an answer"
         held = [
-            (each.name, each.member.adapters.held) for each in self._world.replicas.values() if each.member
+            (each.name, each.member.lora.state.held) for each in self._world.replicas.values() if each.member
         ]
         assert self._world.store_dir is not None
         directory = self._world.store_dir / "adapters"
