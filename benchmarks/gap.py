@@ -4,8 +4,8 @@
     python -m benchmarks.gap --size 8b --transport nccl --tp 2 --streams 16      (trainer on GPU 0)
     python -m benchmarks.gap --size 30b-a3b --transport nccl --dp 2 --one-engine --kv-gib 4
 
-Slipstream ("ours": staged while decoding, then a commit through `Engine.commit`; "wire": the same, of what
-vLLM's own trainer engine sends) against vLLM's native transfer engine inside a pause: engines on the same
+Slipstream ("ours": staged while decoding, then committed by `ReplicaEngine.commit`; "wire": the same, sent by
+vLLM's own trainer engine) against vLLM's native transfer engine inside a pause: engines on the same
 GPUs, measured one after the other while the others are idle. Prints one table; `--out` writes the token times
 of one update of each, for a picture. vLLM's wire, staged, with native beside it:
 

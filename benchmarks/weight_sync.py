@@ -116,9 +116,9 @@ class Native:
 
 
 async def start_engine(model: str, backend: str, staging: str, **arguments: Any) -> Any:
-    from deployments.replica.engine import Engine
+    from deployments.replica.replica_engine import ReplicaEngine
     from deployments.replica.server_arguments import EngineSpec
 
     chosen = {"max_model_len": 4096, "gpu_memory_utilization": 0.5, **arguments}
     spec = EngineSpec(model=model, served_model_name="m", backend=backend, staging=staging, arguments=chosen)
-    return await Engine.start(spec, version=0)
+    return await ReplicaEngine.start(spec, version=0)

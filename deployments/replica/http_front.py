@@ -1,8 +1,7 @@
-"""The replica's own HTTP server, which only the fleet's routers talk to.
+"""The replica's own HTTP server, for the fleet's routers only.
 
-Serve chooses the replica; the bytes do not pass through Ray: each streamed token would cost two messages
-between actors, a millisecond of processor time. A router reaches the server at the address, and with the
-key, that the replica publishes as its metadata.
+Serve chooses the replica, but bytes do not pass through Ray: each streamed token would cost two actor
+messages, 1 ms of CPU time. Routers get the server's address and key from the replica's metadata.
 """
 
 import asyncio
@@ -32,23 +31,19 @@ from deployments.protocol.routing import (
 )
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 
-# A request that waits before it is answered, for as long as its client does.
-#
-# uvicorn only marks that a client has left: whoever waits has to read on to learn of it.
 
-
-class ClientLeft(Exception):
-    """Nobody waits for the answer any more."""
+class ClientDisconnected(Exception):
+    """The client disconnected while its request waited."""
 
 
 async def while_connected(ready: Awaitable[None], receive: Receive) -> Receive:
-    """Wait for something before a request is answered.
+    """Await `ready` until the client disconnects. uvicorn reports that only to a reader of the body.
 
     Returns:
-        What reads the request from its beginning.
+        A `receive` that replays the body from its beginning.
 
     Raises:
-        ClientLeft: the client was gone before it came.
+        ClientDisconnected: before `ready`.
     """
     messages: deque[Message] = deque()
 
@@ -64,34 +59,33 @@ async def while_connected(ready: Awaitable[None], receive: Receive) -> Receive:
                 listening.cancel()
     except TimeoutError:
         if limit.expired():
-            raise ClientLeft from None
+            raise ClientDisconnected from None
         raise
     return replay
 
 
-async def _listen(receive: Receive, messages: deque[Message], leaves: Callable[[], None]) -> None:
+async def _listen(receive: Receive, messages: deque[Message], disconnected: Callable[[], None]) -> None:
     while not messages or messages[-1]["type"] != "http.disconnect":
         messages.append(await receive())
-    leaves()
+    disconnected()
 
 
 ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # vLLM's, when its engine is dead
-METRICS = "/metrics"  # vLLM's; the fleet answers a route of that name itself, with those of all replicas
+METRICS = "/metrics"  # vLLM's; the router merges those of all replicas
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ReplicaFront:
-    """An ASGI application around the engine's own: admission, versions, and refusals.
+    """An ASGI application around vLLM's: admission, versions and refusals.
 
     Args:
         app: vLLM's application.
-        replica_id: the answer's `x-slipstream-replica`.
-        gate: returns when a request with this demand may be answered; raises SlipstreamError.
-        refusal: why nothing may be answered now; None if it may.
-        version: that of the engine's weights.
-        require_passed: raises SlipstreamError for a method and path that routers do not pass on.
+        admit: returns when a request with this demand may be answered; raises SlipstreamError.
+        refusal: why no request may be answered now; None if it may.
+        version: of the engine's weights.
+        require_passed: raises SlipstreamError for a method and path that routers must not pass.
     """
 
     def __init__(
@@ -99,7 +93,7 @@ class ReplicaFront:
         app: App,
         *,
         replica_id: str,
-        gate: Callable[[Demand], Awaitable[None]],
+        admit: Callable[[Demand], Awaitable[None]],
         refusal: Callable[[], str | None],
         version: Callable[[], int],
         require_passed: Callable[[str, str], None] = require_passed,
@@ -107,12 +101,12 @@ class ReplicaFront:
         self._app = app
         self._require_passed = require_passed
         self._replica_id = replica_id
-        self._gate = gate
+        self._admit = admit
         self._refusal = refusal
         self._version = version
         self.key = secrets.token_hex(16)
         self._stopped = self._in_order = False
-        self._running: dict[asyncio.Task[Any], _Answer | None] = {}  # None: at the gate
+        self._running: dict[asyncio.Task[Any], _Response | None] = {}  # None: not admitted yet
         self._load: Counter[str] = Counter()
 
     @property
@@ -121,14 +115,14 @@ class ReplicaFront:
 
     @property
     def load(self) -> dict[str, int]:
-        """Of the requests in flight, by the router that sent them."""
+        """Requests in flight by router."""
         return {router: load for router, load in self._load.items() if load}
 
     def stop(self, *, in_order: bool) -> None:
-        """Refuse what has not begun to be answered, for another replica.
+        """Refuse requests whose response has not started, so that another replica takes them.
 
         Args:
-            in_order: the replica is no longer wanted; else it failed, and one of its requests may be why.
+            in_order: a graceful shutdown; else the replica failed, possibly because of one of its requests.
         """
         self._stopped, self._in_order = True, in_order
         for task, answer in self._running.items():
@@ -136,43 +130,43 @@ class ReplicaFront:
                 task.cancel()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http"  # the server takes no websockets
+        assert scope["type"] == "http"  # the server has no websockets
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(KEY_HEADER, b""), self.key.encode()):
             return await _send_error(send, InvalidRequest("this port is for the fleet's routers"))
         if scope["method"] == "GET" and scope["path"] == METRICS:
-            return await self._app(scope, receive, send)  # whatever its state, and no request of a client
+            return await self._app(scope, receive, send)  # in every state; not a client's request
         task = asyncio.current_task()
         assert task is not None
-        answer: _Answer | None = None
+        answer: _Response | None = None
         self._running[task] = answer
         router, load = router_of(headers.get(ROUTER_HEADER))
         self._load[router] += load
         try:
             self._require_passed(scope["method"], scope["path"])
             demand = demand_of({name.decode(): text.decode("latin-1") for name, text in headers.items()}, 0)
-            if demand.min_version > self._version():  # it may wait long
-                receive = await while_connected(self._gate(demand), receive)
+            if demand.min_version > self._version():
+                receive = await while_connected(self._admit(demand), receive)
             else:
-                await self._gate(demand)
+                await self._admit(demand)
             recorder, part = SpanRecorder(self._version()), part_of(headers.get(PART_HEADER))
-            answer = _Answer(send, recorder, self._replica_id, self._refused, part, lambda: self._in_order)
+            answer = _Response(send, recorder, self._replica_id, self._refused, part, lambda: self._in_order)
             self._running[task] = answer
             await answer.run(self._app, scope, receive)
         except SlipstreamError as error:
             await _send_error(send, error, self._refusal_of(answer))
-        except ClientLeft:
-            pass  # nobody reads an answer
+        except ClientDisconnected:
+            pass
         except asyncio.CancelledError:
             if not self._stopped or (answer is not None and answer.begun):
                 raise
-            stopped = ReplicaUnavailable(f"replica {self._replica_id}: it is being stopped")
+            stopped = ReplicaUnavailable(f"replica {self._replica_id}: shutting down")
             await _send_error(send, self._refused() or stopped, self._refusal_of(answer))
         finally:
             del self._running[task]
             self._load[router] -= load
 
-    def _refusal_of(self, answer: "_Answer | None") -> bytes:
+    def _refusal_of(self, answer: "_Response | None") -> bytes:
         return NOT_BEGUN if answer is None or self._in_order else LOST
 
     def _refused(self) -> ReplicaUnavailable | None:
@@ -181,16 +175,11 @@ class ReplicaFront:
 
 
 class _EngineLost(Exception):
-    """The engine is gone in the middle of a stream. If it failed, the connection is closed, as that of a
-    replica that is gone, so that the router knows."""
+    """The engine died in the middle of a stream; the connection is closed so that the router notices."""
 
 
-class _Answer:
-    """One answer: versions are added, and it becomes a refusal if the engine failed.
-
-    Args:
-        in_order: whether the replica has been stopped because it is no longer wanted.
-    """
+class _Response:
+    """One response: adds versions; becomes a refusal if the engine failed before its first byte."""
 
     def __init__(
         self,
@@ -208,17 +197,17 @@ class _Answer:
         self._replica_id = replica_id
         self._refused = refused
         self._in_order = in_order
-        self._start: Message | None = None  # held back until the first part of the body
-        self.begun = False  # something was sent
-        self._is_json = self._is_stream = self._is_named = False  # named: its events, as on /v1/messages
-        self._replacement: ReplicaUnavailable | None = None  # of the engine's own answer
-        self._body = bytearray()  # of a JSON answer
+        self._start: Message | None = None  # held back until the first piece of the body
+        self.begun = False  # bytes were sent
+        self._is_json = self._is_stream = self._is_named = False  # named events, as on /v1/messages
+        self._replacement: ReplicaUnavailable | None = None  # for the engine's own response
+        self._body = bytearray()  # of a JSON response
 
     async def run(self, app: App, scope: Message, receive: Receive) -> None:
         RECORDER.set(self._recorder)
         try:
             await app(scope, receive, self._on_message)
-        except Exception as error:  # whatever failed in vLLM's application, another replica may be intact
+        except Exception as error:  # of any kind: another replica may be intact
             if self.begun:
                 await self._cut_off(error)
                 return
@@ -230,8 +219,8 @@ class _Answer:
             raise self._replacement
 
     async def _cut_off(self, error: Exception) -> None:
-        """End a stream with an error event if the replica is stopped in order: the request is not to blame.
-        Else raise the error: the connection is closed, and the router reports it to the client."""
+        """End a stream with an error event in a graceful shutdown. Otherwise raise: the connection is closed,
+        and the router reports it to the client."""
         refused = self._refused() if self._is_stream and self._in_order() else None
         if refused is None:
             raise error
@@ -241,7 +230,7 @@ class _Answer:
 
     async def _on_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if message["status"] >= 500:  # vLLM's answer when its engine is dead
+            if message["status"] >= 500:  # vLLM's response when its engine is dead
                 self._replacement = self._refused()
             self._start = message
             content_type = _content_type(message["headers"])

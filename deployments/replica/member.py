@@ -46,12 +46,12 @@ from deployments.protocol.poll import (
     Verify,
     WriteVersion,
 )
-from deployments.replica.engine import Engine
+from deployments.replica.replica_engine import ReplicaEngine
 from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 
-async def carry_out(engine: Engine, operation: Operation) -> JsonValue:
+async def carry_out(engine: ReplicaEngine, operation: Operation) -> JsonValue:
     """Run an operation; returns what vLLM's route answers."""
     match operation:
         case Pause():
@@ -84,7 +84,7 @@ async def carry_out(engine: Engine, operation: Operation) -> JsonValue:
     return None
 
 
-async def _abort_requests(engine: Engine, operation: AbortRequests) -> int:
+async def _abort_requests(engine: ReplicaEngine, operation: AbortRequests) -> int:
     """How many requests were aborted."""
     if operation.request_ids:
         await engine.llm.abort(list(operation.request_ids))
@@ -105,7 +105,7 @@ class EngineMember(ABC):
 
     updates_in_place = False
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ReplicaEngine) -> None:
         self._engine = engine
         self.staged_round: int | None = None
         self.partially_updated = False

@@ -40,8 +40,8 @@ from deployments.protocol.poll import (
     WriteVersion,
     drain_of_round,
 )
-from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
+from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.staged_update import compare
@@ -65,7 +65,7 @@ class NativeMember(EngineMember):
 
     updates_in_place = True
 
-    def __init__(self, engine: Engine, spec: EngineSpec, *, one_payload: bool) -> None:
+    def __init__(self, engine: ReplicaEngine, spec: EngineSpec, *, one_payload: bool) -> None:
         super().__init__(engine)
         arguments = spec.arguments
         self._model = cached(spec.model, arguments.get("revision"), arguments.get("download_dir"))
@@ -240,7 +240,7 @@ class NativeMember(EngineMember):
             raise RuntimeError(reason) if self.partially_updated else PayloadRejected(reason)
 
 
-def member_of(engine: Engine, spec: EngineSpec) -> EngineMember:
+def member_of(engine: ReplicaEngine, spec: EngineSpec) -> EngineMember:
     if spec.staging != "none":
         return StagedMember(engine)
     return NativeMember(engine, spec, one_payload=spec.backend == "nccl")

@@ -1,8 +1,7 @@
 """The replica: one whole vLLM server behind one Serve replica.
 
-It returns from `__init__` only when it serves the committed version, refuses requests that it must
-not answer (so that the router tries another replica), and ends once it is fenced, which a dead engine leads
-to: Serve replaces a process that is gone at once, and an unhealthy one seconds later.
+`__init__` returns once it serves the committed version. Exits when fenced or when its engine dies; Serve
+replaces an exited process at once, an unhealthy one only seconds later.
 """
 
 import asyncio
@@ -27,12 +26,12 @@ from deployments.host.logs import serve_logger
 from deployments.host.parent_death import disown_engine, own_engine
 from deployments.protocol.poll import JoinAnswer, Unloadable
 from deployments.protocol.routing import ReplicaEndpoint, RoutingStats
-from deployments.replica.engine import Engine
-from deployments.replica.farewell import Farewell
 from deployments.replica.follower import Follower
-from deployments.replica.gate import Gate
+from deployments.replica.graceful_shutdown import GracefulShutdown
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.native_member import member_of
+from deployments.replica.replica_engine import ReplicaEngine
+from deployments.replica.request_admission import RequestAdmission
 from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.server_info import add_server_info, watch_load
 from deployments.serve.placement import take_slot, use_gpus
@@ -40,28 +39,27 @@ from deployments.serve.scaling import ScalingStats
 from deployments.weights.store.checkpoint_files import check_files
 
 ASK_AGAIN_S = 1.0
-ANSWER_S = 20.0  # of the controller, which answers at once: the question or its answer is lost
+JOIN_S = 20.0  # the controller answers `join` at once; after this the call or its answer is lost
 logger = serve_logger()
 
 
 async def find_first_weights(
     ask: Callable[[Unloadable | None], Awaitable[JoinAnswer]],
     ask_again_s: float = ASK_AGAIN_S,
-    answer_s: float = ANSWER_S,
+    join_s: float = JOIN_S,
 ) -> JoinAnswer:
-    """Ask until the answer can be loaded. Waits for a controller that cannot be reached.
+    """Ask until the answer is loadable, even while the controller is unreachable.
 
     Args:
-        ask: the controller's `join`; its argument is the version that was named before and cannot be loaded.
-            A question that comes again has the same answer.
-        answer_s: how long one answer is waited for.
+        ask: the controller's `join`, idempotent; takes the version that it named and that cannot be loaded.
+        join_s: deadline of one call.
     """
     unloadable: Unloadable | None = None
     while True:
         try:
-            async with asyncio.timeout(answer_s):  # not wait_for, which can swallow a cancellation
+            async with asyncio.timeout(join_s):  # not wait_for, which can swallow a cancellation
                 answer = await ask(unloadable)
-        except Exception as error:  # the controller may start after us, or be restarting
+        except Exception as error:  # the controller may not have started yet
             logger.debug("controller not reached: %s", error)
             await asyncio.sleep(ask_again_s)
             continue
@@ -72,26 +70,24 @@ async def find_first_weights(
                 check_files, Path(answer.path), answer.version, answer.fleet_id, answer.digest
             )
         except (OSError, ValueError) as error:
-            logger.warning("another version is asked for, because the promised one is unusable: %s", error)
+            logger.warning("pinned version is unusable, asking for another one: %s", error)
             unloadable = Unloadable(version=answer.version, reason=str(error))
             await asyncio.sleep(ask_again_s)
             continue
         return answer
 
 
-TELL_S = 1.0  # requests of an engine that has ended are told so
+FAILED_REQUESTS_S = 1.0  # for requests of a dead engine to send their errors
 
 
 class Replica:
     """Serve's deployment class of the fleet's replicas.
 
     Args:
-        engine: what the engine is started with.
-        controller: the fleet's controller.
-        self_fence_s: see `Gate`.
-        drain_s: how long requests that are running may go on when the replica is stopped.
-        slots: where the engine's GPUs come from; None: Serve assigned this process its own.
-        cores_shared_by: replicas that this host's cores are divided among; None: the engine needs no cores.
+        self_fence_s: see `RequestAdmission`.
+        drain_s: limit for running requests when the replica is stopped.
+        slots: assigns the engine's GPUs; None: Serve did.
+        cores_shared_by: replicas that share this host's cores; None on GPUs.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -117,7 +113,7 @@ class Replica:
             os.environ |= keeping_freed_memory()
         own_engine()
         warn_if_not_forked(logger)
-        self._engine = await Engine.start(spec, version=answer.version)
+        self._engine = await ReplicaEngine.start(spec, version=answer.version)
         add_server_info(self._engine.app, self._engine.llm.vllm_config)
         self._load = watch_load(self._engine.llm)
         self._member = member_of(self._engine, spec)
@@ -128,7 +124,7 @@ class Replica:
             poll=self._controller.poll.remote,
         )
         self._following = asyncio.create_task(self._follow())
-        self._gate = Gate(
+        self._admission = RequestAdmission(
             self._replica_id,
             self._member,
             self._follower,
@@ -138,28 +134,28 @@ class Replica:
         self._front = ReplicaFront(
             self._engine.app,
             replica_id=self._replica_id,
-            gate=self._gate.wait,
-            refusal=self._gate.refusal,
+            admit=self._admission.wait,
+            refusal=self._admission.refusal,
             version=lambda: self._engine.version,
         )
         await self._until_admitted()
         self._server = HttpServer(self._front, ray.util.get_node_ip_address())
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What Serve sends to every router when this replica becomes ready."""
+        """Serve sends it to every router when this replica is ready."""
         return asdict(ReplicaEndpoint(address=self._server.address, key=self._front.key))
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What Serve sends to every router periodically."""
+        """Serve sends it to every router periodically."""
         stats = RoutingStats(
             version=self._engine.version,
-            admitted=self._gate.refusal() is None,
+            admitted=self._admission.refusal() is None,
             in_flight=self._front.load,
         )
         return asdict(stats)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve sends to `FleetScaling` periodically."""
+        """Serve sends it to `FleetScaling` periodically."""
         load, desired = self._load.load, self._member.desired
         stats = ScalingStats(
             running=load.running,
@@ -176,9 +172,9 @@ class Replica:
         if self._member.fenced is not None:
             raise RuntimeError(f"fenced: {self._member.fenced}")
         if self._engine.dead:
-            raise RuntimeError("the engine is dead")
+            raise RuntimeError("engine is dead")
         if self._following.done():
-            raise RuntimeError("the follower has ended")
+            raise RuntimeError("the follower has stopped")
 
     def process_id(self) -> int:
         return os.getpid()
@@ -190,7 +186,7 @@ class Replica:
             following.cancel()
         engine = getattr(self, "_engine", None)
         try:
-            if engine is not None:  # a fenced one is being stopped already
+            if engine is not None:  # idempotent: a fence stops it too
                 await engine.stop()
         finally:
             disown_engine()
@@ -207,34 +203,34 @@ class Replica:
             await asyncio.sleep(0.02)
 
     async def _follow(self) -> None:
-        """Follow the controller, until it fences this replica: then there is nothing left to do."""
+        """Run the follower until a fence, then exit."""
         await self._follower.run()
         front = getattr(self, "_front", None)
         begin = time.monotonic()
-        while front is not None and front.in_flight and time.monotonic() - begin < TELL_S:
+        while front is not None and front.in_flight and time.monotonic() - begin < FAILED_REQUESTS_S:
             await asyncio.sleep(0.02)
         disown_engine()
-        logger.warning("this replica ends, and Serve starts another: %s", self._member.fenced)
-        os._exit(1)  # Ray has no call that ends an actor from one of its tasks in the background
+        logger.warning("exiting, Serve starts another replica: %s", self._member.fenced)
+        os._exit(1)  # Ray cannot exit an actor from a background task
 
     async def _leave(self) -> None:
-        """Wait for running requests, which Serve cannot: they do not pass through its handles."""
-        gate, server = getattr(self, "_gate", None), getattr(self, "_server", None)
-        if gate is not None:
-            gate.close()
+        """Shut down gracefully. Serve does not see running requests: they bypass its handles."""
+        admission, server = getattr(self, "_admission", None), getattr(self, "_server", None)
+        if admission is not None:
+            admission.close()
         if server is None:
             return
-        farewell = Farewell(
+        shutdown = GracefulShutdown(
             self._member,
             last_contact=lambda: self._follower.last_contact,
             in_flight=lambda: self._front.in_flight,
             failed=self._has_failed,
             stop=lambda: self._front.stop(in_order=not self._has_failed()),
             goodbye=self._goodbye,
-            fleet_ends=lambda: asyncio.to_thread(_application_ends),
+            application_stops=lambda: asyncio.to_thread(_application_stops),
             drain_s=self._drain_s,
         )
-        await farewell.run()
+        await shutdown.run()
         await server.close()
 
     def _has_failed(self) -> bool:
@@ -245,8 +241,7 @@ class Replica:
         await self._follower.goodbye()
 
 
-def _application_ends() -> bool:
-    """Whether Serve stops the whole application, and not this replica alone."""
+def _application_stops() -> bool:
     name = serve.get_replica_context().app_name
     application = serve.status().applications.get(name)
     return application is None or application.status == ApplicationStatus.DELETING

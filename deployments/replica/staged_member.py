@@ -26,8 +26,8 @@ from deployments.protocol.poll import (
     Verify,
     WriteVersion,
 )
-from deployments.replica.engine import Engine
 from deployments.replica.member import EngineMember
+from deployments.replica.replica_engine import ReplicaEngine
 from deployments.weights.staging.worker_reports import (
     ConnectState,
     ProgressPage,
@@ -48,12 +48,12 @@ POLL_S = 0.001
 class StagingProgress:
     """The states of all workers of an engine."""
 
-    def __init__(self, engine: Engine, page: ProgressPage) -> None:
+    def __init__(self, engine: ReplicaEngine, page: ProgressPage) -> None:
         self._engine = engine
         self._page = page
 
     @classmethod
-    async def open(cls, engine: Engine) -> "StagingProgress | None":
+    async def open(cls, engine: ReplicaEngine) -> "StagingProgress | None":
         """None if a worker is on another host: it has to be called.
 
         Raises:
@@ -92,7 +92,7 @@ State = TypeVar("State", ConnectState, StagingState)
 class StagedMember(EngineMember):
     """Drives the workers' staging engines."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ReplicaEngine) -> None:
         super().__init__(engine)
         self._receiving: int | None = None  # the round whose payloads the workers stage
         self._payloads = 0

@@ -150,7 +150,7 @@ class Fleet:
     async def add(self, name: str) -> HttpServer:
         engine = self.engines[name] = Engine()
 
-        async def gate(demand: Demand) -> None:
+        async def admit(demand: Demand) -> None:
             if engine.refusal is not None:
                 raise ReplicaUnavailable(engine.refusal)
             if demand.min_version > 7:
@@ -159,7 +159,7 @@ class Fleet:
         front = ReplicaFront(
             engine.app,
             replica_id=name,
-            gate=gate,
+            admit=admit,
             refusal=lambda: engine.refusal,
             version=lambda: 6,
             require_passed=lambda method, path: None,  # its routes are not vLLM's

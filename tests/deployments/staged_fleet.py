@@ -44,7 +44,7 @@ class WireWorker(MemoryWorker):
 
 
 class WorkerEngine:
-    """`Engine` as a staged member reaches it: calls go to the worker, and nothing is scheduled."""
+    """`ReplicaEngine` as a staged member reaches it: calls go to the worker, and nothing is scheduled."""
 
     world_size, staging_share, busy, dead = 1, 1.0, False, False
     asleep: frozenset[str] = frozenset()

@@ -62,11 +62,11 @@ class Ports:
 
 @asynccontextmanager
 async def ports() -> AsyncIterator[Ports]:
-    async def gate(demand: Demand) -> None:
+    async def admit(demand: Demand) -> None:
         return
 
     engine = Engine()
-    front = ReplicaFront(engine, replica_id="r", gate=gate, refusal=lambda: None, version=lambda: 1)
+    front = ReplicaFront(engine, replica_id="r", admit=admit, refusal=lambda: None, version=lambda: 1)
     async with AsyncExitStack() as stack:
         replica = HttpServer(front, "127.0.0.1")
         stack.push_async_callback(replica.close)

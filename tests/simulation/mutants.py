@@ -114,8 +114,13 @@ MUTANTS = [
         "watched = {task}",
         "engine_dies",
     ),
-    Mutant("no_self_fence", REPLICA + "gate", "if silent_s > self._self_fence_s:", "if False:"),
-    Mutant("gate_open_before_admission", REPLICA + "gate", "if not self._member.admitted:", "if False:"),
+    Mutant("no_self_fence", REPLICA + "request_admission", "if silent_s > self._self_fence_s:", "if False:"),
+    Mutant(
+        "not_admitted",
+        REPLICA + "request_admission",
+        "if not self._member.admitted:",
+        "if False:",
+    ),
     Mutant(
         "silent_for_ever",
         LEDGER + "membership",

@@ -7,7 +7,7 @@ from deployments.protocol.errors import ReplicaUnavailable
 from deployments.protocol.poll import Directive, JoinAnswer, Report, Unloadable
 from deployments.protocol.routing import Demand
 from deployments.replica.follower import Follower
-from deployments.replica.gate import Gate
+from deployments.replica.request_admission import RequestAdmission
 from tests.simulation.engine import SimMember
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
@@ -30,7 +30,7 @@ class Replica:
         self.name = name
         self.process = Process(name, watched=True)
         self.member: SimMember | None = None
-        self.gate: Gate | None = None
+        self.admission: RequestAdmission | None = None
         self.follower: Follower | None = None
         self.following: asyncio.Task[None] | None = None
         self.stats: tuple[int, bool] = (0, False)
@@ -82,7 +82,7 @@ class Replica:
             interrupt_s=2.0,
             clock=world.loop.time,
         )
-        self.gate = Gate(
+        self.admission = RequestAdmission(
             self.name,
             self.member,  # type: ignore[arg-type]
             self.follower,
@@ -104,22 +104,22 @@ class Replica:
 
     async def answer(self, demand: Demand, seconds: float, adapter: str | None = None) -> Answer:
         """A request that came over HTTP."""
-        if self.gate is None or self.member is None:
+        if self.admission is None or self.member is None:
             raise ReplicaUnavailable("not started")
-        await self.gate.wait(demand)
+        await self.admission.wait(demand)
         return await self.member.generate(seconds, adapter)
 
     @property
     def admits(self) -> bool:
         """Whether a request that comes now is taken."""
-        return self.process.runs and self.gate is not None and self.gate.refusal() is None
+        return self.process.runs and self.admission is not None and self.admission.refusal() is None
 
     @property
     def version(self) -> int | None:
         """Which version a request would be answered from now; None if none would."""
-        if self.gate is None or self.member is None or not self.process.runs:
+        if self.admission is None or self.member is None or not self.process.runs:
             return None
-        if not self.member.generates or self.gate.refusal() is not None:
+        if not self.member.generates or self.admission.refusal() is not None:
             return None
         since = self.member.uncertain_since
         if since is not None and self._world.loop.now > since:  # the exception is on its way

@@ -40,8 +40,8 @@ class Serve:
             if world.controller is not None and world.controller[0].runs:
                 world.oracle.has_members(world.controller[1]._ledger.status(world.loop.now).members)
             for each in world.replicas.values():
-                if each.gate is not None and each.member is not None and each.process.runs:
-                    each.stats = (each.member.version, each.gate.refusal() is None)
+                if each.admission is not None and each.member is not None and each.process.runs:
+                    each.stats = (each.member.version, each.admission.refusal() is None)
             for process, since in list(world.stopped_at.items()):
                 if process.alive and process.stopped and world.loop.now - since > HUNG_S:
                     world.log("{} does not answer its health check: killed", process)

@@ -168,7 +168,7 @@ class World:
     def describe(self) -> str:
         """Who serves what, for a schedule that does not recover."""
         held = {
-            name: (each.version, each.gate.refusal() if each.gate else "starts", each.process.runs)
+            name: (each.version, each.admission.refusal() if each.admission else "starts", each.process.runs)
             for name, each in self.replicas.items()
         }
         controller = self.controller

@@ -25,7 +25,7 @@ logger = serve_logger()
 
 
 class WorkerCalls:
-    """Called as `Engine.workers`: a method, named arguments of JSON types, an answer from each worker.
+    """Called as `ReplicaEngine.workers`: a method, named arguments of JSON types, an answer from each worker.
 
     Args:
         workers: calls through vLLM.

@@ -7,7 +7,7 @@ from deployments.protocol.engine_state import MEMORY_TAGS, SleepTag
 
 @dataclass(slots=True)
 class Memory:
-    """What `Engine` and vLLM do with an engine's memory, and whether the weights in it are a version's."""
+    """The memory of a `ReplicaEngine`, and whether the weights in it are a version's."""
 
     asleep: frozenset[SleepTag] = frozenset()
     intact: bool = True

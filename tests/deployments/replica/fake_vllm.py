@@ -5,8 +5,8 @@ from typing import Any
 
 from deployments.protocol.engine_state import SleepTag
 from deployments.protocol.poll import Outcome
-from deployments.replica.engine import Engine
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN
+from deployments.replica.replica_engine import ReplicaEngine
 from deployments.weights.staging.worker_reports import ConnectState, StagingState, to_wire
 
 
@@ -141,7 +141,7 @@ class FakeLlm:
             raise RuntimeError("no memory behind the weights")
 
 
-class FakeEngine(Engine):
+class FakeEngine(ReplicaEngine):
     """The real engine's rules, over a process that was never started."""
 
     async def stop(self, limit_s: float = 0.0) -> None:

@@ -45,7 +45,7 @@ class Reader:
 
 
 class Workers:
-    """Two workers as `Engine.workers` reaches them, without shared memory. They stage at once."""
+    """Two workers as `ReplicaEngine.workers` reaches them, without shared memory. They stage at once."""
 
     world_size = 2
     staging_share = 0.25

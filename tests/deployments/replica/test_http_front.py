@@ -1,4 +1,4 @@
-"""A request that waits at a replica's gate: its body is kept, and it ends with its client."""
+"""A request that waits for its version: its body is kept, and it ends with its client."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ NEWER = {"x-min-weight-version": "4"}
 
 
 class Replica:
-    """A front on its own server, whose weights are of version 3; `opens` ends the wait at its gate."""
+    """A front on its own server, whose weights are of version 3; `opens` ends its wait for admission."""
 
     def __init__(self) -> None:
         self.opens = asyncio.Event()
@@ -29,7 +29,7 @@ class Replica:
         self.front = ReplicaFront(
             app,
             replica_id="r0",
-            gate=self._gate,
+            admit=self._admit,
             refusal=lambda: None,
             version=lambda: 3,
             require_passed=lambda method, path: None,
@@ -52,7 +52,7 @@ class Replica:
             while self.front.in_flight != in_flight:
                 await asyncio.sleep(0.01)
 
-    async def _gate(self, demand: Demand) -> None:
+    async def _admit(self, demand: Demand) -> None:
         await self.opens.wait()
         if self.refusal is not None:
             raise self.refusal
@@ -88,12 +88,12 @@ async def test_a_body_that_comes_while_its_request_waits_arrives_whole(replica: 
             await asyncio.sleep(0.01)
         sent.set()
         await asyncio.sleep(0.05)
-        yield b"the end, behind the gate"
+        yield b"the end, after admission"
 
     asked = asyncio.create_task(replica.post(pieces()))
     await sent.wait()
     replica.opens.set()
-    body = b"".join(bytes([number]) * 50_000 for number in range(4)) + b"the end, behind the gate"
+    body = b"".join(bytes([number]) * 50_000 for number in range(4)) + b"the end, after admission"
     assert await asked == (200, body)
 
 
@@ -111,4 +111,4 @@ async def test_a_stop_ends_the_wait_with_a_refusal(replica: Replica) -> None:
     await replica.until(in_flight=1)
     replica.front.stop(in_order=True)
     status, body = await asked
-    assert status == 503 and b"is being stopped" in body
+    assert status == 503 and b"shutting down" in body

@@ -16,8 +16,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.poll import Commit, Directive, Instruction, KvCache, Report
-from deployments.replica.engine import Engine
 from deployments.replica.follower import Follower
+from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.staged_member import StagedMember
 
 COMMIT = Commit(round_id=1, version=4, hold=False, kv_cache=KvCache.RECOMPUTE, in_flight=InFlight.KEEP)
@@ -69,8 +69,8 @@ def process() -> Iterator[BaseProcess]:
     process.join(10)
 
 
-async def engine_of(llm: HungLlm) -> Engine:
-    engine = Engine(llm, FastAPI(lifespan=lifespan), version=3)  # type: ignore[arg-type]
+async def engine_of(llm: HungLlm) -> ReplicaEngine:
+    engine = ReplicaEngine(llm, FastAPI(lifespan=lifespan), version=3)  # type: ignore[arg-type]
     await engine._lifespan.__aenter__()
     return engine
 

@@ -54,7 +54,7 @@ async def test_a_question_without_an_answer_is_asked_again(tmp_path: Path) -> No
             await asyncio.Event().wait()
         return await answers(unloadable)
 
-    answer = await asyncio.wait_for(find_first_weights(ask, ask_again_s=0, answer_s=0.01), 10)
+    answer = await asyncio.wait_for(find_first_weights(ask, ask_again_s=0, join_s=0.01), 10)
     assert answer.version == 4 and answers.asked == [None, None]
 
 
@@ -79,7 +79,7 @@ async def test_one_that_is_damaged_is_refused_and_the_checkpoint_of_the_start_is
 
 
 AROUND = (
-    "serve ray CallHandle own_engine warn_if_not_forked add_server_info watch_load Follower Gate "
+    "serve ray CallHandle own_engine warn_if_not_forked add_server_info watch_load Follower RequestAdmission "
     "ReplicaFront HttpServer"
 )
 
@@ -92,7 +92,7 @@ async def test_it_loads_what_the_fleet_serves_and_is_ready_when_it_is_admitted(
         monkeypatch.setattr(replica, name, MagicMock())
     member = SimpleNamespace(admitted=False, fenced=None)
     start = AsyncMock(return_value=MagicMock(dead=False))
-    monkeypatch.setattr(replica, "Engine", SimpleNamespace(start=start))
+    monkeypatch.setattr(replica, "ReplicaEngine", SimpleNamespace(start=start))
     monkeypatch.setattr(replica, "member_of", lambda engine, spec: member)
     stored = JoinAnswer(version=3, path="/store/v3")
     monkeypatch.setattr(replica, "find_first_weights", AsyncMock(return_value=stored))

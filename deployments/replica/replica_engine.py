@@ -113,7 +113,7 @@ END_S = 4.0  # an engine's processes may take this long to end by themselves; vL
 STOP_S = 8.0  # then we do
 
 
-class Engine:
+class ReplicaEngine:
     """An engine that is up. `version` names the weights that it computes with."""
 
     def __init__(self, llm: RecordingLLM, app: FastAPI, version: int) -> None:
@@ -131,7 +131,7 @@ class Engine:
         self._stopping: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, spec: EngineSpec, *, version: int) -> "Engine":
+    async def start(cls, spec: EngineSpec, *, version: int) -> "ReplicaEngine":
         """Start the engine's processes and build its application; about 30 s on a CPU."""
         args = server_arguments(spec)
         engine_args = FleetEngineArgs.from_cli_args(args)

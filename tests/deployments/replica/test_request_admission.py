@@ -8,11 +8,11 @@ import pytest
 
 from deployments.protocol.errors import Conflict, ReplicaUnavailable
 from deployments.protocol.routing import Demand
-from deployments.replica.gate import Gate
+from deployments.replica.request_admission import RequestAdmission
 
 
 class Replica:
-    """What a gate looks at, with a clock of its own."""
+    """What admission looks at, with a clock of its own."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -21,7 +21,7 @@ class Replica:
         self.follower = SimpleNamespace(last_contact=100.0)
         member: Any = self.member
         follower: Any = self.follower
-        self.gate = Gate(
+        self.admission = RequestAdmission(
             "r0",
             member,
             follower,
@@ -43,38 +43,38 @@ def replica() -> Replica:
 
 
 async def test_an_admitted_replica_in_contact_answers(replica: Replica) -> None:
-    assert replica.gate.refusal() is None
-    await replica.gate.wait(Demand())
+    assert replica.admission.refusal() is None
+    await replica.admission.wait(Demand())
 
 
 async def test_every_reason_to_refuse_has_a_name(replica: Replica) -> None:
     async def refused(reason: str) -> None:
-        assert replica.gate.refusal() == reason
+        assert replica.admission.refusal() == reason
         with pytest.raises(ReplicaUnavailable, match=f"^replica r0: {reason}$") as caught:
-            await replica.gate.wait(Demand())
+            await replica.admission.wait(Demand())
         assert caught.value.detail == {"replica": "r0"}
 
     replica.now = 120.5
-    await refused("no contact to the controller for 20 s")
+    await refused("no contact with the controller for 20 s")
     replica.dead = True
-    await refused("the engine is dead")
+    await refused("engine is dead")
     replica.member.admitted = False
     await refused("not admitted yet")
     replica.member.fenced = "verify: missing"
     await refused("fenced: verify: missing")
-    replica.gate.close()
-    await refused("it is being stopped")
+    replica.admission.close()
+    await refused("shutting down")
 
 
 async def test_contact_again_ends_the_self_fence(replica: Replica) -> None:
     replica.now = 121.0
-    assert replica.gate.refusal() is not None
+    assert replica.admission.refusal() is not None
     replica.follower.last_contact = 121.0
-    assert replica.gate.refusal() is None
+    assert replica.admission.refusal() is None
 
 
 async def test_a_request_waits_for_its_version(replica: Replica) -> None:
-    waiting = asyncio.create_task(replica.gate.wait(Demand(min_version=4, timeout_s=60)))
+    waiting = asyncio.create_task(replica.admission.wait(Demand(min_version=4, timeout_s=60)))
     await asyncio.sleep(0)
     await replica.change(version=4)
     await asyncio.wait_for(waiting, 5)
@@ -82,12 +82,12 @@ async def test_a_request_waits_for_its_version(replica: Replica) -> None:
 
 async def test_a_version_that_does_not_come_is_a_conflict_with_the_numbers(replica: Replica) -> None:
     with pytest.raises(Conflict, match=r"asks for version 4; the fleet serves 3 .* within 0.01 s") as caught:
-        await replica.gate.wait(Demand(min_version=4, timeout_s=0.01))
+        await replica.admission.wait(Demand(min_version=4, timeout_s=0.01))
     assert caught.value.detail == {"expected": 4, "actual": 3}
 
 
 async def test_a_fence_ends_the_wait_so_that_another_replica_can_answer(replica: Replica) -> None:
-    waiting = asyncio.create_task(replica.gate.wait(Demand(min_version=4, timeout_s=60)))
+    waiting = asyncio.create_task(replica.admission.wait(Demand(min_version=4, timeout_s=60)))
     await asyncio.sleep(0)
     await replica.change(fenced="commit: failed", admitted=False)
     with pytest.raises(ReplicaUnavailable, match="fenced: commit: failed"):
@@ -95,9 +95,9 @@ async def test_a_fence_ends_the_wait_so_that_another_replica_can_answer(replica:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reason", ["no contact to the controller for 21 s", "the engine is dead"])
+@pytest.mark.parametrize("reason", ["no contact with the controller for 21 s", "engine is dead"])
 async def test_what_nobody_notifies_of_ends_the_wait_too(replica: Replica, reason: str) -> None:
-    waiting = asyncio.create_task(replica.gate.wait(Demand(min_version=4, timeout_s=600)))
+    waiting = asyncio.create_task(replica.admission.wait(Demand(min_version=4, timeout_s=600)))
     await asyncio.sleep(0)
     if "contact" in reason:
         replica.now = 121.0

@@ -8,9 +8,9 @@ from fastapi import FastAPI
 from deployments.protocol.engine_state import InFlight, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.errors import PayloadRejected
 from deployments.protocol.poll import Call, Commit, Draining, KvCache, Receive, StagingOptions
-from deployments.replica import engine as engine_module
-from deployments.replica.engine import DRAIN_POLL_S, Engine, EngineDrain
+from deployments.replica import replica_engine
 from deployments.replica.engine_core import RESET_CACHES
+from deployments.replica.replica_engine import DRAIN_POLL_S, EngineDrain, ReplicaEngine
 from deployments.replica.staged_member import StagedMember
 from tests.deployments.replica.fake_core import Core, Llm
 
@@ -18,26 +18,26 @@ WEIGHTS, KV_CACHE = SleepTag.WEIGHTS, SleepTag.KV_CACHE
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine(Llm(), FastAPI(), version=3)  # type: ignore[arg-type]
+def engine() -> ReplicaEngine:
+    return ReplicaEngine(Llm(), FastAPI(), version=3)  # type: ignore[arg-type]
 
 
-def core_of(engine: Engine) -> Core:
+def core_of(engine: ReplicaEngine) -> Core:
     core: Core = engine.llm.engine_core
     return core
 
 
-async def commit(engine: Engine, *, hold: bool = False, in_flight: InFlight = InFlight.KEEP) -> None:
+async def commit(engine: ReplicaEngine, *, hold: bool = False, in_flight: InFlight = InFlight.KEEP) -> None:
     await engine.commit(
         Commit(round_id=1, version=4, hold=hold, kv_cache=KvCache.RECOMPUTE, in_flight=in_flight)
     )
 
 
-async def call(engine: Engine, operation: Operation) -> None:
+async def call(engine: ReplicaEngine, operation: Operation) -> None:
     await StagedMember(engine).execute(Call(operation=operation))
 
 
-async def test_an_update_between_the_two_wake_ups_does_not_start_the_scheduler(engine: Engine) -> None:
+async def test_an_update_between_the_two_wake_ups_does_not_start_the_scheduler(engine: ReplicaEngine) -> None:
     await call(engine, Sleep(level=1))
     await call(engine, WakeUp(tags=(WEIGHTS,)))
     await commit(engine)
@@ -48,7 +48,7 @@ async def test_an_update_between_the_two_wake_ups_does_not_start_the_scheduler(e
     assert core_of(engine).running
 
 
-async def test_a_part_that_is_awake_already_does_not_keep_the_other_asleep(engine: Engine) -> None:
+async def test_a_part_that_is_awake_already_does_not_keep_the_other_asleep(engine: ReplicaEngine) -> None:
     await call(engine, WakeUp(tags=(WEIGHTS,)))
     await call(engine, Sleep(level=1))
     await call(engine, WakeUp(tags=(WEIGHTS,)))
@@ -57,14 +57,14 @@ async def test_a_part_that_is_awake_already_does_not_keep_the_other_asleep(engin
     assert core_of(engine).running and not engine.asleep
 
 
-async def test_an_update_is_rejected_while_the_weights_sleep(engine: Engine) -> None:
+async def test_an_update_is_rejected_while_the_weights_sleep(engine: ReplicaEngine) -> None:
     receive = Receive(round_id=1, payload=None, options=StagingOptions())
     await call(engine, Sleep(level=1))
-    with pytest.raises(PayloadRejected, match=r"POST /wake_up\?tags=weights"):
+    with pytest.raises(PayloadRejected, match=r"call /wake_up\?tags=weights"):
         await StagedMember(engine).execute(receive)
 
 
-async def test_resume_waits_for_the_memory_that_sleeps(engine: Engine) -> None:
+async def test_resume_waits_for_the_memory_that_sleeps(engine: ReplicaEngine) -> None:
     await call(engine, Sleep(level=1))
     await call(engine, Resume())
     assert not core_of(engine).running
@@ -72,7 +72,7 @@ async def test_resume_waits_for_the_memory_that_sleeps(engine: Engine) -> None:
     assert core_of(engine).running
 
 
-async def test_waking_up_ends_a_users_pause_as_it_does_in_vllm(engine: Engine) -> None:
+async def test_waking_up_ends_a_users_pause_as_it_does_in_vllm(engine: ReplicaEngine) -> None:
     await call(engine, Pause(mode=InFlight.KEEP))
     await call(engine, Sleep(level=0))
     await call(engine, WakeUp(tags=(SleepTag.SCHEDULING,)))
@@ -91,7 +91,7 @@ async def test_waking_up_ends_a_users_pause_as_it_does_in_vllm(engine: Engine) -
     ],
 )
 async def test_nothing_that_a_user_asks_for_ends_a_hold(
-    engine: Engine, operations: list[Operation], in_flight: InFlight
+    engine: ReplicaEngine, operations: list[Operation], in_flight: InFlight
 ) -> None:
     """With `commit: together` another replica may still serve the old version."""
     await commit(engine, hold=True, in_flight=in_flight)
@@ -102,7 +102,7 @@ async def test_nothing_that_a_user_asks_for_ends_a_hold(
     assert core_of(engine).running
 
 
-async def test_memory_that_wakes_during_a_hold_does_not_end_it(engine: Engine) -> None:
+async def test_memory_that_wakes_during_a_hold_does_not_end_it(engine: ReplicaEngine) -> None:
     await call(engine, Sleep(level=1))
     await call(engine, WakeUp(tags=(WEIGHTS,)))
     await commit(engine, hold=True)
@@ -112,7 +112,7 @@ async def test_memory_that_wakes_during_a_hold_does_not_end_it(engine: Engine) -
     assert core_of(engine).running
 
 
-async def test_a_pause_during_a_hold_outlasts_the_release(engine: Engine) -> None:
+async def test_a_pause_during_a_hold_outlasts_the_release(engine: ReplicaEngine) -> None:
     await commit(engine, hold=True)
     await call(engine, Pause(mode=InFlight.KEEP))
     await engine.release()
@@ -121,13 +121,15 @@ async def test_a_pause_during_a_hold_outlasts_the_release(engine: Engine) -> Non
     assert core_of(engine).running
 
 
-async def test_a_commit_that_does_not_hold_ends_the_hold_before(engine: Engine) -> None:
+async def test_a_commit_that_does_not_hold_ends_the_hold_before(engine: ReplicaEngine) -> None:
     await commit(engine, hold=True)
     await commit(engine)
     assert core_of(engine).running
 
 
-async def test_caches_are_dropped_before_the_version_changes_and_requests_go_on(engine: Engine) -> None:
+async def test_caches_are_reset_before_the_version_changes(
+    engine: ReplicaEngine,
+) -> None:
     """The messages are sent without waiting for answers: the engine core handles them in the order sent."""
     await commit(engine, in_flight=InFlight.ABORT)
     assert core_of(engine).did == ["finish_weight_update", RESET_CACHES, "version", "resume"]
@@ -152,7 +154,7 @@ async def test_a_drain_is_watched_until_somebody_cancels() -> None:
     assert watching.cancelled()
 
 
-async def test_a_drain_says_what_runs_and_begins_nothing(engine: Engine) -> None:
+async def test_a_drain_says_what_runs_and_begins_nothing(engine: ReplicaEngine) -> None:
     core_of(engine).generating = 2
     await engine.drain("round 1")
     assert not core_of(engine).running
@@ -165,15 +167,15 @@ async def test_a_drain_says_what_runs_and_begins_nothing(engine: Engine) -> None
 
 
 async def test_an_engine_that_hangs_is_not_waited_for(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: ReplicaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(replica_engine, "ANSWER_S", 0.05)
     monkeypatch.setattr(core_of(engine), "call_utility_async", lambda *_: asyncio.Event().wait())
     await engine.drain("round 1")
     assert engine.draining == Draining(drain_ids=("round 1",), running=None)
 
 
-async def test_a_drain_ends_with_the_last_who_asked_for_it(engine: Engine) -> None:
+async def test_a_drain_ends_with_the_last_who_asked_for_it(engine: ReplicaEngine) -> None:
     await engine.drain("round 1")
     await engine.drain("call 5")
     await engine.end_drain("call 5")
@@ -184,7 +186,7 @@ async def test_a_drain_ends_with_the_last_who_asked_for_it(engine: Engine) -> No
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
-async def test_a_commit_ends_the_drain_of_its_round_only(engine: Engine, in_flight: InFlight) -> None:
+async def test_a_commit_ends_the_drain_of_its_round_only(engine: ReplicaEngine, in_flight: InFlight) -> None:
     await engine.drain("round 1")
     await commit(engine, in_flight=in_flight)
     assert engine.version == 4 and core_of(engine).running and engine.draining is None
@@ -193,7 +195,7 @@ async def test_a_commit_ends_the_drain_of_its_round_only(engine: Engine, in_flig
     assert not core_of(engine).running and engine.draining is not None
 
 
-async def test_a_drain_begins_with_the_release_if_the_engine_is_held(engine: Engine) -> None:
+async def test_a_drain_begins_with_the_release_if_the_engine_is_held(engine: ReplicaEngine) -> None:
     await commit(engine, hold=True)
     await engine.drain("call 5")
     await engine.release()
@@ -202,7 +204,7 @@ async def test_a_drain_begins_with_the_release_if_the_engine_is_held(engine: Eng
     assert core_of(engine).running
 
 
-async def test_what_a_user_asked_for_outlasts_the_drain(engine: Engine) -> None:
+async def test_what_a_user_asked_for_outlasts_the_drain(engine: ReplicaEngine) -> None:
     await engine.drain("call 5")
     await call(engine, Pause(mode=InFlight.WAIT))
     await engine.end_drain("call 5")
@@ -217,7 +219,7 @@ async def test_what_a_user_asked_for_outlasts_the_drain(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("operation", [Resume(), WakeUp(), Pause(mode=InFlight.KEEP)])
-async def test_nothing_that_a_user_asks_for_ends_a_drain(engine: Engine, operation: Operation) -> None:
+async def test_nothing_that_a_user_asks_for_ends_a_drain(engine: ReplicaEngine, operation: Operation) -> None:
     await engine.drain("round 1")
     await call(engine, operation)
     assert not core_of(engine).running

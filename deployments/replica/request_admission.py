@@ -1,4 +1,4 @@
-"""Whether a replica may answer a request: admitted, alive, in contact with the controller, and new enough."""
+"""Whether a replica may answer a request: admitted, alive, in contact with the controller, new enough."""
 
 import asyncio
 import time
@@ -13,17 +13,16 @@ from deployments.replica.follower import Follower
 if TYPE_CHECKING:  # it loads vLLM
     from deployments.replica.member import EngineMember
 
-RECHECK_S = 0.5  # nothing notifies a waiter of lost contact, or of an engine that has died
+RECHECK_S = 0.5  # nothing notifies waiters of lost contact or a dead engine
 
 
-class Gate:
-    """The replica's own check of every request; the authority, whatever a router knows.
+class RequestAdmission:
+    """Checks every request on the replica, which is the authority; a router's view may be stale.
 
     Args:
-        self_fence_s: without contact to the controller for this long, refuse requests: the fleet may have
-            moved on. Shorter than the time after which it does.
-        engine_dead: whether the engine's processes are gone.
-        clock: seconds, monotonic; the one of `Follower.last_contact`.
+        self_fence_s: refuse requests after this long without contact to the controller; shorter than its
+            heartbeat timeout, after which the fleet moves on.
+        clock: seconds, monotonic; the clock of `Follower.last_contact`.
     """
 
     def __init__(
@@ -45,22 +44,22 @@ class Gate:
         self._closed = False
 
     def close(self) -> None:
-        """The replica is being stopped: refuse everything from here on."""
+        """Refuse everything from now on."""
         self._closed = True
 
     def refusal(self) -> str | None:
         """Why this replica must not answer; None if it may."""
         if self._closed:
-            return "it is being stopped"
+            return "shutting down"
         if self._member.fenced is not None:
             return f"fenced: {self._member.fenced}"
         if not self._member.admitted:
             return "not admitted yet"
         if self._engine_dead():
-            return "the engine is dead"
+            return "engine is dead"
         silent_s = self._clock() - self._follower.last_contact
         if silent_s > self._self_fence_s:
-            return f"no contact to the controller for {silent_s:.0f} s"
+            return f"no contact with the controller for {silent_s:.0f} s"
         return None
 
     async def wait(self, demand: Demand) -> None:
@@ -68,7 +67,7 @@ class Gate:
 
         Raises:
             ReplicaUnavailable: this replica must not answer.
-            Conflict: the demanded version did not come in time.
+            Conflict: the demanded version was not reached in time.
         """
         self._check()
         if self._member.version >= demand.min_version:
@@ -85,8 +84,6 @@ class Gate:
         self._check()
 
     async def _until_decided(self, min_version: int) -> None:
-        """Until the version is there, or this replica must not answer."""
-
         def decided() -> bool:
             return self._member.version >= min_version or self.refusal() is not None
 

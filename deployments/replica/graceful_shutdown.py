@@ -1,0 +1,99 @@
+"""Graceful shutdown of a replica: no request is lost and no round waits for it.
+
+    no new requests ─► running ones finish ─► the ledger releases it between rounds ─► last report
+                       at most `drain_s`      at most `RELEASE_S`
+
+It takes part in rounds until its last request has finished. If the whole application stops, it only drains.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from deployments.host.logs import serve_logger
+
+RELEASE_S = 60.0  # longer than most rounds
+LOST_CONTACT_S = 30.0  # the controller may be restarting
+APPLICATION_DRAIN_S = 10.0  # if the whole application stops
+STATUS_S = 3.0
+LAST_REPORT_S = 5.0
+RECHECK_S = 0.05
+
+logger = serve_logger()
+
+
+class LeavingMember(Protocol):
+    """The flags of a replica's reports that a shutdown sets and reads."""
+
+    leaving: bool
+    drained: bool
+    may_leave: bool
+
+
+class GracefulShutdown:
+    """The shutdown of one replica.
+
+    Args:
+        last_contact: when the controller last answered, by `time.monotonic`.
+        in_flight: the number of running requests.
+        failed: fenced or dead, so nothing is worth waiting for.
+        stop: refuses requests that have not started their response.
+        goodbye: sends the last report.
+        application_stops: whether Serve stops the whole application.
+        drain_s: limit for running requests.
+    """
+
+    def __init__(
+        self,
+        member: LeavingMember,
+        *,
+        last_contact: Callable[[], float],
+        in_flight: Callable[[], int],
+        failed: Callable[[], bool],
+        stop: Callable[[], None],
+        goodbye: Callable[[], Awaitable[None]],
+        application_stops: Callable[[], Awaitable[bool]],
+        drain_s: float,
+        release_s: float = RELEASE_S,
+        lost_contact_s: float = LOST_CONTACT_S,
+    ) -> None:
+        self._member = member
+        self._last_contact = last_contact
+        self._in_flight = in_flight
+        self._failed = failed
+        self._stop = stop
+        self._goodbye = goodbye
+        self._application_stops = application_stops
+        self._drain_s = drain_s
+        self._release_s = release_s
+        self._lost_contact_s = lost_contact_s
+
+    async def run(self) -> None:
+        """Return when the engine may be stopped."""
+        self._member.leaving = True
+        all_stops = False
+        with contextlib.suppress(Exception):  # Serve's controller may be restarting, or gone
+            all_stops = await asyncio.wait_for(self._application_stops(), STATUS_S)
+        drain_s = min(self._drain_s, APPLICATION_DRAIN_S) if all_stops else self._drain_s
+        if not await self._until(lambda: not self._in_flight(), drain_s) and not self._failed():
+            logger.warning("aborting %d requests that are still running", self._in_flight())
+        self._stop()
+        self._member.drained = True
+        if self._failed() or all_stops:
+            return
+        if not await self._until(lambda: self._member.may_leave, self._release_s) and not self._failed():
+            logger.warning("exiting before the ledger released this replica")
+        with contextlib.suppress(Exception):  # the controller may be gone
+            await asyncio.wait_for(self._goodbye(), LAST_REPORT_S)
+
+    async def _until(self, ready: Callable[[], bool], limit_s: float) -> bool:
+        """Whether it became true in time; gives up if the replica failed or lost its controller."""
+        begin = time.monotonic()
+        while not ready():
+            now = time.monotonic()
+            if self._failed() or now - begin > limit_s or now - self._last_contact() > self._lost_contact_s:
+                return False
+            await asyncio.sleep(RECHECK_S)
+        return True
