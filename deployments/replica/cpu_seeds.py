@@ -1,13 +1,12 @@
-"""Requests with a seed on a CPU, whose prompts take more than one step: vLLM 0.32 ends the engine under them.
+"""Works around a crash of vLLM 0.32 on CPUs: seeded requests whose prompt takes more than one step.
 
-In each step of a prompt but the last, vLLM samples a token, drops it, and turns the request's generator of
-random numbers back by what CUDA's takes for a token. A CPU's cannot be turned back so: `RuntimeError: CPU
-Generator does not use offset`, and the engine is dead, with all its requests
-(`GPUModelRunner._bookkeeping_sync`; vllm-rbln 1025 and vllm-qaic 92 found the same). An update with
-`kv_cache: recompute` makes a prompt of all that a request has.
+In each step of a prompt but the last, vLLM discards the sampled token and rewinds the request's generator by
+CUDA's offset (`GPUModelRunner._bookkeeping_sync`). A CPU generator has none: `RuntimeError: CPU Generator
+does not use offset` kills the engine. A commit with `kv_cache: recompute` turns all that a request has into a
+prompt.
 
-Here a request has no generator in a step whose token is dropped: nothing is drawn from it, and its answer is
-the same in however many steps its prompt was computed.
+Here the request has no generator in such a step: nothing is drawn, and the output does not depend on
+chunking.
 """
 
 import sys
@@ -17,7 +16,7 @@ import numpy as np
 
 
 def install() -> None:
-    """Called in every process that vLLM starts; does nothing in those that have no worker on a CPU."""
+    """Does nothing in processes without a CPU worker."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and "vllm.v1.worker.worker_base" in sys.modules:
@@ -27,7 +26,7 @@ def install() -> None:
 
 
 def sample_tokens(runner: Any, grammar_output: Any) -> Any:
-    """vLLM's, of a model runner."""
+    """Replaces vLLM's `CPUModelRunner.sample_tokens`."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     batch = runner.input_batch

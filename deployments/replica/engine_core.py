@@ -1,23 +1,21 @@
-"""The commit inside vLLM's engine core, between two decoding steps, and the drain before it.
+"""Utilities of vLLM's engine core: the commit between two decoding steps, and the drain before it.
 
-Utilities beside vLLM's own (`pause_scheduler`, `collective_rpc`, ...). A commit composed of those leaves the
-device idle: `pause_scheduler` answers only when the device is idle, and each further call is a message to
-the core and one back.
+A commit composed of vLLM's own calls leaves the device idle: `pause_scheduler` answers only when the device
+is idle, and each further call is a round trip.
 
     called          no further step is scheduled; the swap is queued behind the step in flight
     core is idle    the step's tokens are out, labelled with the old version: caches are reset, the new
                     version is set, and the scheduler resumes while the device still copies
 
-What an engine core has cached that depends on its weights:
+Caches that depend on weights:
 
-    KV cache blocks    found by a hash that begins with the version at which their request began. The core
-                       sets it, and sets it anew for each request that holds no block when the version
-                       changes. So no request that begins at a version finds blocks of another one. A
-                       request that has output tokens at a change with `kv_cache: keep` alone continues with
-                       blocks of both; one in the middle of its prompt is computed again.
-    encoder outputs    dropped with every change. Running requests that still need some are computed again.
-    processed inputs   (pixels) do not depend on weights. They are kept: vLLM has one half of that cache here
-                       and one in the client; dropping one half fails the next request with the same image.
+    KV cache blocks    Their hash starts with the version at which their request started; a request without
+                       blocks is rehashed when the version changes. So no request finds blocks of another
+                       version. Only a request that has output tokens at a commit with `kv_cache: keep`
+                       continues with blocks of both; one in its prompt is recomputed.
+    encoder outputs    Dropped with every commit; running requests that still need them are recomputed.
+    processed inputs   (pixels) Kept: they do not depend on weights. Half of that cache is in the client, and
+                       dropping one half fails the next request with the same image.
 """
 
 import sys
@@ -25,7 +23,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-COMMIT = "slipstream_commit"  # its name among the engine core's utilities
+COMMIT = "slipstream_commit"
 DRAIN = "slipstream_drain"
 RUNNING = "slipstream_running"
 END_DRAIN = "slipstream_end_drain"
@@ -33,7 +31,7 @@ RESET_CACHES = "slipstream_reset_caches"
 
 
 def install() -> None:
-    """Called in every process that vLLM starts; does nothing outside of an engine core."""
+    """Does nothing outside an engine core process."""
     module: Any = sys.modules.get("vllm.v1.engine.core")
     if module is None:
         return
@@ -51,22 +49,21 @@ def install() -> None:
 
 
 def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[float] | float":
-    """Make the staged version the live one. Returns the seconds that the workers' swap took.
+    """Make the staged version live. Returns the seconds of the workers' swap.
 
-    Not for an engine with data-parallel ranks: those step until all of them are idle, and a step of one uses
-    experts of the others.
+    Not for data-parallel ranks: they step until all are idle, and a step uses experts of the other ranks.
 
     Args:
         core: vLLM's `EngineCoreProc`.
-        recompute: running requests lose their KV cache and are computed again from their first token.
-        resume: schedule again afterwards.
+        recompute: preempt running requests, which are recomputed from their first token.
+        resume: resume the scheduler afterwards.
     """
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.engine import EngineCoreRequestType
 
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     begin = time.perf_counter()
-    # Workers carry calls out in order: this one comes directly behind the step in flight.
+    # Workers run calls in order: this one follows the step in flight.
     core.model_executor.collective_rpc("finish_weight_update")
     swap_s = time.perf_counter() - begin
 
@@ -86,18 +83,18 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
             done.set_result(finish(core))
         except Exception as error:  # the caller decides
             done.set_exception(error)
-        # The core waits for a message now, and would not notice that there is work again.
+        # The core now blocks on its input queue and would not notice new work.
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     core._idle_state_callbacks.append(when_idle)
     return done
 
 
-# vLLM's own pause with `mode=wait` cannot be given up once it is asked for, and has no deadline.
-
-
 def drain(core: Any) -> int:
-    """Begin no request; those that run go on. Returns how many do."""
+    """Schedule no new request. Returns the number of running ones.
+
+    Not vLLM's pause with `mode=wait`, which cannot be cancelled and has no deadline.
+    """
     from vllm.v1.core.sched.interface import PauseState
 
     core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
@@ -105,33 +102,33 @@ def drain(core: Any) -> int:
 
 
 def running(core: Any) -> int:
-    """Requests that have begun and not ended; also those that were preempted."""
+    """The number of running requests, including preempted ones."""
     scheduler = core.scheduler
     if scheduler.pause_state.name == "PAUSED_NEW":
-        # Only requests of the second queue go on in this state, which those that were preempted are not in.
+        # In this state only `kv_holding_waiting` is scheduled, which preempted requests are not in.
         preempted = [each for each in scheduler.waiting if each.status.name == "PREEMPTED"]
         scheduler.waiting.remove_requests(preempted)
         for request in preempted:
             scheduler.kv_holding_waiting.add_request(request)
     count = len(scheduler.running) + len(scheduler.kv_holding_waiting)
-    return count if count else int(bool(core.batch_queue))  # the last step's tokens are still to come
+    return count if count else int(bool(core.batch_queue))  # the last step's output is pending
 
 
 def end_drain(core: Any, paused: bool) -> None:
-    """Begin requests again, or (`paused`) stop as a user's pause wants it."""
+    """Schedule new requests again, or (`paused`) pause as a user asked for."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.engine import EngineCoreOutputs
 
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL if paused else PauseState.UNPAUSED)
     waits = core.scheduler.has_unfinished_requests()
     if waits and hasattr(core, "current_wave") and not core.engines_running:
-        # Ranks of a data-parallel engine step together: the coordinator wakes the others.
+        # Data-parallel ranks step together: the coordinator wakes the others.
         core.engines_running = True
         core.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=core.current_wave)))
 
 
 def preprocess_add_request(core: Any, request: Any) -> tuple[Any, int]:
-    """vLLM's; runs in the thread that receives requests, beside the steps. Salts the request's hashes."""
+    """Replaces vLLM's; salts the request's block hashes. Runs on the input thread, beside the steps."""
     from vllm.v1.engine.core import EngineCore
 
     request.cache_salt = _salt(core._weight_version, request.cache_salt or "")
@@ -140,7 +137,7 @@ def preprocess_add_request(core: Any, request: Any) -> tuple[Any, int]:
 
 
 def add_request(core: Any, request: Any, request_wave: int = 0) -> None:
-    """vLLM's; runs between two steps, as a change of the version does."""
+    """Replaces vLLM's; runs between two steps, as a version change does."""
     from vllm.v1.engine.core import EngineCore
 
     _salt_again(request, core._weight_version)
@@ -148,7 +145,7 @@ def add_request(core: Any, request: Any, request_wave: int = 0) -> None:
 
 
 def set_weight_version(core: Any, weight_version: str) -> None:
-    """vLLM's. What has no block yet is computed with the new weights, also if it was received before."""
+    """Replaces vLLM's; rehashes requests without blocks, which will be computed with the new weights."""
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.set_weight_version(core, weight_version)
@@ -159,18 +156,17 @@ def set_weight_version(core: Any, weight_version: str) -> None:
 
 
 def reset_caches(core: Any, recompute: bool) -> None:
-    """Drop what was computed with weights that are replaced; before `set_weight_version`, in the same pause.
+    """Drop caches of the replaced weights; before `set_weight_version`, in the same pause.
 
     Args:
-        recompute: running requests lose their KV cache, too, and are computed again from their first token.
+        recompute: preempt running requests, which are recomputed from their first token.
     """
     scheduler = core.scheduler
     if recompute:
         if not scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RuntimeError("the KV connector did not reset its cache")
     else:
-        # Without an output token, a request would have an answer of the new version alone, computed with keys
-        # and values of both.
+        # A request without output tokens would be labelled with the new version alone, but use KV of both.
         _compute_again(
             scheduler,
             [
@@ -179,18 +175,18 @@ def reset_caches(core: Any, recompute: bool) -> None:
                 if not each.num_output_tokens or _needs_encoder(scheduler, each)
             ],
         )
-        scheduler.reset_prefix_cache()  # does nothing while a request holds blocks
+        scheduler.reset_prefix_cache()  # no effect while a request holds blocks
     scheduler.reset_encoder_cache()
     core.model_executor.reset_encoder_cache()
 
 
 def _needs_encoder(scheduler: Any, request: Any) -> bool:
-    """Whether it has encoder outputs that it did not use up."""
+    """Whether it has unused encoder outputs."""
     return bool(scheduler.encoder_cache_manager.get_cached_input_ids(request))
 
 
 def _compute_again(scheduler: Any, requests: list[Any]) -> None:
-    """Preempt requests; as vLLM's own reset of the prefix cache does with all."""
+    """Preempt requests as vLLM's `reset_prefix_cache(reset_running_requests=True)` does."""
     for request in reversed(requests):
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
@@ -202,7 +198,7 @@ def _salt(version: str, own: str) -> str:
 
 
 def _salt_again(request: Any, version: str) -> None:
-    """Hash the request's blocks for this version, keeping the salt that its sender gave."""
+    """Rehash the request's blocks for this version, keeping the client's own salt."""
     salt = _salt(version, request.cache_salt.split("/", 1)[1])
     if request.cache_salt != salt:
         request.cache_salt = salt

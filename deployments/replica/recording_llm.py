@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine client, which records the versions of each answer's tokens."""
+"""An AsyncLLM that records the versions of each completion's tokens."""
 
 import re
 from collections.abc import AsyncGenerator
@@ -14,19 +14,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from deployments.replica.adapters.engine_adapters import Uses
 from deployments.replica.spans import RECORDER, SpanRecorder
 
-# vLLM's beam search makes an engine request of one token for each beam and step, and names it so. Which of
-# them are in a choice it does not say: such a choice has no spans, and the answer has the newest version.
+# vLLM's beam search makes an engine request per beam and step, with such an id. Which of them end up in a
+# choice is unknown: the choice has no spans, and the response has the newest version.
 _BEAM = re.compile(r"-[0-9a-f]{16,32}-beam-\d+$")
 
 
 class RecordingLLM(AsyncLLM):
-    """An AsyncLLM that tells the request's `SpanRecorder` which versions made its tokens.
+    """Tells the HTTP request's `SpanRecorder` which versions generated its tokens."""
 
-    Attributes:
-        adapter_uses: counts the requests that use an adapter.
-    """
-
-    adapter_uses: Uses | None = None
+    adapter_uses: Uses | None = None  # counts requests per adapter
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
@@ -44,7 +40,7 @@ class RecordingLLM(AsyncLLM):
     async def _using(
         self, stream: AsyncGenerator[RequestOutput, None], use: AbstractContextManager[None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The same, while the adapter counts as used: an answer may outlast its HTTP request."""
+        """Count the adapter as used: generation may outlast the HTTP request."""
         with use:
             async for output in stream:
                 yield output
@@ -67,7 +63,6 @@ class RecordingLLM(AsyncLLM):
 
 
 def new_llm(config: VllmConfig, engine_args: AsyncEngineArgs) -> RecordingLLM:
-    """Start the engine's processes."""
     llm = RecordingLLM.from_vllm_config(
         vllm_config=config,
         usage_context=UsageContext.OPENAI_API_SERVER,

@@ -1,4 +1,4 @@
-"""What a replica's vLLM server is started with."""
+"""Arguments of a replica's vLLM server."""
 
 import os
 from argparse import Namespace
@@ -17,15 +17,14 @@ WORKER_EXTENSION = "deployments.replica.worker_extension.WorkerExtension"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is started with.
+    """Arguments of an engine.
 
     Attributes:
         model: a directory that vLLM can load, or a hub id.
-        checkpoint: what the fleet started from, if `model` is another one: a version in the store.
-        served_model_name: the name that clients use, whatever directory the weights came from.
+        checkpoint: the fleet's initial checkpoint, if `model` is a version in the store.
         backend: the weight transfer backend, by its name in vLLM's registry.
         staging: device | host | none | automatic (device if this engine can, else host).
-        staging_share: of the device's time, or a core's, that staging may take while requests run; 1: all.
+        staging_share: share of the device's (or a core's) time for staging while requests run, in (0, 1].
         arguments: further fields of vLLM's `AsyncEngineArgs` and of its OpenAI server.
     """
 
@@ -39,14 +38,13 @@ class EngineSpec:
 
     def at(self, checkpoint: str) -> "EngineSpec":
         """The same with the weights of a stored version."""
-        # `load_format: dummy` is about the checkpoint that the fleet starts from: a replica that takes its
-        # place later would serve noise under the committed version's number.
+        # `load_format: dummy` applies to the initial checkpoint; here it would serve noise.
         arguments = {**self.arguments, "load_format": "auto"}
         return replace(self, model=checkpoint, checkpoint=self.checkpoint or self.model, arguments=arguments)
 
 
 def server_arguments(spec: EngineSpec) -> Namespace:
-    """vLLM's own server arguments, so that every option of `vllm serve` has its usual default."""
+    """vLLM's server arguments; every option of `vllm serve` has its usual default."""
     parser = make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args([])
     chosen = {
@@ -55,7 +53,7 @@ def server_arguments(spec: EngineSpec) -> Namespace:
         "weight_transfer_config": {"backend": spec.backend},
         "additional_config": {"staging": spec.staging, "checkpoint": spec.checkpoint or spec.model},
         "worker_extension_cls": WORKER_EXTENSION,
-        "enable_scale_out": True,  # /inference/v1/generate; what else it opens, `passed_routes` decides
+        "enable_scale_out": True,  # /inference/v1/generate; `passed_routes` filters the rest
         "log_error_stack": False,
         **spec.arguments,
     }
@@ -65,13 +63,8 @@ def server_arguments(spec: EngineSpec) -> Namespace:
     return cast(Namespace, args)
 
 
-# How many tokens an engine on a CPU computes in one step.
-#
-# All requests of an engine wait for its step, also one that needs a single token. vLLM allows 2048 tokens of
-# prompts in it, which are milliseconds on a GPU. On two cores they are 2.3 s for a model of 135M, so a
-# request of 8 tokens waits for half a minute while prompts of others come in, or are computed again after an
-# update. Products of 256 rows use the cores as well as products of 2048 do (benchmarks/RESULTS.md).
-
+# Tokens in one step of a CPU engine. vLLM's default, 2048, takes 2.3 s on two cores for a 135M model, and
+# every request waits for each step. 256 rows use the cores just as well (benchmarks/RESULTS.md).
 LEAST_TOKENS = 256
 TOKENS_PER_THREAD = 128
 
@@ -79,17 +72,16 @@ Defaults = dict[UsageContext | None, int]
 
 
 class FleetEngineArgs(AsyncEngineArgs):
-    """vLLM's, with another default of `max_num_batched_tokens` on a CPU."""
+    """Lowers the default of `max_num_batched_tokens` on CPUs."""
 
     def get_batch_defaults(self, world_size: int) -> tuple[Defaults, Defaults]:
         tokens, sequences = super().get_batch_defaults(world_size)
         if current_platform.is_cpu():
             threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
-            limit = max(step_tokens(threads), self.max_num_seqs or 0)  # a step has one token of each at least
+            limit = max(step_tokens(threads), self.max_num_seqs or 0)  # one token per sequence at least
             tokens = {context: min(count, limit) for context, count in tokens.items()}
         return tokens, sequences
 
 
 def step_tokens(threads: int) -> int:
-    """The most tokens of a step for an engine of so many threads."""
     return max(LEAST_TOKENS, TOKENS_PER_THREAD * threads)

@@ -1,14 +1,11 @@
-"""`/server_info`: the engine's configuration as vLLM prints it, of the fleet as if it were one server.
+"""`/server_info` as vLLM prints it, for the fleet as if it were one server; and the engine's load.
 
-Trainers read it before they begin: `weight_transfer_config`, `lora_config`, `model_config.dtype`. A
-replica's own data parallelism is the fleet's affair, as are the replicas: one server with
-`data_parallel_size` 1 is shown. So is the directory that a replica loaded: one that joined later took a
-stored version, and shows the checkpoint that the fleet began with. `system_fingerprint`, which vLLM makes
-of the same configuration, is therefore the same of every replica.
+Trainers read `weight_transfer_config`, `lora_config` and `model_config.dtype`. `data_parallel_size` is 1, and
+the model is the fleet's initial checkpoint, even for a late joiner that loaded a stored version. So every
+replica has the same `system_fingerprint`, which vLLM derives from the same configuration.
 
-vLLM's answer also has the environment of its process. Ours has none of it, and no secret: no text under a
-name that sounds like one, none in the free-form settings of connectors and loaders, no password in an
-address, and nothing that an environment variable with such a name holds.
+Unlike vLLM's answer it has no environment and no secrets: values under names that look secret, free-form
+settings of connectors and loaders, passwords in URLs, and values of such environment variables are withheld.
 """
 
 import asyncio
@@ -29,8 +26,8 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 WITHHELD = "***"
-STAGED = "staged_"  # before the name of the engine of vLLM whose wire is staged: trainers look for that name
-MIN_SECRET = 8  # characters; a shorter text, or a plain word, stands in too many other places
+STAGED = "staged_"  # prefix of the backend that stages vLLM's own wire; trainers look for vLLM's name
+MIN_SECRET = 8  # characters; shorter texts and plain words occur in too many other places
 _SECRET = re.compile(
     r"(^|_)(token|keys?|secrets?|passw(or)?d|credentials?|auth|authorization|bearer|env_vars)($|_)", re.I
 )
@@ -42,7 +39,7 @@ Tree = dict[str, Any]
 
 
 def add_server_info(app: FastAPI, config: VllmConfig) -> None:
-    """Add the route to a vLLM server's application, which has one in development mode only."""
+    """Add the route, which vLLM has in development mode only."""
 
     @app.get("/server_info")
     async def server_info(config_format: Annotated[Format, Query()] = "text") -> Tree:
@@ -51,23 +48,23 @@ def add_server_info(app: FastAPI, config: VllmConfig) -> None:
 
 
 def describe(config: VllmConfig, config_format: Format, environment: Mapping[str, str]) -> Tree:
-    """The answer of vLLM's route of this name, without the environment and without secrets."""
+    """The answer of vLLM's route without the environment and secrets."""
     shown = as_one_server(config)
     tree: Tree = PydanticVllmConfig.dump_python(shown, mode="json", fallback=str)
     named = [*_under_secret_names(tree), *_under_secret_names(dict(environment))]
-    # The longest first: one may contain another.
-    secrets = sorted({text for text in named if _is_told_apart(text)}, key=len, reverse=True)
+    # Longest first: one may contain another.
+    secrets = sorted({text for text in named if _is_distinctive(text)}, key=len, reverse=True)
     value = _hidden(tree if config_format == "json" else str(shown), secrets)
     return {"vllm_config": value, "vllm_env": {}, "system_env": {}}
 
 
 def fleet_fingerprint(config: VllmConfig, args: Namespace) -> str | None:
-    """`system_fingerprint` of every replica, in the mode that the server's arguments choose."""
+    """`system_fingerprint` of every replica, in the configured mode."""
     return build_system_fingerprint(as_one_server(config), args.fingerprint_mode, args.fingerprint_value)
 
 
 def as_one_server(config: VllmConfig) -> VllmConfig:
-    """A copy with one data-parallel rank and the fleet's checkpoint; nothing is derived anew from it."""
+    """A copy with one data-parallel rank and the fleet's initial checkpoint."""
     shown, parallel, model = copy.copy(config), copy.copy(config.parallel_config), config.model_config
     checkpoint = config.additional_config["checkpoint"]
     if model.model != checkpoint:
@@ -77,7 +74,7 @@ def as_one_server(config: VllmConfig) -> VllmConfig:
             shown.model_config.tokenizer = checkpoint
     parallel.data_parallel_size = parallel.data_parallel_size_local = 1
     parallel.data_parallel_rank = parallel.data_parallel_index = 0
-    parallel.ray_runtime_env = parallel.placement_group = None  # where this replica runs, and its environment
+    parallel.ray_runtime_env = parallel.placement_group = None
     shown.parallel_config = parallel
     transfer = config.weight_transfer_config
     if transfer is not None and transfer.backend.startswith(STAGED):
@@ -97,12 +94,11 @@ def _under_secret_names(tree: Any, name: str = "") -> Iterable[str]:
         yield tree
 
 
-def _is_told_apart(text: str) -> bool:
+def _is_distinctive(text: str) -> bool:
     return len(text) >= MIN_SECRET and (not text.isalpha() or len(text) >= 2 * MIN_SECRET)
 
 
 def _hidden(value: Any, secrets: Sequence[str], name: str = "", *, free_form: bool = False) -> Any:
-    """The same with `WITHHELD` for each secret."""
     free_form = free_form or _FREE_FORM.search(name) is not None
     if isinstance(value, dict):
         return {key: _hidden(each, secrets, key, free_form=free_form) for key, each in value.items()}
@@ -118,17 +114,17 @@ def _hidden(value: Any, secrets: Sequence[str], name: str = "", *, free_form: bo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Of all data-parallel ranks together."""
+class EngineLoad:
+    """The load of all data-parallel ranks together."""
 
-    running: int  # requests in the batch
-    waiting: int  # requests without a place in it
-    places: int  # that it has at most
-    kv_use: float  # the fullest rank's share of KV cache blocks in use, 0 to 1
+    running: int  # requests
+    waiting: int
+    places: int  # `max_num_seqs` of all ranks
+    kv_use: float  # share of KV cache blocks in use of the fullest rank, 0 to 1
 
 
 class LoadLogger(AggregateStatLoggerBase):
-    """Keeps the newest numbers of each data-parallel rank."""
+    """Keeps the newest statistics of each data-parallel rank."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
@@ -148,9 +144,9 @@ class LoadLogger(AggregateStatLoggerBase):
         """Nothing to print."""
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         ranks = list(self._newest.values())
-        return Load(
+        return EngineLoad(
             running=sum(rank.num_running_reqs for rank in ranks),
             waiting=sum(rank.num_waiting_reqs + rank.num_skipped_waiting_reqs for rank in ranks),
             places=self._max_num_seqs * len(ranks),
@@ -159,7 +155,7 @@ class LoadLogger(AggregateStatLoggerBase):
 
 
 def watch_load(llm: AsyncLLM) -> LoadLogger:
-    """Begin to keep what this engine's scheduler says. It says nothing if its statistics are switched off."""
+    """Watch the scheduler's statistics; all zero if they are disabled."""
     ranks = list(range(llm.vllm_config.parallel_config.data_parallel_size))
     if llm.logger_manager is None:
         return LoadLogger(llm.vllm_config, ranks)

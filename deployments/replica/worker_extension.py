@@ -1,8 +1,7 @@
-"""What a replica can call in a vLLM worker for adapters: their files are read while the engine decodes.
+"""vLLM worker methods for adapters: a thread reads their files while the engine decodes.
 
-vLLM's `add_lora` reads the files on the engine's thread, between two steps: a tenth of a second or more in
-which nothing decodes. Here a thread reads them before, with vLLM's own loader, and `add_lora` finds them
-read.
+vLLM's `add_lora` reads the files between two steps, 0.1 s or more without decoding. Here a thread runs vLLM's
+loader beforehand, and `add_lora` takes its result.
 """
 
 from concurrent.futures import Future
@@ -16,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from deployments.replica.adapters.worker_calls import answer_calls, open_connection
 from deployments.weights.staging.staging_extension import StagingWorkerExtension
 
-_READ = "_read_by_the_fleet"  # an attribute of vLLM's LoRA manager; see `_reads`
+_READ = "_slipstream_reads"  # an attribute of vLLM's LoRA manager; see `_reads`
 
 
 class WorkerExtension(StagingWorkerExtension):
@@ -41,7 +40,7 @@ class WorkerExtension(StagingWorkerExtension):
         return True
 
     def adapter_read(self, key: str, path: str, is_3d: bool) -> None:
-        """Begin to read an adapter's files; `adapter_is_read` says how far that is."""
+        """Start reading an adapter's files; poll `adapter_is_read`."""
         manager = self.model_runner.lora_manager
         request = LoRARequest(lora_name=key, lora_int_id=1, lora_path=path, is_3d_lora_weight=is_3d)
         read: Future[Any] = Future()
@@ -50,11 +49,7 @@ class WorkerExtension(StagingWorkerExtension):
         Thread(target=_read, args=(read, partial(load, manager, request)), daemon=True).start()
 
     def adapter_is_read(self, key: str, adapter_id: int) -> bool:
-        """Whether it is read; `add_lora` of this id finds it then.
-
-        Raises:
-            Exception: vLLM's, about the files.
-        """
+        """Whether `add_lora` of this id will find it read; raises vLLM's error about the files."""
         reads = _reads(self.model_runner.lora_manager)
         if key in reads and reads[key].done():
             reads[key].result()
@@ -62,14 +57,14 @@ class WorkerExtension(StagingWorkerExtension):
         return adapter_id in reads
 
     def adapter_forget(self, key: str, adapter_id: int) -> None:
-        """What was read and not added is not needed any more."""
+        """Drop what was read but not added."""
         reads = _reads(self.model_runner.lora_manager)
         reads.pop(key, None)
         reads.pop(adapter_id, None)
 
 
 def _reads(manager: Any) -> dict[str | int, "Future[Any]"]:
-    """Futures of vLLM's LoRAModel: by the reader's key, and by adapter id for `add_lora` to find."""
+    """Futures of vLLM's LoRAModel: by the reader's key, then by adapter id for `add_lora`."""
     if _READ not in manager.__dict__:
         setattr(manager, _READ, {})
         manager._load_adapter = partial(_load_adapter, manager, manager._load_adapter)
@@ -85,10 +80,10 @@ def _read(read: "Future[Any]", load: Any) -> None:
 
 
 def _load_adapter(manager: Any, load: Any, request: LoRARequest) -> Any:
-    """In place of vLLM's: what is read already, once; else from the files, as after an eviction."""
+    """Replaces vLLM's: takes what was read ahead, once; else reads the files, as after an eviction."""
     read = _reads(manager).pop(request.lora_int_id, None)
     if read is None:
         return load(request)
     lora = read.result()
-    lora.id = request.lora_int_id  # it was not known yet
+    lora.id = request.lora_int_id  # unknown when the read started
     return lora

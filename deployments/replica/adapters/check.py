@@ -1,4 +1,4 @@
-"""Whether the files of an adapter are what the fleet copied, and fit this engine's model."""
+"""Checks an adapter's files: their digest, and whether they fit this engine's model."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,47 +18,43 @@ from deployments.weights.wire.digest import is_finite
 _PART = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.weight")
 
 
-class NotYet(ValueError):
-    """The files are not what they were when the fleet copied them: a shared file system may lag."""
+class FilesLag(ValueError):
+    """The files are missing or differ from the fleet's copy: a shared file system may lag."""
 
 
 def check_adapter(adapter: Adapter, base: Schema | None, lora_config: Any) -> None:
-    """Read the files once, and compare them with the digest, the limits and the base model.
-
-    Args:
-        base: see `inspect`.
-        lora_config: likewise.
+    """Compare the files with their digest, the limits and the base model; arguments as `inspect`.
 
     Raises:
-        NotYet: they are not there, or have another digest.
+        FilesLag: missing, or another digest.
         ValueError: they do not fit; the message names the first few tensors.
     """
     directory = Path(adapter.path)
     try:
         digest, problem = inspect(directory, base, lora_config)
     except OSError as error:
-        raise NotYet(f"{directory} cannot be read: {error}") from error
+        raise FilesLag(f"{directory} cannot be read: {error}") from error
     if digest != adapter.digest:
-        raise NotYet(f"{directory} must have the digest {adapter.digest}, and has {digest}")
+        raise FilesLag(f"{directory} must have the digest {adapter.digest}, and has {digest}")
     if problem:
         raise ValueError(f"{adapter.full_name}: {problem}")
 
 
 def inspect(directory: Path, base: Schema | None, lora_config: Any) -> tuple[str, str]:
-    """The digest of an adapter's files, and what is wrong with them; empty if they fit.
+    """The digest of an adapter's files, and the problems with them; empty if they fit.
 
     Args:
-        base: of the checkpoint that the engine was started from; None: nobody here can say.
+        base: schema of the engine's initial checkpoint; None if unknown.
         lora_config: the engine's `LoRAConfig`.
 
     Raises:
-        OSError: they cannot be read.
+        OSError: unreadable.
     """
-    with ThreadPoolExecutor(1) as beside:  # each reads all bytes, and neither holds the GIL
+    with ThreadPoolExecutor(1) as beside:  # both read all bytes and release the GIL
         digest = beside.submit(adapter_digest, directory)
         try:
             problem = join_reasons(_problems(directory, base, lora_config))
-        except (OSError, ValueError) as error:  # of files whose digest may be wrong as well
+        except (OSError, ValueError) as error:  # the digest may be wrong as well
             problem = str(error)
         return digest.result(), problem
 
@@ -80,7 +76,7 @@ def _check_config(directory: Path, lora_config: Any) -> None:
 
 
 def _parts(schema: Schema) -> Mapping[str, dict[str, TensorSpec]]:
-    """The halves of each module's adapter."""
+    """lora_A and lora_B by module."""
     parts: dict[str, dict[str, TensorSpec]] = {}
     for name, spec in schema.items():
         match = _PART.fullmatch(name)
@@ -90,12 +86,12 @@ def _parts(schema: Schema) -> Mapping[str, dict[str, TensorSpec]]:
 
 
 def _halves(schema: Schema, max_rank: int) -> Iterator[str]:
-    """What is wrong with the two matrices of a module, whatever its model."""
+    """Problems with a module's two matrices, independent of the base model."""
     for module, halves in _parts(schema).items():
         if len(halves) < 2:
             yield f"{module!r} has lora_{next(iter(halves))} alone"
         elif any(len(half.shape) != 2 for half in halves.values()):
-            continue  # a layout of vLLM's own business
+            continue  # another layout, which vLLM checks
         elif halves["A"].shape[0] != halves["B"].shape[1]:
             shapes = f"{list(halves['A'].shape)} and {list(halves['B'].shape)}"
             yield f"{module!r}: lora_A and lora_B have the shapes {shapes}"
@@ -105,9 +101,9 @@ def _halves(schema: Schema, max_rank: int) -> Iterator[str]:
 
 
 def _misfits(schema: Schema, base: Schema) -> list[str]:
-    """Modules that the base model does not have, or has in another shape.
+    """Modules that the base model lacks or has in another shape.
 
-    If it has none of them under these names (its checkpoint renames them), vLLM alone can tell.
+    Empty if it has none of these names: its checkpoint renames them, and only vLLM can tell.
     """
     parts = _parts(schema)
     known = {module for module in parts if f"{module}.weight" in base}

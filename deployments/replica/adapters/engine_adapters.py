@@ -1,11 +1,11 @@
 """The adapters of one engine.
 
-    load       the files are checked, then vLLM's `add_lora`; no request may name it yet
-    make_live  requests may name these and no others
-    drop       one that never became live
+    load       checks the files, then vLLM's `add_lora`; requests cannot select it yet
+    make_live  requests can select these and no others
+    drop       removes one that never became live
 
-One that is live no more is removed after the last request that uses it. vLLM's `add_lora` runs on the
-engine's thread, between two steps; what it needs of the disk is read before (`reading`).
+A replaced adapter is removed after the last request that uses it. vLLM's `add_lora` runs between two steps;
+files are read beforehand (`reading`).
 """
 
 import asyncio
@@ -27,11 +27,7 @@ from deployments.replica.spans import RECORDER
 
 
 class Uses:
-    """How many requests use which adapter, by id.
-
-    Args:
-        unused: called when the last request that used one has ended.
-    """
+    """Counts requests by adapter id; calls `unused` after the last one."""
 
     def __init__(self, unused: Callable[[int], None]) -> None:
         self._counts: Counter[int] = Counter()
@@ -59,11 +55,11 @@ class Uses:
 
 
 class NamedAdapters(dict[str, LoRARequest]):
-    """What vLLM's routes look a request's `model` up in, in place of a plain dictionary.
+    """Replaces the dictionary in which vLLM's routes look up a request's `model`.
 
-    The keys are what `/v1/models` lists: each live version by its full name, and each name. A look-up of a
-    name returns its newest version, so the engine hears full names alone; and it counts as a use until the
-    HTTP request ends, from the same moment on: no version goes between its look-up and its first token.
+    The keys are what `/v1/models` lists: full names of live versions, and names. A name maps to its newest
+    version. A look-up counts as a use until the HTTP request ends, so no version is removed between its
+    look-up and its first token.
     """
 
     def __init__(self, uses: Uses) -> None:
@@ -72,21 +68,21 @@ class NamedAdapters(dict[str, LoRARequest]):
         self._newest: dict[str, LoRARequest] = {}
 
     def make_live(self, live: Sequence[Adapter]) -> None:
-        """These, oldest first, and no others."""
+        """Replace all entries; `live` is oldest first."""
         self.clear()
         self._newest = {}
         for adapter in live:
             request = lora_request(adapter)
             super().__setitem__(adapter.full_name, request)
             self._newest[adapter.full_name] = self._newest[adapter.name] = request
-        for adapter in live:  # the newest is the last
+        for adapter in live:  # the last one is the newest
             super().__setitem__(adapter.name, lora_request(adapter, name=adapter.name))
 
     def __getitem__(self, name: str) -> LoRARequest:
         recorder = RECORDER.get()
         if recorder is None:
             return self._newest[name]
-        if name not in recorder.looked_up:  # all parts of a request have the same version
+        if name not in recorder.looked_up:  # all parts of a request use one version
             found = recorder.looked_up[name] = self._newest[name]
             recorder.adapter = found.lora_name
             self._uses.begin(found.lora_int_id)
@@ -96,7 +92,7 @@ class NamedAdapters(dict[str, LoRARequest]):
 
 
 def lora_request(adapter: Adapter, name: str | None = None) -> LoRARequest:
-    """vLLM's request for a version. It never loads in place: what is loaded under an id stays."""
+    """vLLM's request for a version; never `load_inplace`, as an id's files never change."""
     return LoRARequest(
         lora_name=adapter.full_name if name is None else name,
         lora_int_id=adapter.adapter_id,
@@ -109,12 +105,12 @@ logger = serve_logger()
 
 
 class EngineAdapters:
-    """What an engine holds, and what requests may name.
+    """Loads adapters into an engine and says which ones requests can select.
 
     Args:
         llm: vLLM's `AsyncLLM`.
         workers: calls a method of every worker.
-        models: the application's `OpenAIServingModels`; None: it has no routes with models.
+        models: the application's `OpenAIServingModels`, if it has one.
     """
 
     def __init__(self, llm: Any, workers: Workers, models: Any = None, lag_s: float = LAG_S) -> None:
@@ -130,7 +126,7 @@ class EngineAdapters:
         self.named = NamedAdapters(self.uses)
         if models is not None:
             models.lora_requests = self.named
-            models.lora_resolvers = []  # they load into one engine, under ids that are the fleet's
+            models.lora_resolvers = []  # they would load into this engine only, under colliding ids
 
     async def connect(self) -> None:
         """Once the engine is up: loads wait for fewer of its steps from then on."""
@@ -155,12 +151,12 @@ class EngineAdapters:
         """Check the files and load them into the engine.
 
         Raises:
-            PayloadRejected: they do not fit, or are not there in time; the engine is as it was.
+            PayloadRejected: they do not fit or did not appear in time; the engine is unchanged.
             Exception: the engine failed.
         """
         if not self._takes_adapters:
             raise PayloadRejected("this engine was started without 'enable_lora'")
-        if adapter.adapter_id in self._held:  # an id stands for the same files always
+        if adapter.adapter_id in self._held:  # an id's files never change
             self._doomed.discard(adapter.adapter_id)
             return LoadedAdapter(read_s=0.0, add_s=0.0)
         began = time.perf_counter()
@@ -173,7 +169,7 @@ class EngineAdapters:
         except PayloadRejected:
             await self.reader.forget(adapter)
             raise
-        except Exception as error:  # whatever a worker said; some workers may have it
+        except Exception as error:  # from a worker; other workers may have loaded it
             await self.reader.forget(adapter)
             await self._llm.remove_lora(adapter.adapter_id)
             raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {last_line(error)}") from error
@@ -183,11 +179,7 @@ class EngineAdapters:
         return LoadedAdapter(read_s=read - began, add_s=time.perf_counter() - read)
 
     async def make_live(self, live: Sequence[Adapter]) -> None:
-        """Requests may name these and no others.
-
-        Raises:
-            RuntimeError: one is not loaded.
-        """
+        """Requests can select these and no others. Raises RuntimeError if one is not loaded."""
         missing = [each.full_name for each in live if each.adapter_id not in self._held]
         if missing:
             raise RuntimeError(f"{missing} are not loaded")
@@ -197,7 +189,6 @@ class EngineAdapters:
         await self._doom(set(before) - set(self._live))
 
     async def drop(self, adapter_id: int) -> None:
-        """Unload one that is not live."""
         if adapter_id in self._live:
             raise RuntimeError(f"adapter {adapter_id} is live")
         await self._doom({adapter_id})
@@ -219,17 +210,17 @@ class EngineAdapters:
         self._doomed.discard(adapter_id)
         try:
             await self._llm.remove_lora(adapter_id)
-        except EngineDeadError:  # it holds nothing any more
-            logger.debug("adapter %d ends with its engine", adapter_id)
+        except EngineDeadError:
+            logger.debug("adapter %d is gone with its engine", adapter_id)
         self._held.pop(adapter_id, None)
         self._from_received.discard(adapter_id)
         _forget_figures(self._llm)
 
 
 def _forget_figures(llm: Any) -> None:
-    """vLLM keeps a figure for each set of names that it has ever seen running together, for ever."""
+    """Clear vLLM's LoRA gauge, which keeps a series for every set of names that ever ran together."""
     manager = getattr(llm, "logger_manager", None)
     for logger in [] if manager is None else manager.stat_loggers:
         clear = getattr(getattr(logger, "gauge_lora_info", None), "clear", None)
         if clear is not None:
-            clear()  # those that run now are there again with the next step
+            clear()  # running ones reappear with the next step

@@ -1,10 +1,8 @@
-"""An adapter's files on their way into the workers: checked, and read while the engine decodes.
+"""Checks an adapter's files, and has the workers read them while the engine decodes.
 
-    read     the fleet's copy: checked here while the workers read it
-    arrived  what a transport has brought, in this host's memory: the same at once, before the load of it
-             comes, while the fleet's copy is still being written; `read` finds it done
-
-vLLM's `add_lora` then reads nothing (`worker`).
+read     the fleet's copy: checked here while the workers read it
+arrived  files that a transport received into this host's memory: read ahead, before the load
+         instruction, while the fleet's copy is still being written; `read` finds them done
 """
 
 import asyncio
@@ -20,43 +18,37 @@ from deployments.host.logs import serve_logger
 from deployments.host.shared_memory import DIRECTORY, owner
 from deployments.protocol.adapters import Adapter
 from deployments.protocol.errors import PayloadRejected
-from deployments.replica.adapters.check import NotYet, check_adapter, inspect
+from deployments.replica.adapters.check import FilesLag, check_adapter, inspect
 from deployments.replica.adapters.worker_calls import Workers
 from deployments.weights.store.hub import cached, complete_schema
 from deployments.weights.wire.checkpoint_schema import Schema
 
-# An adapter that a transport has brought: its two files in this host's memory, until it is loaded.
-#
-# There is one at most. Its directory is owned by this process and goes with it (see `ownership`).
-
 
 class ReceivedAdapter:
-    """Where it is."""
+    """The adapter that a transport received: a directory in shared memory, owned by this process."""
 
     def __init__(self) -> None:
         self._directory: Path | None = None
 
     def place(self, load_id: str) -> Path:
-        """Where the files of an adapter are to be written; what was received before is dropped."""
+        """Choose the directory for an adapter's files; the previous one is removed."""
         self.drop()
         self._directory = DIRECTORY / owner().name(f"adapter-{load_id}")
         return self._directory
 
     def find(self, load_id: str) -> Path | None:
-        """The directory of an adapter that has arrived for this load."""
         directory = self._directory
         if directory is None or not directory.name.endswith(f"-adapter-{load_id}"):
             return None
         return directory if directory.is_dir() else None
 
     def drop(self) -> None:
-        """It is not needed any more."""
         directory, self._directory = self._directory, None
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-LAG_S = 10.0  # a shared file system may show the fleet's copy this much later
+LAG_S = 10.0  # a shared file system may show the fleet's copy so much later
 RETRY_S = 0.1
 READ_POLL_S = 0.01
 
@@ -65,19 +57,19 @@ logger = serve_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ahead:
-    """What is read before its load comes."""
+    """An adapter that is read before its load instruction."""
 
     load_id: str
-    digest: "asyncio.Task[str]"  # of the files; done when they are checked
+    digest: "asyncio.Task[str]"  # done when the files are checked
 
 
 class AdapterReader:
-    """Reads adapters into the workers of one engine.
+    """Has the workers of one engine read adapters.
 
     Args:
         llm: vLLM's `AsyncLLM`.
         workers: calls a method of every worker.
-        lag_s: how long files are waited for that are not what the fleet copied.
+        lag_s: how long to wait for files that differ from the fleet's copy.
     """
 
     def __init__(self, llm: Any, workers: Workers, lag_s: float = LAG_S) -> None:
@@ -89,12 +81,12 @@ class AdapterReader:
         self._base: asyncio.Task[Schema | None] | None = None
 
     async def receive(self, load_id: str, payload: Any) -> None:
-        """Have the workers begin to receive the files of an adapter; what was received before is dropped."""
+        """Start receiving an adapter's files in the workers."""
         directory = await self.place(load_id)
         await self._workers("staging_receive_files", payload=payload, directory=str(directory))
 
     async def place(self, load_id: str) -> Path:
-        """Where a transport is to write the files of an adapter; what it brought before is dropped."""
+        """The directory for an adapter's files; the previously received one is removed."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.digest.cancel()
@@ -103,36 +95,36 @@ class AdapterReader:
         return await asyncio.to_thread(self._received.place, load_id)
 
     def arrived(self, load_id: str) -> None:
-        """The files are there: begin to check and to read them."""
+        """The files are complete: start checking and reading them."""
         digest = asyncio.create_task(self._read_ahead(load_id))
-        digest.add_done_callback(lambda done: done.cancelled() or done.exception())  # its load may never come
+        digest.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # retrieve it: the load may never come
         self._ahead = _Ahead(load_id=load_id, digest=digest)
 
     async def read(self, adapter: Adapter) -> bool:
-        """Check an adapter, and have the workers read it; whether it is what a transport brought.
+        """Check an adapter and have the workers read it; whether a transport received it.
 
         Raises:
-            PayloadRejected: it does not fit, or is not there in time; what is wrong with the files is said
-                first.
-            Exception: whatever a worker says.
+            PayloadRejected: it does not fit or did not appear in time.
+            Exception: a worker's.
         """
         if await self._was_read_ahead(adapter):
             return True
         await self._begin(adapter.full_name, adapter.path, is_3d=adapter.is_3d)
         if not await self._check(adapter):
-            # The workers may have read what was there before.
+            # The workers may have read the files before they were complete.
             await self._begin(adapter.full_name, adapter.path, is_3d=adapter.is_3d)
         await self._until_read(adapter.full_name, adapter.adapter_id)
         return False
 
     async def forget(self, adapter: Adapter) -> None:
-        """What was read of it is not needed any more."""
         await self._workers("adapter_forget", key=adapter.full_name, adapter_id=adapter.adapter_id)
 
     async def _read_ahead(self, load_id: str) -> str:
         directory = await asyncio.to_thread(self._received.find, load_id)
         if directory is None:
-            raise ValueError("it is not in this host's memory")
+            raise ValueError("not in this host's memory")
         await self._begin(load_id, str(directory), is_3d=False)
         digest, problem = await asyncio.to_thread(inspect, directory, *await self._limits())
         if problem:
@@ -147,13 +139,13 @@ class AdapterReader:
         try:
             digest = await ahead.digest
             if digest != adapter.digest:
-                raise ValueError(f"what has arrived has the digest {digest}, expected {adapter.digest}")
+                raise ValueError(f"received digest {digest}, expected {adapter.digest}")
             await self._until_read(ahead.load_id, adapter.adapter_id)
         except EngineDeadError:
             raise
-        except Exception as error:  # a worker on another host does not have the files
+        except Exception as error:  # e.g. a worker on another host lacks the files
             await self._workers("adapter_forget", key=ahead.load_id, adapter_id=adapter.adapter_id)
-            logger.warning("%s is loaded from the store: %s", adapter.full_name, last_line(error))
+            logger.warning("loading %s from the store: %s", adapter.full_name, last_line(error))
             return False
         finally:
             await asyncio.to_thread(self._received.drop)
@@ -167,13 +159,13 @@ class AdapterReader:
             await asyncio.sleep(READ_POLL_S)
 
     async def _check(self, adapter: Adapter) -> bool:
-        """Whether they were there at once."""
+        """Wait for the files; whether the first attempt found them."""
         began, at_once = time.monotonic(), True
         while True:
             try:
                 await asyncio.to_thread(check_adapter, adapter, *await self._limits())
                 return at_once
-            except NotYet as error:
+            except FilesLag as error:
                 if time.monotonic() >= began + self._lag_s:
                     raise PayloadRejected(f"{error} (waited {self._lag_s:g} s)") from error
             except (OSError, ValueError) as error:
@@ -182,14 +174,14 @@ class AdapterReader:
             await asyncio.sleep(RETRY_S)
 
     async def _limits(self) -> tuple[Schema | None, Any]:
-        """The tensors of the base model, if this host knows them, and the engine's limits for adapters."""
+        """The schema of the base model, if known on this host, and the engine's `LoRAConfig`."""
         if self._base is None:
             self._base = asyncio.create_task(asyncio.to_thread(self._read_base))
         base = self._base
         try:
             return await asyncio.shield(base), self._llm.vllm_config.lora_config
         except (OSError, ValueError):
-            self._base = None  # it is read again for the next one
+            self._base = None  # retry for the next adapter
             raise
 
     def _read_base(self) -> Schema | None:
@@ -199,6 +191,6 @@ class AdapterReader:
 
 
 def last_line(error: BaseException) -> str:
-    """An error in one line; those of vLLM's workers begin with a trace."""
+    """One line of an error; vLLM's worker errors start with a traceback."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"

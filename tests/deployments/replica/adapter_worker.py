@@ -137,5 +137,5 @@ def load_adapters(directory: Path) -> dict[str, Any]:
         found["refused"] = str(error)
     made.adapter_forget(key="a@2", adapter_id=2)
     made.adapter_forget(key="a@7", adapter_id=7)  # of an earlier life
-    found["left"] = len(made.model_runner.lora_manager._read_by_the_fleet)
+    found["left"] = len(made.model_runner.lora_manager._slipstream_reads)
     return found

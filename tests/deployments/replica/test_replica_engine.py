@@ -169,7 +169,7 @@ async def test_a_drain_says_what_runs_and_begins_nothing(engine: ReplicaEngine) 
 async def test_an_engine_that_hangs_is_not_waited_for(
     engine: ReplicaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_engine, "ANSWER_S", 0.05)
+    monkeypatch.setattr(replica_engine, "COUNT_S", 0.05)
     monkeypatch.setattr(core_of(engine), "call_utility_async", lambda *_: asyncio.Event().wait())
     await engine.drain("round 1")
     assert engine.draining == Draining(drain_ids=("round 1",), running=None)

@@ -144,7 +144,7 @@ async def test_what_has_not_arrived_whole_is_read_from_the_fleets_copy(
     with caplog.at_level("WARNING", "ray.serve"):
         await adapters.load(expected)
     assert llm.read_from["math@1"] == str(source) and adapters.state.received == ()
-    assert ["math@1 is loaded from the store" in each.message for each in caplog.records] == [True] * (
+    assert ["loading math@1 from the store" in each.message for each in caplog.records] == [True] * (
         fault != "another"
     )
     assert LOAD not in llm.reading
