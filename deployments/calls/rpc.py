@@ -151,7 +151,7 @@ class CallHandle:
 
     def __init__(self, where: DeploymentHandle | CallAddress) -> None:
         self._where = where
-        self._address: CallAddress | None = None  # of the process that answered last
+        self._address: CallAddress | None = None  # the last process that answered
 
     def __getattr__(self, name: str) -> CallMethod:
         if name.startswith("_"):  # pickle looks for special methods

@@ -33,7 +33,7 @@ from deployments.protocol.errors import FleetUnavailable
 
 DISK_S = 60.0  # for one write; after that the disk hangs, and the next process may have more luck
 LOCK_WAIT_S = 10.0  # for a predecessor to exit
-LOOK_SHARE = 0.2  # of the event loop's time, for looks at the consequences of reports
+LOOK_SHARE = 0.2  # the share of the event loop's time that looks may take
 STALL_S = 2.0  # the ticker runs several times as often
 WAKE_AT_ONCE = 32  # waits; the event loop serves others in between
 

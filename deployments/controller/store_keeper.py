@@ -66,7 +66,7 @@ class Removal(Generic[T]):
         try:
             for each in self._removable(await asyncio.to_thread(self._listed)):
                 try:
-                    with suppress(FileNotFoundError):  # somebody else removed it
+                    with suppress(FileNotFoundError):  # already removed
                         await asyncio.to_thread(self._remove, each)
                 except OSError as error:
                     self._problem = error

@@ -1,9 +1,9 @@
 """One exception per decision that a caller can make.
 
-Clients repeat a POST on 500, 502 and 503 by themselves. So 503 is for what may be sent again as it is, and a
-call that failed for good, or may have been done, is 409.
+Clients repeat a POST on 500, 502 and 503 by themselves. So 503 means that the call may be sent again as it is;
+a call that failed for good, or may have been carried out, is 409.
 
-SlipstreamError               an answer to a caller, with an HTTP status
+SlipstreamError               a response to a caller, with an HTTP status
 ├── InvalidRequest            fix the call: what was expected and what came        400
 │   ├── PayloadTooLarge       send less                                            413
 │   ├── BodyTooSlow           send it faster                                       408
@@ -18,23 +18,23 @@ SlipstreamError               an answer to a caller, with an HTTP status
 ├── DeadlyRequest             do not send this again: replicas were lost under it  422
 ├── ReplicaUnavailable        send the request to another replica                  503
 ├── FleetUnavailable          wait (Retry-After), then try again                   503
-└── AnswerLost                look whether it was done, before you try again       409
+└── AnswerLost                check whether it was done before you try again       409
 
-Inside a replica and a publisher, never answered over HTTP:
+Inside a replica and a publisher, never sent over HTTP:
 
 PayloadRejected               the publisher's payload is wrong, the replica is intact
 TransferFailed                a peer of the transfer is gone, the replica is intact: send again
 
-When a fleet starts, on the terminal:
+On the terminal, when a fleet starts:
 
-JournalError                  change what the message says
+JournalError                  do what the message says
 """
 
 from typing import Any
 
 
 class JournalError(OSError):
-    """The state directory cannot be used; the message says what a person has to change."""
+    """The state directory cannot be used; the message says what to change."""
 
 
 class PayloadRejected(Exception):
@@ -45,7 +45,7 @@ class TransferFailed(Exception):
     """A peer of the transfer is gone or too late; this side is intact, and the round can be sent again.
 
     Args:
-        missing_ranks: members of the transfer group that did not answer, if this side can say so.
+        missing_ranks: members of the transfer group that are known not to have answered.
     """
 
     def __init__(self, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
@@ -54,11 +54,11 @@ class TransferFailed(Exception):
 
 
 class SlipstreamError(Exception):
-    """Base of every error that Slipstream answers a caller with.
+    """Base of every error that a caller receives.
 
     Args:
         message: a sentence for a person.
-        detail: JSON types only; what a program needs to decide (expected, actual, replicas).
+        detail: JSON types only, for a program's decision (expected, actual, replicas).
     """
 
     status = 500
@@ -73,7 +73,7 @@ class SlipstreamError(Exception):
         return type(self), (self.message, self.detail)
 
     def body(self) -> dict[str, Any]:
-        """The JSON body of an HTTP error answer."""
+        """The JSON body of an HTTP error."""
         return {"error": {"type": self.type, "message": self.message, "detail": self.detail}}
 
 
@@ -130,7 +130,7 @@ class RoundAborted(SlipstreamError):
 
 
 class TransferAborted(RoundAborted):
-    """`detail` has {"send_again": true}: the round, from its beginning, and not the call that failed."""
+    """`detail` has {"send_again": true}: send the round from its beginning, not only the failed call."""
 
 
 class DeadlyRequest(SlipstreamError):

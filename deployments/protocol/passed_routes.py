@@ -1,9 +1,8 @@
-"""Which of vLLM's routes pass through the fleet to one replica, by method and path.
+"""The allow-list of vLLM's routes that pass through the fleet to one replica; router and replica check it.
 
-Router and replica both ask it. What is not named here does not pass: a route that changes an engine is ours,
-with the meaning of the whole fleet (`app.http`), or is not offered, because one replica would differ from the
-others. Paths are compared as a whole and as they are, after one percent-decoding: a path that a server could
-read as another one (`//`, `..`, a trailing slash, upper case) is not named, and does not pass.
+A route that changes an engine is ours, with fleet meaning (`app.http`), or is not offered: replicas would
+differ. Whole paths are compared after one percent-decoding, so a path that a server could read as another one
+(`//`, `..`, a trailing slash, upper case) does not pass.
 """
 
 import re
@@ -18,7 +17,7 @@ _ID = re.compile(r"(?<=^/v1/responses/)[A-Za-z0-9_-]{1,128}(?=$|/cancel$)")
 PASSED: Mapping[str, frozenset[str]] = {
     "/v1/models": _GET,
     "/version": _GET,
-    "/server_info": _GET,  # not vLLM's own, which shows the environment: `deployments.replica.server_info`
+    "/server_info": _GET,  # ours (`deployments.replica.server_info`): vLLM's shows the environment
     "/openapi.json": _GET,  # the router merges it with ours
     # Generation
     "/v1/completions": _POST,
@@ -63,7 +62,7 @@ _ONE_ENGINE = "it changes one engine, and the replicas would differ"
 _ONE_REPLICA = "it reports on one replica: ask /fleet or /metrics"
 _ADAPTERS = "it changes the adapters of one engine: use /v1/load_lora_adapter"
 
-# vLLM 0.32's other routes, but for those that the fleet answers itself: why they do not pass.
+# Why vLLM 0.32's other routes do not pass, except those that the fleet answers itself.
 REFUSED: Mapping[str, str] = {
     "/collective_rpc": "it calls any method of one engine's workers",
     "/scale_elastic_ep": _ONE_ENGINE,
@@ -91,7 +90,7 @@ REFUSED: Mapping[str, str] = {
 
 _OWN_SERVER = "it is a route of {}'s own server"
 
-# Routes of the servers that other projects wrote around vLLM, which their clients may still ask for.
+# Routes of other projects' servers around vLLM, which their clients may still call.
 FOREIGN: Mapping[str, str] = {
     "/skyrl/v1/generate": f"{_OWN_SERVER.format('SkyRL')}: use /inference/v1/generate",
     "/init_broadcaster": f"{_OWN_SERVER.format('prime-rl')}: use /init_weight_transfer_engine",
@@ -103,14 +102,14 @@ FOREIGN: Mapping[str, str] = {
 
 
 def require_passed(method: str, path: str) -> None:
-    """Return if a request passes through to a replica.
+    """Check that a request may pass through to a replica.
 
     Args:
         path: percent-decoded once, without Serve's route prefix.
 
     Raises:
-        NoSuchRoute: it does not, whatever the method.
-        MethodNotAllowed: it does with another method.
+        NoSuchRoute: it may not with any method.
+        MethodNotAllowed: it may with another method.
     """
     methods = PASSED.get(path)
     if methods is None:
@@ -128,7 +127,7 @@ def require_passed(method: str, path: str) -> None:
 
 
 def keeps_state(path: str) -> bool:
-    """Whether a replica remembers what was asked under this path, so that only it can answer what follows."""
+    """Whether a replica stores state for this path that later requests need."""
     return path == RESPONSES or path.startswith(f"{RESPONSES}/")
 
 

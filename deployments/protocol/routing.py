@@ -74,7 +74,7 @@ class Demand:
         stays: only the session's replica can answer, whatever its load.
         home: the replica that the session was sent to last.
         holders: replicas by the bytes of the prompt that they have cached at a version, most first.
-        refused: replicas that refused this request; they are asked last.
+        refused: replicas that refused this request; they come last.
         router: the id of the asking router.
         in_flight: the router's load at each replica.
         prefer: the replica that this part of a split request is meant for.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-TARGET_LOAD = 0.8  # of a replica's `max_num_seqs`, or of its KV cache if that is fuller
+TARGET_LOAD = 0.8  # the share of a replica's `max_num_seqs`, or of its KV cache if that is fuller
 UPSCALE_DELAY_S = 10.0  # how long a higher load must have lasted: a replica takes longer than that to start
 SETTLED = 0.75  # after a replica is removed, the others' load is at most this share of the target
 

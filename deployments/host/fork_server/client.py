@@ -2,11 +2,11 @@
 
     python -IS client.py DIRECTORY [OPTIONS] SCRIPT | -c CODE | -m MODULE [ARGUMENTS]
 
-DIRECTORY is the server's. `auto` means a server of the process that started this one: one for each
-environment, started by the first client, stopped with that process. The client stays as the command's
-stand-in: it forwards signals and exits with its status, and the kernel kills the fork when the client ends.
+DIRECTORY is the server's. `auto` means a server of the parent process: one for each environment, started by
+the first client, stopped with the parent. The client stays as the command's stand-in: it forwards signals and
+exits with its status, and the kernel kills the fork when the client exits.
 
-If no server can be had the client replaces itself by an ordinary interpreter, whose environment says why
+Without a server the client replaces itself by an ordinary interpreter, whose environment has the reason
 (`REASON`). This file runs without site-packages: the standard library only.
 """
 
@@ -25,10 +25,10 @@ import sys
 import time
 
 SOCKET = "socket"
-RESERVED = "reserved"  # holds the numbers of descriptors that a fork has from its imports
+RESERVED = "reserved"  # lists the descriptors that a fork has from its imports
 LOG = "server.log"
 SERVER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "server.py")
-FAILED = "failed"  # holds the reason for which no server runs with this environment
+FAILED = "failed"  # has the reason why no server runs with this environment
 MODULES = "SLIPSTREAM_PRELOAD"  # see server.py
 REASON = "SLIPSTREAM_NOT_FORKED"
 SWITCH = "SLIPSTREAM_FORK_SERVER"  # "off": ordinary interpreters; in a fork: the server's directory
@@ -36,7 +36,7 @@ PREFIX = "/tmp/slipstream-fork"  # short: the path of a Unix socket has at most 
 READY_S = 55.0  # the imports take 8 to 45 s; Ray gives up on a worker that has not registered after 60
 ANSWER_S = 20.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-# What the fork can still apply, or what is not read at import. All else decides which server is asked.
+# Variables that the fork can still apply, or that no import reads. All others select the server.
 PER_PROCESS = {
     *("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
     *("VLLM_NO_USAGE_STATS", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"),
@@ -47,12 +47,12 @@ PLAIN_OPTIONS = ("-u", "-B", "-E", "-s", "-X", "-W")
 
 
 class NoServer(Exception):
-    """The command has to start as it would without a server; the text says why."""
+    """The command has to start without a server; the text has the reason."""
 
 
 def main() -> None:
     directory, command = sys.argv[1], sys.argv[2:]
-    os.environ.pop(REASON, None)  # of the process that started this one
+    os.environ.pop(REASON, None)  # the parent's
     try:
         if os.environ.get(SWITCH) == "off":
             raise NoServer(f"{SWITCH} is off")
@@ -65,8 +65,8 @@ def main() -> None:
         os.environ[REASON] = str(error)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         os.execv(sys.executable, [sys.executable, *command])
-    if status < 0:  # a signal: whoever waits for this process sees the same one
-        with contextlib.suppress(OSError):  # SIGKILL's cannot be set
+    if status < 0:  # die of the same signal
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
@@ -105,7 +105,7 @@ def _is_read_at_import(name: str) -> bool:
 
 
 def _ensure_server(directory: str) -> None:
-    """Return when a server accepts connections. A live server has the lock, from before its imports on."""
+    """Return when a server accepts connections. A live server has held the lock since before its imports."""
     deadline = time.monotonic() + READY_S
     while not _accepts(directory):
         if os.path.exists(f"{directory}/{FAILED}"):
@@ -134,8 +134,8 @@ def _accepts(directory: str) -> bool:
 
 
 def _start_server(directory: str, lock: int) -> None:
-    # Why first: see `_take_environment` in server.py. One arena: a fork that must keep its freed memory
-    # (deployments/host/freed_memory.py) would take one that a thread of an import has left.
+    # SWITCH comes first: see `_take_environment` in server.py. One arena: a fork that must keep its freed
+    # memory (deployments/host/freed_memory.py) would take one that an import's thread has left.
     environment = {SWITCH: directory, **os.environ, "MALLOC_ARENA_MAX": "1"}
     environment[SWITCH] = directory
     with open(f"{directory}/{LOG}", "wb") as log:
@@ -152,7 +152,7 @@ def _start_server(directory: str, lock: int) -> None:
 
 
 def _run(directory: str, options: int, command: list[str]) -> int:
-    """Have the command run; its exit status."""
+    """Run the command; returns its exit status."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until they can be forwarded
     lifeline, kept = os.pipe()  # the fork is killed by the kernel when `kept` is closed
     descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -176,7 +176,7 @@ def _run(directory: str, options: int, command: list[str]) -> int:
             _send(server, request, [lifeline, *descriptors])
             _, (process,), _, _ = socket.recv_fds(server, 8, 1)
         except TimeoutError:
-            _kill_peer(server)  # the next client starts another one
+            _kill_peer(server)  # the next client starts a new one
             raise NoServer(f"the fork server did not answer within {ANSWER_S:g} s") from None
         except ValueError:  # no process came
             raise NoServer("the fork server died") from None
@@ -187,14 +187,14 @@ def _run(directory: str, options: int, command: list[str]) -> int:
         select.select([process], [], [])
         try:
             return int(struct.unpack("q", _receive(server, 8))[0])
-        except (OSError, EOFError):  # only the server knows the status, and it is gone
+        except (OSError, EOFError):  # the server, which alone knows the status, is gone
             return 255
 
 
 def _is_inherited(descriptor: int) -> bool:
     try:
         return not fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-    except OSError:  # that of the listing itself
+    except OSError:  # the listing's own
         return False
 
 

@@ -1,11 +1,10 @@
-"""Imports what engines and trainer workers need, then forks once for each client.
+"""Imports what engines and trainer workers need, then forks for each client.
 
     python server.py DIRECTORY OWNER LOCK
 
-LOCK is a locked file's descriptor, kept as long as the server lives. It stops when its owner (a process id:
-that of the host's raylet) has stopped, or after `IDLE_S` without a fork.
-Slipstream's own modules are not among the imports: an application that is deployed again has its new code.
-This file is run by its path and imports nothing of ours.
+LOCK is a locked file's descriptor, kept as long as the server lives. It exits with its owner (the process id
+of the host's raylet), or after `IDLE_S` without a fork. It imports no module of Slipstream's, so that an
+application which is deployed again has its new code.
 """
 
 import array
@@ -35,10 +34,10 @@ from typing import Any
 IDLE_S = 60.0
 RESERVED = "reserved"
 CUDA_NOT_INITIALIZED = 3
-# Of libraries, waiting with nothing locked: jemalloc's (pyarrow's) and the NVIDIA driver's.
+# Library threads that wait without a lock: jemalloc's (pyarrow's) and the NVIDIA driver's.
 IDLE_THREADS = ("jemalloc_bg_thd", "cuda0")
 BEFORE_IMPORTS = {
-    "OPENBLAS_NUM_THREADS": "1",  # numpy's library starts threads when it is loaded
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's library starts threads at import
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # as vLLM sets it, but before any import looks for CUDA
 }
 SWITCH = "SLIPSTREAM_FORK_SERVER"  # see client.py
@@ -64,7 +63,7 @@ def main() -> None:
     try:
         preload(os.environ[MODULES].split(",") if MODULES in os.environ else _modules())
         _require_forkable()
-    except BaseException as error:  # whatever an import raises: the next client need not wait for the same
+    except BaseException as error:  # tells the next client, which would wait for the same error
         with open(f"{directory}/failing", "w") as file:
             file.write(f"the fork server's imports failed: {type(error).__name__}: {error}")
         os.replace(f"{directory}/failing", f"{directory}/failed")  # a client never reads half of it
@@ -81,10 +80,10 @@ def _modules() -> Iterator[str]:
 
 
 def preload(names: Iterable[str]) -> None:
-    """Import everything but Ray, whose extension module seeds the state that its random ids come from.
+    """Import everything but Ray, whose extension module seeds its random ids at import.
 
-    Forks would inherit that state and give different tasks one id: Serve's controller then crashes in a check
-    of Ray 2.60 (core_worker.cc, `erased == 1`). vLLM does without Ray if it cannot be imported.
+    Forks would give different tasks the same id: Serve's controller then fails a check of Ray 2.60
+    (core_worker.cc, `erased == 1`). vLLM works without Ray if it cannot be imported.
     """
     sys.modules["ray"] = None  # type: ignore[assignment]  # Python's way to make an import fail
     try:
@@ -114,14 +113,14 @@ def _require_forkable() -> None:
 
 
 def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
-    """Fork for each connection that sends something. Returns it in the fork, where nothing else is open, and
-    None in the server, when it stops."""
+    """Fork for each connection that sends data. Returns it in the fork, where nothing else is open, and None
+    in the server when it stops."""
     listed = [int(name) for name in os.listdir("/proc/self/fd")]
     opened = [
         each for each in listed if each not in (0, 1, 2, lock) and os.path.exists(f"/proc/self/fd/{each}")
     ]
     with open(f"{directory}/{RESERVED}", "w") as file:
-        json.dump(opened, file)  # by the imports, and so in each fork
+        json.dump(opened, file)  # opened by the imports, and so in each fork
     owner_process = os.pidfd_open(owner)
     reaped, wakeup = os.pipe()
     for descriptor in (reaped, wakeup):
@@ -132,7 +131,7 @@ def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
     server = os.getpid()
 
     def stop(*_: object) -> None:
-        if os.getpid() == server:  # a fork has the handler until it has its own
+        if os.getpid() == server:  # a fork inherits the handler
             shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)
 
@@ -156,7 +155,7 @@ def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
                 if not isinstance(client, socket.socket) or client is listener:
                     continue
                 selector.unregister(client)
-                if not client.recv(1, socket.MSG_PEEK):  # it only looked whether somebody listens
+                if not client.recv(1, socket.MSG_PEEK):  # `_accepts` in client.py
                     client.close()
                     continue
                 pid = os.fork()
@@ -170,7 +169,7 @@ def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
                             each.close()
                     return client
                 clients[pid] = client
-                process = os.pidfd_open(pid)  # also if it has ended: it was not waited for
+                process = os.pidfd_open(pid)  # valid even if it has exited: it was not waited for
                 with contextlib.suppress(OSError):
                     socket.send_fds(client, [struct.pack("q", pid)], [process])
                 os.close(process)
@@ -179,7 +178,7 @@ def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
 
 
 def _listen(directory: str) -> socket.socket:
-    """Where clients connect, and an executable that multiprocessing takes for an interpreter."""
+    """The socket for clients; also writes an executable that multiprocessing uses as interpreter."""
     path = f"{directory}/socket"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -207,7 +206,7 @@ def _report_exits(reaped: int, clients: dict[int, socket.socket]) -> None:
 
 
 def _receive_request(client: socket.socket) -> Request:
-    """In the fork: become what the client's process is to the outside."""
+    """In the fork: take over the client's descriptors, and return its request."""
     size = struct.calcsize("qq")
     space = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
     head, ancillary, _, _ = client.recvmsg(size, space)
@@ -229,7 +228,7 @@ def _receive_request(client: socket.socket) -> Request:
 
 
 def _take_descriptors(numbers: list[int], received: list[int]) -> None:
-    """Give the client's descriptors the numbers that they have there. The first one is the lifeline."""
+    """Give the client's descriptors their numbers there. The first one is the lifeline."""
     above = max(max(numbers, default=0), 255) + 1
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in received]
     for each in received:
@@ -242,9 +241,9 @@ def _take_descriptors(numbers: list[int], received: list[int]) -> None:
 
 
 def die_with(descriptor: int) -> None:
-    """The kernel kills this process when no other one holds the write end of this pipe any more.
+    """Have the kernel kill this process when the write end of this pipe is closed.
 
-    Unlike PR_SET_PDEATHSIG this works for a process that is no child, and whichever thread of the other ends.
+    Unlike PR_SET_PDEATHSIG this works for processes that are not children, and ignores threads that exit.
     """
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, 10, signal.SIGKILL)  # F_SETSIG; Python's fcntl lacks it before 3.13
@@ -256,7 +255,7 @@ def die_with(descriptor: int) -> None:
 
 
 def _exit_after(request: Request) -> None:
-    """Run the command, and end as multiprocessing's forks do: without the finalization of 6,000 modules."""
+    """Run the command, and exit as multiprocessing's forks do, without finalizing 6,000 modules."""
     status = 1
     try:
         run(request)
@@ -265,7 +264,7 @@ def _exit_after(request: Request) -> None:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
-    except BaseException:  # the interpreter's own last resort
+    except BaseException:  # as the interpreter does
         sys.excepthook(*sys.exc_info())
     finally:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
@@ -277,7 +276,7 @@ def _exit_after(request: Request) -> None:
 
 
 def run(request: Request) -> None:
-    """Run the command as an interpreter that was just started would."""
+    """Run the command as a fresh interpreter would."""
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -298,7 +297,7 @@ def run(request: Request) -> None:
 
 
 def _take_environment(environment: dict[str, str]) -> None:
-    """The client's, but for the first variable: whoever sets a process's title looks for its memory there."""
+    """Apply the client's variables except the first: libraries that set the process title use its memory."""
     first = next(iter(os.environ))
     for name in os.environ.keys() - environment.keys() - {first}:
         del os.environ[name]
@@ -316,9 +315,8 @@ def _apply_what_imports_have_read() -> None:
     for name, option in options.items():
         if name in os.environ:
             value = int(os.environ[name])
-            ctypes.CDLL(None).mallopt(
-                option, value if value < 2**31 else -1
-            )  # an int; -1 is the largest size
+            # mallopt takes an int; -1 is the largest size.
+            ctypes.CDLL(None).mallopt(option, value if value < 2**31 else -1)
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

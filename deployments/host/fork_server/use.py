@@ -1,4 +1,4 @@
-"""How Ray comes to start a worker as a fork: by the `py_executable` of its runtime environment."""
+"""Makes Ray start a worker as a fork, by the `py_executable` of its runtime environment."""
 
 import logging
 import os
@@ -11,12 +11,12 @@ import ray
 from deployments.host.fork_server.client import REASON
 
 CLIENT = Path(__file__).with_name("client.py")
-# Ray would start the worker in an interpreter or a container of theirs, which ours must not replace.
+# With these Ray starts the worker in another interpreter or a container, which ours must not replace.
 _OTHER_PYTHONS = ("py_executable", "pip", "uv", "conda", "container", "image_uri")
 
 
 def forked_worker() -> dict[str, str]:
-    """What a Ray actor's `runtime_env` needs for its process to be a fork; nothing if the job chose a Python.
+    """The `runtime_env` that makes an actor's process a fork; empty if the job chose a Python.
 
     A host without this Python and these files at these paths starts its workers as usual.
     """
@@ -32,7 +32,7 @@ def forked_worker() -> dict[str, str]:
 
 
 def warn_if_not_forked(logger: logging.Logger) -> None:
-    """Say why this process started in an interpreter of its own, if it did."""
+    """Log the reason if this process is not a fork."""
     reason = os.environ.get(REASON)
     if reason is not None:
         logger.warning("started without the fork server, with imports of its own: %s", reason)
