@@ -117,7 +117,7 @@ class AdapterStore:
         return sorted({int(name[1] or name[2]) for name in names if name is not None})
 
     def remove(self, adapter_id: int) -> None:
-        """Remove a copy. Raises OSError if it cannot be removed."""
+        """Raises OSError."""
         name = f"a{adapter_id:08d}"
         for each in (self.directory / name, self.directory / f".{name}.partial"):
             with suppress(FileNotFoundError):
@@ -169,12 +169,7 @@ def _check_config(file: Path) -> None:
 
 
 def _check_length(file: Path) -> None:
-    """Compare a safetensors file's length with what its header says.
-
-    Raises:
-        Incomplete: it is shorter, or its header cannot be read.
-        ValueError: it is longer, or has no tensors.
-    """
+    """Raises Incomplete if it is shorter than its header says or has none, ValueError if longer or empty."""
     try:
         header = read_header(file)
     except ValueError as error:
@@ -199,21 +194,13 @@ def digest_of(files: Mapping[str, bytes | memoryview]) -> str:
 
 
 def adapter_digest(directory: Path) -> str:
-    """The digest of an adapter's two files.
-
-    Raises:
-        OSError: one cannot be read.
-    """
+    """The digest of an adapter's two files. Raises OSError."""
     return copied([directory / CONFIG, directory / TENSORS], [None, None])
 
 
 def copied(sources: Sequence[Path], targets: Sequence[Path | None]) -> str:
-    """Read the files, write them where there is a target, and return their digest.
-
-    Raises:
-        OSError: a file cannot be read.
-        CannotWrite: a target cannot be written.
-    """
+    """Read the files, write them where there is a target, and return their digest. Raises OSError,
+    CannotWrite."""
     # A part for each thread. Not from malloc, which would keep what each of the controller's threads freed.
     buffers: _Buffers = SimpleQueue()
     for _ in range(THREADS):

@@ -43,12 +43,7 @@ Identity = tuple[int, int, int, int]  # device, inode, size, time of the last ch
 
 
 def open_file(path: Path) -> FileIO:
-    """A regular file, for reading. A FIFO would block until somebody writes.
-
-    Raises:
-        ValueError: it is not a regular file.
-        OSError: it cannot be opened.
-    """
+    """A regular file, for reading. Raises ValueError for others: a FIFO would block until it has a writer."""
     file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -59,9 +54,7 @@ def open_file(path: Path) -> FileIO:
 def read_into(file: FileIO, begin: int, target: memoryview, check: Callable[[], None] = lambda: None) -> None:
     """Fill the target (bytes) from byte `begin` of the file on; `check`, called between reads, may raise.
 
-    Raises:
-        ValueError: the file ends before.
-        OSError: it cannot be read.
+    Raises ValueError if the file ends before.
     """
     done = 0
     while done < len(target):
@@ -93,12 +86,12 @@ class FileHeader:
 
     @property
     def file_bytes(self) -> int:
-        """The size that the whole file must have."""
+        """The size of the complete file."""
         return self.start + max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
 
 
 def read_header(file: Path) -> FileHeader:
-    """Raises ValueError if the file has no safetensors header, OSError if it cannot be read."""
+    """Raises ValueError if the file has no safetensors header."""
     size_bytes = file.stat().st_size
     with open_file(file) as stream:
         try:
@@ -118,7 +111,7 @@ def read_header(file: Path) -> FileHeader:
 
 
 def indexed_files(directory: Path) -> set[str] | None:
-    """The names of the files in the checkpoint's index; None without an index. Raises ValueError."""
+    """The file names in the checkpoint's index; None without an index. Raises ValueError."""
     try:
         return set(_weight_map(directory).values())
     except FileNotFoundError:
@@ -135,8 +128,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
 def files_of(directory: Path) -> list[Path]:
     """The safetensors files that make up the checkpoint, as Hugging Face's loaders choose them.
 
-    Raises:
-        ValueError: there are none, or not all; states what was expected.
+    Raises ValueError if there are none, or not all.
     """
     indexed = indexed_files(directory)
     if indexed is not None:
@@ -170,8 +162,7 @@ def _require_files(directory: Path, names: set[str], why: str) -> None:
 def parts_of(directory: Path, files: Sequence[Path], part_bytes: int) -> Iterator[FilePart]:
     """The tensors of the files, at most `part_bytes` at a time or one larger tensor, without digests.
 
-    Raises:
-        ValueError: a file is cut off, has no header, or lacks tensors that the index names.
+    Raises ValueError if a file is cut off, has no header, or lacks tensors that the index names.
     """
     config = _config(directory)
     seen: dict[str, Path] = {}
@@ -207,7 +198,7 @@ def parts_of(directory: Path, files: Sequence[Path], part_bytes: int) -> Iterato
 
 
 def _config(directory: Path) -> Mapping[str, JsonValue] | None:
-    """None if it is absent: trainers that write weights for an engine to load leave it out."""
+    """None if it is absent, as where a trainer wrote weights for an engine to load."""
     file = directory / "config.json"
     if not file.is_file():
         return None
@@ -221,7 +212,6 @@ def _config(directory: Path) -> Mapping[str, JsonValue] | None:
 
 
 def _groups(entries: Mapping[str, TensorEntry], part_bytes: int) -> Iterator[list[tuple[str, TensorEntry]]]:
-    """Tensors in the order of their bytes."""
     group: list[tuple[str, TensorEntry]] = []
     held = 0
     for name, entry in sorted(entries.items(), key=lambda pair: pair[1].data_offsets):
@@ -236,7 +226,7 @@ def _groups(entries: Mapping[str, TensorEntry], part_bytes: int) -> Iterator[lis
 
 
 def _digests(part: FilePart) -> tuple[str, ...]:
-    """The digests of a part's tensors. Reads their bytes, one tensor at a time."""
+    """Reads one tensor at a time."""
     buffer = np.empty(max((end - begin for begin, end in part.ranges), default=0), dtype=np.uint8)
     digests = []
     with open_file(Path(part.path)) as file:
@@ -260,11 +250,10 @@ def check_files(
 
     Args:
         fleet_id: the fleet that must own the version; None: any.
-        expected_digest: the digest with which the fleet committed it; None: unknown.
+        expected_digest: the digest that the fleet committed; None: unknown.
 
     Raises:
-        ValueError: the directory holds another version, or a tensor is not the one that was written; the
-            message names the first few.
+        ValueError: it is another version, or a tensor is not the one that was written; names the first few.
         OSError: the version is not there, or a file cannot be read.
     """
     if not (directory / MANIFEST).is_file():
@@ -317,11 +306,8 @@ def _damaged(directory: Path | str, written: VersionManifest, problems: Sequence
 
 
 def confined(path: str, roots: Sequence[Path]) -> Path:
-    """The path without symbolic links, if it is a configured root or below one.
-
-    Raises:
-        ValueError: it is not. The message does not tell whether it exists.
-    """
+    """The path without symbolic links, if it is a configured root or below one. Raises ValueError, which does
+    not tell whether the path exists."""
     allowed = [str(root) for root in roots]
     if "\0" in path or not os.path.isabs(path):
         raise ValueError(f"path: expected an absolute path below one of {allowed}, got {path!r:.200}")
@@ -335,7 +321,6 @@ def confined(path: str, roots: Sequence[Path]) -> Path:
 
 
 def is_below(resolved: Path, roots: Sequence[Path]) -> bool:
-    """Whether a path without symbolic links is a root or below one."""
     return any(resolved.is_relative_to(root.resolve()) for root in roots)
 
 
@@ -358,8 +343,7 @@ class Checkpoint:
         """Read the headers of a directory's files.
 
         Raises:
-            ValueError: outside the roots, no directory, no or not all safetensors files, a file that is cut
-                off or has no header, or other tensors than the manifest has; states what was expected.
+            ValueError: it is outside the roots, or no complete checkpoint, or not as its manifest says.
             OSError: it cannot be read.
         """
         directory = confined(path, roots)
@@ -393,7 +377,6 @@ class Checkpoint:
         return None
 
     def close(self) -> None:
-        """Unlock the directory."""
         self.lock.close()
 
 
@@ -403,9 +386,7 @@ def stated(part: FilePart, written: VersionManifest | None = None) -> FilePart:
     Args:
         written: the manifest that they must match; None: there is none.
 
-    Raises:
-        ValueError: the file ends before a tensor does, or a tensor is not the one that was written.
-        OSError: it cannot be read.
+    Raises ValueError if the file ends before a tensor does, or a tensor is not the one that was written.
     """
     digests = _digests(part)
     problems = [] if written is None else _rewritten(part, digests, written)

@@ -48,8 +48,7 @@ class FileRead:
     def chunks(self) -> Iterator[ReceivedChunk]:
         """The part as one chunk, with the digests that its tensors must have.
 
-        Raises:
-            ValueError: the files are not this model's, cannot be read, or the reading was aborted.
+        Raises ValueError if the files are not this model's, cannot be read, or the read was aborted.
         """
         check_config(self._part.config, self._checkpoint)
         chunk = chunk_of(self._part)
@@ -101,8 +100,7 @@ class FileRead:
 def chunk_of(part: FilePart) -> Chunk:
     """The layout of a part in memory; a new object each time, because each round has other memory.
 
-    Raises:
-        ValueError: a dtype is unknown, or a shape is not the size of its bytes.
+    Raises ValueError if a dtype is unknown, or a shape is not the size of its bytes.
     """
     unknown = [dtype for dtype in part.dtypes if dtype not in SAFETENSORS_DTYPES]
     if unknown:
@@ -120,11 +118,8 @@ def chunk_of(part: FilePart) -> Chunk:
 
 
 def check_config(config: Mapping[str, JsonValue] | None, checkpoint: Path) -> None:
-    """Check that a checkpoint is of the engine's model. Fields that only one of the two has are not compared.
-
-    Raises:
-        ValueError: it is of another model; names the first differences.
-    """
+    """Raise ValueError unless a checkpoint is of the engine's model. Fields that only one of the two has are
+    not compared."""
     file = checkpoint / "config.json"
     if config is None or not file.is_file():
         return

@@ -27,15 +27,11 @@ logger = serve_logger()
 
 
 def downloaded(model: str, revision: str | None = None) -> Path:
-    """The directory of a checkpoint; downloaded, if the hub's cache does not have it. The hub's own locks
-    make processes of one host wait for each other.
+    """The directory of a checkpoint; downloaded, if the hub's cache does not have it.
 
-    Args:
-        model: a directory, or a hub id.
-        revision: a revision of the hub's repository; None: its main branch.
+    The hub's own locks make processes of one host wait for each other.
 
-    Raises:
-        ValueError: it is neither, or cannot be downloaded.
+    Raises ValueError if the model is neither a directory nor a hub id that can be downloaded.
     """
     if Path(model).is_dir():
         return Path(model)
@@ -60,7 +56,6 @@ def cached(model: str, revision: str | None = None, cache_dir: str | None = None
     cache does not have it. Does not use the network.
 
     Args:
-        model: a directory, or a hub id.
         cache_dir: the engine's `download_dir`; None: the hub's own.
     """
     if Path(model).is_dir():
@@ -78,8 +73,7 @@ def cached(model: str, revision: str | None = None, cache_dir: str | None = None
 
 
 def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | None:
-    """The tensors that an update of an engine must have; None, with a warning, if that is unknown: only vLLM
-    knows the names in a checkpoint of another format.
+    """The tensors that an update of an engine must have; None, with a warning, if that is unknown.
 
     Args:
         directory: what the engine was loaded from.
@@ -102,12 +96,7 @@ def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | No
 
 
 def complete_schema(directory: Path, *, of_hub: bool) -> Schema | None:
-    """The tensors of a checkpoint; None: it is absent, incomplete, or in another format. As `schema_of`.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file has no safetensors header.
-    """
+    """The tensors of a checkpoint; None: it is absent, incomplete, or in another format. As `schema_of`."""
     if not directory.is_dir() or (of_hub and not _is_whole(directory)):
         return None
     return read_schema(directory)
@@ -124,12 +113,8 @@ def _is_whole(directory: Path) -> bool:
 def read_schema(directory: Path) -> Schema | None:
     """The schema of a Hugging Face checkpoint directory, read from the file headers.
 
-    None if the directory holds no safetensors file (`load_format: dummy` with a bare config): then only
-    vLLM's own loader checks names.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file has no safetensors header.
+    None without safetensors files (`load_format: dummy` with a bare config): then only vLLM's own loader
+    checks names. Raises as `schema_of`.
     """
     files = sorted(directory.glob("*.safetensors"))
     named = indexed_files(directory)
@@ -150,13 +135,9 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.j
 
 
 def copy_model_files(model: str, directory: Path) -> None:
-    """Copy every file of a checkpoint that holds no weights.
+    """Copy every file of a checkpoint, a directory or a hub id in the cache, that holds no weights.
 
-    Args:
-        model: a directory, or a hub id whose files are in the hub's cache.
-
-    Raises:
-        OSError: a file cannot be copied, or the hub's cache does not have the model.
+    Raises OSError if one cannot be copied, or the cache does not have the model.
     """
     for file in cached(model).iterdir():
         if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):

@@ -36,17 +36,16 @@ logger = serve_logger()
 def write_safetensors(
     tensors: Mapping[str, torch.Tensor], path: Path, rest: Callable[[], None] = lambda: None
 ) -> None:
-    """Write tensors of any shape to one safetensors file, one tensor at a time.
+    """Write tensors of any shape, by name and on the CPU, to one safetensors file.
 
-    Unlike `safetensors.torch.save_file`, it makes no second copy of the weights and releases the interpreter
-    lock while it writes: an engine decodes, or a trainer steps, in the same process.
+    Unlike `safetensors.torch.save_file` it copies one tensor at most (if it is not contiguous) and releases
+    the interpreter lock while it writes: an engine decodes, or a trainer steps, in the same process.
 
     Args:
-        tensors: by name, on the CPU. One that is not contiguous is copied while it is written.
         rest: called after every few MiB.
 
     Raises:
-        ValueError: a dtype that the format has no name for.
+        ValueError: the format has no name for a dtype.
         OSError: the file cannot be written.
     """
     # The widest dtypes first: then every tensor begins at a multiple of its own item size.
@@ -74,12 +73,9 @@ def write_safetensors(
 
 
 def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint directory, by name; memory-mapped, so that they take no memory of their own and
-    outlive the files.
+    """Tensors of a checkpoint directory, by name; memory-mapped: they take no memory and outlive the files.
 
-    Raises:
-        ValueError: a tensor is not there; names the first few.
-        OSError: a file cannot be read.
+    Raises ValueError if a tensor is not there; names the first few.
     """
     found: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")) if names else ():
@@ -137,7 +133,6 @@ class VersionWriter:
         self.newest: int | None = None  # that was written
 
     def put(self, version: CommittedVersion, store: Store) -> None:
-        """Write this version next. Returns at once; `result` tells how it ended."""
         with self._changed:
             if self.result is not None and self.result.version == version.version:
                 self.result = None  # of an earlier attempt
@@ -148,7 +143,7 @@ class VersionWriter:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing waits or is being written; False if that takes longer than `timeout_s`."""
+        """Wait until nothing waits or is being written; False after `timeout_s`."""
         with self._changed:
             self._awaited += 1
             try:
@@ -209,8 +204,8 @@ def write_version(
         rest: called after every few MiB.
 
     Raises:
-        ValueError: a tensor is not what arrived (`expected_digests`), or has a dtype that safetensors lacks;
-            or the store has this version with other weights.
+        ValueError: a tensor is not what arrived or was committed, or its dtype cannot be stored, or the store
+            has other weights of this version.
         OSError: the directory cannot be written.
     """
     manifest = _manifest(version, rest)
@@ -324,7 +319,6 @@ class RetainedVersions:
 
     @property
     def expecting(self) -> bool:
-        """Whether what arrives is retained."""
         return self._arriving is not None
 
     def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -340,8 +334,7 @@ class RetainedVersions:
             arriving.digests = digests
 
     def commit(self) -> None:
-        """Make what arrived the retained version. An older one is freed, also when this one is not retained:
-        its publisher writes it then."""
+        """Make what arrived the retained version; an older one is freed, also if this one is not retained."""
         self._committed, self._arriving = self._arriving, None
 
     def forget(self, version: int) -> None:
@@ -352,11 +345,7 @@ class RetainedVersions:
     def committed(
         self, version: int, label: str | None, fleet_id: str | None = None, digest: str | None = None
     ) -> CommittedVersion:
-        """The retained version, for the store.
-
-        Raises:
-            ValueError: this version is not retained here.
-        """
+        """The retained version, for the store. Raises ValueError if it is not this one."""
         retained = self._committed
         if retained is None or retained.version != version:
             actual = None if retained is None else retained.version

@@ -35,8 +35,6 @@ _PARTIAL = re.compile(r"\.v(\d{8,})(?:\.[0-9a-f]{8})?\.partial")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a stored version."""
-
     dtype: str  # torch's name, without "torch."
     shape: tuple[int, ...]
     digest: str  # 16 hexadecimal digits, see `digest_definition`
@@ -49,7 +47,7 @@ class VersionManifest:
     version: int
     label: str | None = None
     fleet_id: str | None = None
-    digest: str | None = None  # `version_digest` of all tensors, with which the fleet committed it
+    digest: str | None = None  # the `version_digest` that the fleet committed
     trainer_step: int | None = None  # optimizer steps that made it; None: unknown
     tensors: Mapping[str, StoredTensor]  # by checkpoint name
 
@@ -58,17 +56,12 @@ class VersionManifest:
         return "no fleet" if self.fleet_id is None else f"fleet {self.fleet_id}"
 
     def encode(self) -> str:
-        """The manifest as JSON text; fields without a value are left out."""
         known: dict[str, Any] = _MANIFESTS.dump_python(self, mode="json", exclude_none=True)
         return json.dumps(known, indent=1)
 
     @classmethod
     def decode(cls, text: str | bytes) -> "VersionManifest":
-        """The inverse of `encode`.
-
-        Raises:
-            ValueError: no manifest; names the first field that is wrong.
-        """
+        """Raises ValueError, which names the first wrong field."""
         try:
             return _MANIFESTS.validate_json(text)
         except ValidationError as error:
@@ -111,8 +104,7 @@ class DirectoryLock:
 
 
 class Store:
-    """A directory of versions. Safe for any number of writers and readers, in any processes of one host or
-    shared disk."""
+    """A directory of versions. Safe for any number of writers and readers, on one host or a shared disk."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -125,11 +117,7 @@ class Store:
         return sorted(int(name[1]) for name in names if name is not None)
 
     def path_of(self, version: int) -> Path:
-        """The directory of a version.
-
-        Raises:
-            FileNotFoundError: the version is not in the store; names the versions that are.
-        """
+        """The directory of a version. Raises FileNotFoundError, which names the versions in the store."""
         path = self._path(version)
         if not path.is_dir():
             raise FileNotFoundError(
@@ -138,12 +126,7 @@ class Store:
         return path
 
     def manifest_of(self, version: int) -> VersionManifest:
-        """The manifest of a version.
-
-        Raises:
-            FileNotFoundError: the version is not in the store; names the versions that are.
-            ValueError: its manifest cannot be read; names the file.
-        """
+        """Raises FileNotFoundError as `path_of`, or ValueError if the manifest is damaged; names the file."""
         file = self.path_of(version) / MANIFEST
         try:
             return VersionManifest.decode(file.read_bytes())
@@ -152,8 +135,8 @@ class Store:
 
     @contextmanager
     def writing(self, manifest: VersionManifest) -> Iterator[Path]:
-        """A directory to write the checkpoint into; it becomes the version when the block ends without an
-        exception, and is removed otherwise.
+        """A directory to write the checkpoint into; it becomes the version when the block succeeds, and is
+        removed otherwise.
 
         Raises:
             FileExistsError: the version is complete already, or another writer was quicker.
@@ -179,11 +162,7 @@ class Store:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
-        """The directory of a version, which is not removed inside the block.
-
-        Raises:
-            FileNotFoundError: the version is not in the store, or is being removed.
-        """
+        """The directory of a version, which is not removed inside the block. Raises FileNotFoundError."""
         try:
             lock = DirectoryLock(self.path_of(version))
         except ValueError as error:
@@ -194,11 +173,7 @@ class Store:
             lock.close()
 
     def remove(self, version: int) -> bool:
-        """Remove a version. False: it is being read, and stays.
-
-        Raises:
-            OSError: it is not there, or cannot be removed.
-        """
+        """Remove a version; False if it is being read. Raises OSError if it is absent or stays."""
         path = self._path(version)
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -59,16 +59,15 @@ _ASK_S = 0.02
 class TrainerRanks:
     """One rank's view of the others during a round.
 
-    Each rank waits for the workers that read from it, and rank 0 alone calls the fleet. So each rank writes
-    into its own page, which all ranks map, that the round has ended or that it has failed. A rank that is
-    killed writes nothing: every wait keeps its deadline.
+    Rank 0 alone calls the fleet, and each rank waits for the workers that read from it. So each rank writes
+    into its own page, which all ranks map, that the round has ended or that it has failed. A killed rank
+    writes nothing: every wait keeps its deadline.
 
     Args:
         own: this rank's page.
         names: the pages of all ranks, in their order.
 
-    Raises:
-        ValueError: the page of a rank is not on this host.
+    Raises ValueError if a page is not on this host.
     """
 
     def __init__(self, rank: int, own: Page, names: Sequence[str]) -> None:
@@ -81,15 +80,11 @@ class TrainerRanks:
         }
 
     def say_failed(self, round_id: int) -> None:
-        """This rank has failed in the round."""
         self._own[FAILED] = round_id
 
     def have_ended(self, round_id: int) -> bool:
-        """Whether all replicas that remain have received everything, as rank 0 reports.
-
-        Raises:
-            TransferFailed: not yet, and another rank has failed.
-        """
+        """Whether rank 0 reports that all remaining replicas received everything. Raises TransferFailed if
+        another rank failed."""
         if 0 in self._others and self._others[0][ENDED] == round_id:
             return True
         for rank, page in self._others.items():
@@ -100,9 +95,7 @@ class TrainerRanks:
     def finish(self, receiving: Future[None], round_id: int) -> None:
         """On rank 0: wait for its call to the fleet, which has a deadline, and report the end of the round.
 
-        Raises:
-            TransferFailed: another rank has failed before that.
-            Exception: what the call raises.
+        Raises TransferFailed if another rank fails first, or what the call raises.
         """
         while not wait([receiving], timeout=_ASK_S).done:
             self.have_ended(round_id)
@@ -257,11 +250,11 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         return self._is_in_place()
 
     def _is_in_place(self) -> bool:
-        """Whether the tensors that were shared are still those of the source."""
+        """Whether the tensors that were shared are still the source's."""
         return self._readable() is (None if self._shared is None else self._shared.tensors)
 
     def _readable(self) -> list[torch.Tensor] | None:
-        """The tensors that workers can read where they are."""
+        """The tensors that workers can read in place."""
         tensors = self.packer.in_place
         return tensors if tensors and tensors[0].device == self._device else None
 

@@ -68,11 +68,7 @@ def share_memory(tensor: torch.Tensor) -> MemoryHandle:
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
-    """The storage of another process (uint8 [handle.size_bytes]).
-
-    Raises:
-        ValueError: the handle is not one of `share_memory`, or the driver refuses it.
-    """
+    """The storage of another process (uint8 [handle.size_bytes]). Raises ValueError."""
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
             device.index,  # the sender may number its devices otherwise
@@ -129,17 +125,12 @@ _CHANNELS: TypeAdapter[dict[str, Channel]] = TypeAdapter(dict[str, Channel])
 
 
 def encode_channels(channels: Mapping[str, Channel]) -> JsonValue:
-    """Channels by GPU UUID, in JSON types."""
     encoded: JsonValue = _CHANNELS.dump_python(dict(channels), mode="json")
     return encoded
 
 
 def parse_channels(encoded: object) -> dict[str, Channel]:
-    """The inverse of `encode_channels`; channels that are parsed already are returned unchanged.
-
-    Raises:
-        ValueError: something else; names the first wrong field.
-    """
+    """Channels by GPU UUID. Raises ValueError, which names the first wrong field."""
     try:
         return _CHANNELS.validate_python(encoded)
     except ValidationError as error:
@@ -158,8 +149,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
         world_size: counts the publisher (rank 0) and every worker of every replica.
         timeout_s: limits every wait for the publisher.
 
-    Raises:
-        ValueError: the channels are not of this form, which names the first wrong field, or there is none.
+    Raises ValueError for channels that are malformed or none.
     """
 
     channels: Mapping[str, Channel]
@@ -180,11 +170,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
         return sources[rank % len(sources)]
 
     def open_page(self, source: str) -> "Page":
-        """Map the counters of a channel, by its GPU.
-
-        Raises:
-            ValueError: it is on another host, or of another world size.
-        """
+        """Map the counters of a channel. Raises ValueError if it is on another host."""
         try:
             return open_page(self.channels[source].page, self.world_size, self.timeout_s)
         except ValueError as error:
@@ -192,7 +178,6 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
             raise ValueError(f"the trainer rank on GPU {source}: {error} ({reason})") from error
 
     def to_wire(self) -> dict[str, Any]:
-        """The init info in JSON types."""
         return {**vars(self), "channels": encode_channels(self.channels)}
 
 
@@ -235,11 +220,7 @@ class Page:
         return [slot for slot in range(TAKEN, len(self)) if self[slot] != _ABSENT]
 
     def wait(self, reached: Callable[[], bool], peer: str) -> None:
-        """Poll until `reached`, which may raise to end the wait.
-
-        Raises:
-            TransferFailed: it was not reached within the timeout; names the peer.
-        """
+        """Poll until `reached`, which may raise. Raises TransferFailed after the timeout; names the peer."""
         deadline = time.monotonic() + self._timeout_s
         while not reached():
             if time.monotonic() > deadline:
@@ -248,11 +229,7 @@ class Page:
 
 
 def create_page(world_size: int, timeout_s: float) -> tuple[str, Page]:
-    """The name and the counters of a new page, whose segment the caller removes.
-
-    Raises:
-        OSError: not enough shared memory.
-    """
+    """The name and the counters of a new page, whose segment the caller removes. Raises OSError."""
     name, mapping = create_mapping(_page_bytes(world_size))
     page = Page(mapping, timeout_s)
     for slot in range(len(page)):
@@ -262,11 +239,7 @@ def create_page(world_size: int, timeout_s: float) -> tuple[str, Page]:
 
 
 def open_page(name: str, world_size: int, timeout_s: float) -> Page:
-    """Map the counters of a channel.
-
-    Raises:
-        ValueError: no such page on this host, a page of another world size, or not a name of ours.
-    """
+    """Map the counters of a channel. Raises ValueError if it is not on this host, or of another size."""
     return Page(open_mapping(name, mmap.ACCESS_WRITE, _page_bytes(world_size)), timeout_s)
 
 
@@ -287,7 +260,6 @@ class SharedTensors:
         self._table = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
 
     def describe(self) -> ResidentTensors:
-        """What another process needs to open them."""
         storages = {_address(tensor): tensor for tensor in self.tensors if tensor.numel()}
         indices = {address: index for index, address in enumerate(storages)}
         return ResidentTensors(
@@ -307,11 +279,7 @@ class SharedTensors:
 
 
 class OpenedTensors:
-    """A worker's side: the trainer's tensors, mapped.
-
-    Raises:
-        ValueError: the driver refuses a handle, or the table of digests is too short.
-    """
+    """A worker's side: the trainer's tensors, mapped. Raises ValueError."""
 
     def __init__(self, described: ResidentTensors, device: torch.device) -> None:
         size = DIGEST_BYTES * len(described.tensors)
@@ -327,11 +295,8 @@ class OpenedTensors:
         self._read: dict[Chunk, tuple[int, list[torch.Tensor]]] = {}  # memory key and tensors
 
     def received(self, chunks: Sequence[Chunk]) -> list[ReceivedChunk]:
-        """The chunks in the trainer's memory. Together they have the opened tensors, in the same order.
-
-        Raises:
-            ValueError: the chunks have other tensors than were opened.
-        """
+        """The chunks in the trainer's memory. Raises ValueError unless they have the opened tensors, in this
+        order."""
         firsts = list(accumulate((len(chunk.entries) for chunk in chunks), initial=0))
         if firsts[-1] != len(self._locations):
             raise ValueError(f"the chunks have {firsts[-1]} tensors, and {len(self._locations)} were opened")
@@ -368,7 +333,7 @@ class LocalChunk:
         self._memory = torch.empty(largest(chunks), dtype=torch.uint8, device=device)
 
     def block(self, remote: torch.Tensor) -> torch.Tensor:
-        """A copy of a packed chunk (uint8, at most the largest chunk's size)."""
+        """A copy of a packed chunk (uint8)."""
         return self._memory[: remote.numel()].copy_(remote, non_blocking=True)
 
     def tensors(self, received: ReceivedChunk) -> ReceivedChunk:

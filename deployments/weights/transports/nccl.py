@@ -134,7 +134,7 @@ class _Attempt:
         return str(self._error).partition("\n")[0] or repr(self._error)
 
     def result(self) -> PyNcclCommunicator:
-        """The communicator, once it is over. Raises what the attempt raised."""
+        """The communicator. Raises what the attempt raised."""
         if self._error is not None:
             raise self._error
         assert self._communicator is not None
@@ -153,13 +153,9 @@ def _announcing(attempt: _Attempt) -> type[PyNcclCommunicator]:
 
 
 def rendezvous_with_nccl(info: RendezvousInfo, rank: int, check: Check) -> PrefixStore:
-    """`rendezvous`, in which every member reports whether its NCCL works.
+    """`rendezvous`, in which every member reports whether its NCCL works: no peer waits in vain.
 
-    Otherwise its peers would wait until the deadline, and not know why.
-
-    Raises:
-        ValueError: NCCL does not work at a member; names each.
-        TransferFailed: as `rendezvous`.
+    Raises ValueError, which names each member whose NCCL does not work, or TransferFailed.
     """
     store, problems = rendezvous(info, rank, check, payload=nccl_problem())
     raise_problems(dict(enumerate(problems)))
@@ -174,8 +170,6 @@ def raise_problems(problems: dict[int, str]) -> None:
 
 
 def by_store(store: PrefixStore, world_size: int, rank: int, device: torch.device) -> Create:
-    """Creates a communicator whose unique id rank 0 leaves in the store."""
-
     def create(kind: type[PyNcclCommunicator]) -> PyNcclCommunicator:
         group = StatelessProcessGroup(rank=rank, world_size=world_size, store=store)
         with _own_stream(device):
@@ -185,8 +179,6 @@ def by_store(store: PrefixStore, world_size: int, rank: int, device: torch.devic
 
 
 def by_unique_id(unique_id: bytes, world_size: int, rank: int, device: torch.device) -> Create:
-    """Creates a communicator of a unique id."""
-
     def create(kind: type[PyNcclCommunicator]) -> PyNcclCommunicator:
         with _own_stream(device):
             return _enabled(kind.from_unique_id_bytes(unique_id, rank, world_size, device))
@@ -285,7 +277,7 @@ class NcclGroup:
 
     @property
     def counted(self) -> int:
-        """How many members count the broadcasts that they have started, in the store."""
+        """How many members count their started broadcasts in the store."""
         return self._world_size
 
     @property
@@ -293,7 +285,6 @@ class NcclGroup:
         return self._communicator is not None
 
     def abort_overdue_call(self) -> None:
-        """Abort the group if a call into NCCL has exceeded the timeout."""
         if time.monotonic() > self._call_deadline:
             self.abort()
 

@@ -1,10 +1,8 @@
-"""The transports: one record each, read by everything that must know all of them.
+"""The transports: one record each. Only the standard library is imported here: settings read these records.
 
-Only the standard library is imported here: settings read these records before anything heavy starts.
-
-A new transport is one module beside this file and one record in `TRANSPORTS`. The module defines, with the
-record's prefix, `<Prefix>WeightTransferEngine` (the replica's half), `<Prefix>TrainerWeightTransferEngine`
-(the trainer's half), and `<Prefix>TrainerInitInfo`, a dataclass whose fields have names of `TrainerFacts`.
+A new transport is one module beside this file and one record in `TRANSPORTS`. The module `<name>` defines
+`<Name>WeightTransferEngine` (the replica's half), `<Name>TrainerWeightTransferEngine` (the trainer's half),
+and `<Name>TrainerInitInfo`, a dataclass whose fields have names of `TrainerFacts`.
 
 To connect a trainer, over any transport and over vLLM's own engines:
 
@@ -12,8 +10,6 @@ To connect a trainer, over any transport and over vLLM's own engines:
     facts = TrainerFacts(rank=rank, workers=workers, master_address=own_address(), ...)
     info = trainer_init_info(backend(transport, staging), facts)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
-
-Only transports with `rendezvous` use the address; only vLLM's own `ipc` engine uses `largest_tensor_bytes`.
 """
 
 from __future__ import annotations
@@ -43,18 +39,46 @@ class SameGpu(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """A way to move weights from the trainer to the replicas."""
+    """A way to move weights from the trainer to the replicas.
 
-    name: str  # in the configuration
-    backend: str  # in vLLM's registry; vLLM's own "ipc" and "nccl" keep their names
+    Attributes:
+        name: in the configuration; also the module's name and, capitalized, the prefix of its classes.
+        native: vLLM has an engine of this name, chosen with `staging: none` or `wire: vllm`.
+        rendezvous: all members form one group of ranks at an address, and a lost member breaks it.
+        chunk_bytes: default. On a GPU each chunk interrupts decoding, so chunks are large.
+        staging_share: default share of the device's time (on a CPU: of one core) that staging may take while
+            requests run. Staging that pauses between chunks costs fewer tokens in all than staging at full
+            speed, and slows decoding by less than a tenth (benchmarks/RESULTS.md).
+    """
+
+    name: str
     device: Literal["cpu", "cuda"]
-    native: bool  # vLLM has an engine of this `name`, chosen with `staging: none` or `wire: vllm`
-    same_gpu: SameGpu
-    rendezvous: bool  # all members form one group of ranks at an address, and a lost member breaks it
-    chunk_bytes: int  # default
-    staging_share: float  # default share of the device's time that staging may take while requests run
-    module: str
-    prefix: str  # with which the names of the classes in `module` begin
+    native: bool = False
+    same_gpu: SameGpu = SameGpu.NO_GPU
+    rendezvous: bool = False
+    chunk_bytes: int = 64 << 20
+    staging_share: float = 0.5
+
+    @property
+    def backend(self) -> str:
+        """The name in vLLM's registry, where vLLM's own engines keep theirs."""
+        return f"slipstream_{self.name}" if self.native else self.name
+
+    @property
+    def module(self) -> str:
+        return f"{_PACKAGE}.{self.name}"
+
+    @property
+    def receiver_class(self) -> str:
+        return f"{self.name.capitalize()}WeightTransferEngine"
+
+    @property
+    def init_info_class(self) -> str:
+        return f"{self.name.capitalize()}TrainerInitInfo"
+
+    @property
+    def sender_class(self) -> str:
+        return f"{self.name.capitalize()}TrainerWeightTransferEngine"
 
     @property
     def staged_backend(self) -> str:
@@ -67,72 +91,28 @@ class Transport:
 
     @property
     def staged_class(self) -> str:
-        return f"Staged{self.prefix}Engine"
-
-    @property
-    def receiver_class(self) -> str:
-        return f"{self.prefix}WeightTransferEngine"
-
-    @property
-    def init_info_class(self) -> str:
-        return f"{self.prefix}TrainerInitInfo"
-
-    @property
-    def sender_class(self) -> str:
-        return f"{self.prefix}TrainerWeightTransferEngine"
+        return f"Staged{self.name.capitalize()}Engine"
 
 
-# Chunks: on a GPU each chunk costs the trainer a turn on the device that decodes, so chunks are large.
-# Shares: staging that pauses between chunks costs fewer tokens in all than staging at full speed, and slows
-# decoding by less than a tenth (benchmarks/RESULTS.md). On a CPU it is a share of one core.
 _ALL = (
-    Transport(
-        name="shm",
-        backend="shm",
-        device="cpu",
-        native=False,
-        same_gpu=SameGpu.NO_GPU,
-        rendezvous=False,
-        chunk_bytes=64 << 20,
-        staging_share=0.5,
-        module=f"{_PACKAGE}.shm",
-        prefix="Shm",
-    ),
-    Transport(
-        name="gloo",
-        backend="gloo",
-        device="cpu",
-        native=False,
-        same_gpu=SameGpu.NO_GPU,
-        rendezvous=True,
-        chunk_bytes=64 << 20,
-        staging_share=0.5,
-        module=f"{_PACKAGE}.gloo",
-        prefix="Gloo",
-    ),
+    Transport(name="shm", device="cpu"),
+    Transport(name="gloo", device="cpu", rendezvous=True),
     Transport(
         name="ipc",
-        backend="slipstream_ipc",
         device="cuda",
         native=True,
         same_gpu=SameGpu.POSSIBLE,
-        rendezvous=False,
         chunk_bytes=1 << 30,
         staging_share=0.1,
-        module=f"{_PACKAGE}.ipc",
-        prefix="Ipc",
     ),
     Transport(
         name="nccl",
-        backend="slipstream_nccl",
         device="cuda",
         native=True,
         same_gpu=SameGpu.IMPOSSIBLE,
         rendezvous=True,
         chunk_bytes=512 << 20,
         staging_share=0.25,
-        module=f"{_PACKAGE}.nccl",
-        prefix="Nccl",
     ),
 )
 
@@ -167,8 +147,7 @@ def backend(transport: str, staging: str, wire: str = OWN_WIRE) -> str:
         staging: "none" means vLLM's own engine, which speaks its own wire.
         wire: `OWN_WIRE`, or `VLLM_WIRE`: what vLLM's trainer engine of this name sends is staged.
 
-    Raises:
-        ValueError: no such transport, or vLLM has no engine of that name.
+    Raises ValueError for no such transport, or if vLLM has no engine of that name.
     """
     found = TRANSPORTS.get(transport)
     if found is None:
@@ -182,11 +161,7 @@ def backend(transport: str, staging: str, wire: str = OWN_WIRE) -> str:
 
 
 def trainer_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
-    """What vLLM's `WeightTransferTrainerFactory.trainer_init` needs for a backend.
-
-    Raises:
-        ValueError: no such backend.
-    """
+    """What vLLM's `WeightTransferTrainerFactory.trainer_init` needs for a backend. Raises ValueError."""
     transport = _BY_BACKEND.get(backend)
     if transport is not None:
         if facts.chunk_bytes is None:

@@ -1,11 +1,13 @@
-"""The rendezvous of the transports that form a group of ranks (`gloo`, `nccl`).
+"""The rendezvous of the transports that form a group of ranks (`gloo`, `nccl`), and who is missing after a
+failure.
 
     rank 0      opens a TCPStore at the rendezvous address ─┐
     workers     probe the address until it is open ─────────┤
     all ranks   set their payload, wait for all others   ◄──┘
 
-torch's own ways to form a group also wait for the members, but nothing can end that wait. They are called
-after this, when no member is missing.
+torch's own ways to form a group also wait for the members, but cannot be aborted. They are called after this,
+when no member is missing. The calls of a store block as long as its host hangs, so each is made on a thread
+of its own, for which no caller waits longer than its deadline.
 """
 
 import ipaddress
@@ -24,16 +26,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.wire.chunk_layout import DescribedTensors
 
-# Who is missing from a group of ranks in which something failed.
-#
-# When one member of a collective transfer stands still, all others fail, and their errors say nothing about
-# whose fault it is. So each member that has failed says so in the group's store, those that still wait see
-# it, fail too and say so, and whoever has said nothing after a while is named. Those that have finished what
-# the others wait in are not missing.
-#
-# A store whose host stands still answers nothing, for as long as it does. So a thread of its own talks to it,
-# and nobody waits for that thread longer than for the answers.
-
 ROLL_CALL_S = 1.0
 HOST_S = 1.5  # rank 0 has the store, and leaves last
 _ANSWER_POLL_S = 0.02
@@ -42,7 +34,7 @@ _FAILED = "failed"
 
 
 class GroupStore(Protocol):
-    """What torch's stores offer here; each call may raise RuntimeError."""
+    """The part of torch's stores that is used here; each call may raise RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -52,10 +44,12 @@ class GroupStore(Protocol):
 
 
 class RollCall:
-    """One member's part.
+    """One member's part in finding out who is missing.
 
-    Args:
-        store: of the group.
+    When one member of a collective transfer hangs, all others fail, and their errors do not say who hung. So
+    each member that has failed says so in the group's store; those that still wait see it, fail too and say
+    so. Members that stay silent are missing, unless they have finished the broadcast in which the others
+    wait.
     """
 
     def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
@@ -65,21 +59,21 @@ class RollCall:
         threading.Thread(target=self._talk.run, name="roll-call", daemon=True).start()
 
     def is_called(self) -> bool:
-        """Whether a member has failed. To be asked while this member waits for the others."""
+        """Whether a member has failed. Call it while this member waits for the others."""
         if not self._talk.listening:
             self._talk.listening = True
             self._talk.wake.set()
         return self._talk.called
 
     def finished(self, broadcasts: int) -> None:
-        """Say that this member has finished so many since the group was formed."""
+        """This member has finished so many broadcasts since the group was formed."""
         self._talk.listening, self._talk.finished = False, broadcasts
         self._talk.wake.set()
 
     def missing(self, started: int, check: Callable[[], None] = lambda: None) -> tuple[int, ...]:
-        """Say that this member is there, wait for the others, and return the ranks that are missing.
+        """Report that this member has failed, wait for the others, and return the ranks that are missing.
 
-        Empty if all answered, or if the store cannot be reached: then this member cannot say who is missing.
+        Empty if all answered, or if the store cannot be reached.
 
         Args:
             started: broadcasts since the group was formed, with the one that failed.
@@ -93,7 +87,8 @@ class RollCall:
 
 
 class _Talk:
-    """What is said in the store. Its thread alone uses the store."""
+    """What a member says in the store. Its thread alone uses the store, and must not keep the `RollCall`
+    alive."""
 
     def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -117,7 +112,7 @@ class _Talk:
                 self._speak()
                 self.wake.wait(_LISTEN_S if self.listening else None)
                 self.wake.clear()
-        except RuntimeError:  # torch has no finer class: the store is gone, and nobody can be named
+        except RuntimeError:  # torch has no finer class: the store is gone, and no rank can be named
             self.absent = ()
         self.answered.set()
 
@@ -154,11 +149,11 @@ _BACKLOG = 4096
 
 @dataclass(kw_only=True)
 class RendezvousInfo(DescribedTensors, WeightTransferInitInfo):
-    """Where the group forms, and the parameters on which both sides must agree: the sender's."""
+    """Where the group forms, and the sender's parameters, on which both sides must agree."""
 
     master_address: str
     master_port: int
-    rank_offset: int  # of a replica's first worker
+    rank_offset: int  # the rank of a replica's first worker
     world_size: int
     timeout_s: float
 
@@ -183,8 +178,7 @@ def rendezvous(
 
 
 def meet(meeting: "Meeting", check: Callable[[], None]) -> PrefixStore:
-    """Take part in a meeting until all have come; the store that they share. As `rendezvous`."""
-    # In a thread of its own: the store's calls wait for its host, which may stand still, and cannot be ended.
+    """The store of the members, once all have joined. As `rendezvous`."""
     threading.Thread(target=meeting.run, name="rendezvous", daemon=True).start()
     try:
         while not meeting.over.wait(_POLL_S):
@@ -204,7 +198,7 @@ class Meeting:
 
     def __init__(self, info: RendezvousInfo, rank: int, payload: str) -> None:
         self.info, self.rank, self.payload = info, rank, payload
-        # Rank 0 has the store: it leaves after those that ask there who is missing.
+        # Rank 0 has the store: it leaves after the others have asked who is missing.
         self.deadline = time.monotonic() + info.timeout_s + (HOST_S if rank == 0 else 0.0)
         self.over = threading.Event()
         self.abandoned = False
@@ -247,7 +241,7 @@ class Meeting:
         self.store = store
 
     def wait_for(self, reached: Callable[[], bool], absent: Callable[[], list[int]]) -> None:
-        """Raises TransferFailed at the deadline; `absent`: the ranks that it names."""
+        """Raises TransferFailed at the deadline, which names the ranks in `absent`."""
         while not reached():
             if self.abandoned or time.monotonic() > self.deadline:
                 raise _incomplete(self.info, absent())
@@ -255,7 +249,7 @@ class Meeting:
 
 
 def probe(info: RendezvousInfo) -> bool:
-    """Whether somebody listens at the rendezvous address."""
+    """Whether a process listens at the rendezvous address."""
     try:
         socket.create_connection((info.master_address, info.master_port), timeout=_PROBE_TIMEOUT_S).close()
     except OSError:
@@ -266,8 +260,8 @@ def probe(info: RendezvousInfo) -> bool:
 def _listening(info: RendezvousInfo) -> int | None:
     """A listening socket for the store; None: the store makes its own, which takes IPv6 and IPv4.
 
-    The store's thread, which answers everybody, asks for the name of each who connects. No file of hosts has
-    ::ffff:127.0.0.1, so it asked a name server: one that did not answer stopped a rendezvous for 5 s.
+    The store looks up the name of each peer. No hosts file has ::ffff:127.0.0.1, so it asked a name server:
+    one that did not answer stalled a rendezvous for 5 s.
     """
     try:
         ipaddress.IPv4Address(info.master_address)

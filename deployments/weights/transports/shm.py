@@ -1,10 +1,9 @@
 """Transport `shm`: processes of one host, CPU. One named segment of shared memory per chunk.
 
 The publisher writes a chunk into a segment and sends its name. Every replica maps the same pages, so a
-version is in host memory once, for any number of replicas. A mapping stays valid after the name is gone: the
-publisher changes each name as soon as all replicas have opened the segment, and if the publisher dies, the
-replicas lose nothing. A segment that no replica maps any more is filled again in the next round
-(`segment_pool`).
+version is in host memory once for all of them. A mapping stays valid after the name is gone: the publisher
+renames each segment as soon as all replicas have opened it, and its death costs the replicas nothing. A
+segment that no replica maps any more is filled again in the next round (`SegmentPool`).
 """
 
 import sys
@@ -113,9 +112,5 @@ def block_of(segment: Segment) -> torch.Tensor:
 
 
 def open_segment(name: str, size_bytes: int) -> torch.Tensor:
-    """Map a segment for reading (uint8 [size_bytes]); the tensor stays valid after the name is gone.
-
-    Raises:
-        ValueError: as `open_mapping`.
-    """
+    """Map a segment for reading (uint8 [size_bytes]); the tensor outlives the name. Raises ValueError."""
     return torch.frombuffer(open_locked(name, size_bytes), dtype=torch.uint8)

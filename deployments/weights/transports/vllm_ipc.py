@@ -1,11 +1,10 @@
 """vLLM's own `ipc` trainer engine, received into the staging while the engine decodes (`wire: vllm`).
 
     not packed    one call with a handle for each tensor; the trainer keeps them until the update has finished
-    packed        a call for each piece, all with the handle of one buffer, which the trainer overwrites as
-                  soon as the call has returned
+    packed        a call for each piece, all with the handle of one buffer, which the trainer then overwrites
 
 So each call copies what it brought before it returns, and nothing refers to the trainer's memory after the
-last one: torch counts its users, and the trainer gets it back when they are gone.
+last one: the trainer gets it back when torch counts no more users.
 """
 
 from collections.abc import Iterator
@@ -109,7 +108,6 @@ class StagedIpcEngine(StagedWeightTransferEngine[IPCWeightTransferInitInfo, IPCW
         return [each[gpu] for each in by_gpu]
 
     def gpu(self) -> str:
-        """The UUID of this worker's GPU, by which handles are named."""
         return gpu_uuid(self.device)
 
     def _open(self, entry: Entry, handle: Handle) -> torch.Tensor:
@@ -145,7 +143,7 @@ class StagedIpcEngine(StagedWeightTransferEngine[IPCWeightTransferInitInfo, IPCW
         self._packed = None
 
     def _copied(self) -> None:
-        """Wait for the copies out of the trainer's memory, on the staging thread."""
+        """Wait for the copies out of the trainer's memory."""
         if self._stream is not None:
             wait_for(self._stream.record_event())
 

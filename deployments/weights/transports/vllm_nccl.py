@@ -54,11 +54,7 @@ class VllmMeeting(Meeting):
     """How a worker joins the group of vLLM's trainer engine. `payloads` are the workers', from rank 1.
 
     The trainer (rank 0) opens vLLM's store, waits until all members have connected, and leaves NCCL's unique
-    id there. The workers also announce themselves to each other in that store: NCCL itself would wait for a
-    missing one forever.
-
-    Attributes:
-        unique_id: NCCL's.
+    id there. The workers also announce themselves to each other: NCCL would wait for a missing one forever.
     """
 
     unique_id = b""
@@ -94,11 +90,7 @@ class VllmMeeting(Meeting):
 
 
 def read_unique_id(data: bytes) -> bytes:
-    """NCCL's unique id from vLLM's pickle of it; nothing else is unpickled, and nothing is called.
-
-    Raises:
-        TransferFailed: the publisher has left something else.
-    """
+    """NCCL's unique id from vLLM's pickle of it, without unpickling anything else. Raises TransferFailed."""
     try:
         found = _IdOnly(io.BytesIO(data)).load()
     except Exception as error:  # the bytes of a pickle decide which exception it raises
@@ -150,7 +142,7 @@ class VllmNcclGroup(NcclGroup):
         return store, by_unique_id(meeting.unique_id, info.world_size, rank, device)
 
     def warm_up(self) -> None:
-        """vLLM's communicator has made its own collective with its peers."""
+        """Nothing: vLLM's communicator has run its own collective."""
 
     @property
     def counted(self) -> int:
@@ -189,7 +181,6 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
         return self.join_group(info, info.rank_offset + self.worker_index, check)
 
     def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> WireGroup:
-        """As `join`, with this worker's rank."""
         return VllmNcclGroup(info, rank, self.device, check)
 
     def receive(self, update_info: NCCLWeightTransferUpdateInfo) -> Iterator[ReceivedChunk]:
@@ -229,7 +220,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
 
 
 def _reserve(group: WireGroup, size_bytes: int) -> None:
-    """Raises ValueError if there is no memory for pieces of the trainer's choice: no fault of the replica."""
+    """Raises ValueError if the trainer chose pieces that need too much memory: no fault of the replica."""
     try:
         group.reserve(size_bytes)
     except torch.OutOfMemoryError as error:
@@ -247,13 +238,12 @@ class _Taking:
         self._taken = 0
 
     def take(self, index: int) -> None:
-        """Wait until the chunk is in its buffer. Raises TransferFailed."""
+        """Wait until the chunk is in its buffer."""
         self._group.start_all(index, self._parts(index))
         self._group.wait(index)
         self._taken = index + 1
 
     def take_rest(self) -> None:
-        """Take all others. Raises TransferFailed."""
         for index in range(self._taken, len(self._chunks)):
             self.take(index)
         self._group.finish()

@@ -34,11 +34,7 @@ Metadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 def native_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
-    """For vLLM's own engines `ipc` and `nccl` (`staging: none`), with vLLM's own defaults.
-
-    Raises:
-        ValueError: vLLM has no such engine.
-    """
+    """For vLLM's own engines (`staging: none`), with vLLM's defaults. Raises ValueError."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -99,11 +95,7 @@ class ChunkPacker:
         self.refresh_resident()
 
     def refresh_resident(self) -> None:
-        """Ask the source again where its tensors are.
-
-        Raises:
-            ValueError: they are not those that it declares.
-        """
+        """Ask the source again where its tensors are. Raises ValueError as the constructor."""
         resident = self._source.resident() if isinstance(self._source, ResidentSource) else None
         if resident is self.resident:
             return
@@ -115,11 +107,7 @@ class ChunkPacker:
         self.in_place = None if is_cast else resident
 
     def begin(self) -> None:
-        """Call before each round.
-
-        Raises:
-            ValueError: as `refresh_resident`.
-        """
+        """Call before each round. Raises ValueError as the constructor."""
         self.refresh_resident()
         self._pass = iter(self._source) if self.resident is None else iter(())
 
@@ -129,8 +117,7 @@ class ChunkPacker:
         Args:
             block: uint8 [chunk.size_bytes] on the sending device; on a GPU the work is only queued.
 
-        Raises:
-            ValueError: the source yields a tensor that it did not declare.
+        Raises ValueError if the source yields a tensor that it did not declare.
         """
         chunk = self.chunks[index]
         if self.resident is None:

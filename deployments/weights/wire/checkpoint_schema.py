@@ -25,13 +25,12 @@ def mismatches(
     *,
     complete: bool,
 ) -> list[str]:
-    """Why `offered` does not fit the model, one sentence per tensor; empty if it fits.
+    """Why `offered` (dtype and shape by name) does not fit the model, one sentence per tensor.
 
     A floating-point tensor may have any floating-point dtype: the model's loader casts it.
 
     Args:
-        offered: dtype and shape by name.
-        complete: also report tensors that are missing (at the end of a round).
+        complete: also report missing tensors (at the end of a round).
     """
     found = []
     for name, (dtype, shape) in offered.items():
@@ -54,8 +53,8 @@ def missing(expected: Schema, offered: Container[str]) -> list[str]:
 
 
 def repeated(received: Mapping[str, object], offered: Mapping[str, object]) -> list[str]:
-    """One sentence for each tensor of `offered` that has been received before in the same round."""
-    # Views: this runs for each of 20 thousand tensors in the hot path.
+    """One sentence for each tensor of `offered` that was received before in the same round."""
+    # Key views: this runs for each of 20 thousand tensors in the hot path.
     return [
         f"{name!r} came twice in this round; is another publisher sending too?"
         for name in sorted(offered.keys() & received.keys())
@@ -63,6 +62,6 @@ def repeated(received: Mapping[str, object], offered: Mapping[str, object]) -> l
 
 
 def join_reasons(reasons: Sequence[str]) -> str:
-    """All reasons in one line: the first few, and the rest as a count."""
+    """The first few reasons in one line, and the rest as a count."""
     rest = len(reasons) - MAX_NAMED
     return "; ".join(reasons[:MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")

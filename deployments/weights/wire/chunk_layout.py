@@ -56,10 +56,8 @@ class Chunk:
 
 
 def plan_chunks(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], chunk_bytes: int) -> list[Chunk]:
-    """The chunks of tensors (name, dtype, shape), in their order.
-
-    A chunk has at most `chunk_bytes` of tensors; a larger tensor has a chunk of its own.
-    """
+    """The chunks, of at most `chunk_bytes` or one larger tensor each, of tensors (name, dtype, shape) in
+    their order."""
     chunks: list[Chunk] = []
     entries: list[Entry] = []
     end = 0
@@ -102,7 +100,7 @@ def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Descr
 class DescribedTensors:
     """The part of a connection's init info that describes the tensors of every round, in their order.
 
-    It is sent once per connection and not in every round: a mixture of experts has 20 thousand tensors.
+    Sent once per connection: a mixture of experts has 20 thousand tensors.
     """
 
     names: list[str]
@@ -111,11 +109,7 @@ class DescribedTensors:
     chunk_bytes: int
 
     def chunks(self) -> tuple[Chunk, ...]:
-        """The layout of a round.
-
-        Raises:
-            ValueError: as `layout`.
-        """
+        """The layout of a round. Raises ValueError."""
         return layout(self.names, self.dtype_names, self.shapes, self.chunk_bytes)
 
 
@@ -146,11 +140,7 @@ def cached_layout(size: int) -> Callable[[Plan], Plan]:
 
 @cached_layout(_CACHED_LAYOUTS)
 def layout(names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """The chunks of the tensors that `describe` described.
-
-    Raises:
-        ValueError: as `parse`, or the lists have elements of other types.
-    """
+    """The chunks of the tensors that `describe` described. Raises ValueError as `parse`."""
     return tuple(plan_chunks(parse(names, dtype_names, shapes), chunk_bytes))
 
 
@@ -158,8 +148,7 @@ def parse(names: Names, dtype_names: Names, shapes: Shapes) -> list[tuple[str, t
     """The inverse of `describe`.
 
     Raises:
-        ValueError: the lists differ in length, a name occurs twice, a dtype is unknown, a shape has an
-            element that is not an integer of at least 0.
+        ValueError: the lists differ in length, a name occurs twice, a dtype is unknown, or a shape is none.
     """
     if not len(names) == len(dtype_names) == len(shapes):
         raise ValueError(
@@ -215,7 +204,7 @@ def write_digests(chunk: Chunk, digests: torch.Tensor, block: torch.Tensor) -> N
 
 
 def view(entry: Entry, block: torch.Tensor) -> torch.Tensor:
-    """The entry's tensor in `block` (uint8), with its dtype and shape; no copy."""
+    """The entry's tensor in `block` (uint8), without a copy."""
     flat = block[entry.offset : entry.offset + entry.size_bytes]
     return flat.view(entry.dtype).view(entry.shape)
 
@@ -225,9 +214,8 @@ class ReceivedChunk:
     """A chunk's tensors and the digests that were sent with them. Valid until the next one is requested.
 
     Attributes:
-        memory_key: identifies the memory: with the same key, the same chunk has its tensors at the same
-            addresses.
-        sent: the digests from the sender (int64 [n], on the device of the tensors); None: it states none.
+        memory_key: with the same key, the same chunk has its tensors at the same addresses.
+        sent: the sender's digests (int64 [n], on the device of the tensors); None: it states none.
         read: returns the chunk's n tensors, in its order, without a copy.
     """
 
@@ -237,7 +225,6 @@ class ReceivedChunk:
     read: Callable[[], list[torch.Tensor]]
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        """The chunk's tensors with their names."""
         return [(entry.name, tensor) for entry, tensor in zip(self.chunk.entries, self.read(), strict=True)]
 
 

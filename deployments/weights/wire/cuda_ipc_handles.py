@@ -9,15 +9,12 @@ from typing import Any
 _HANDLES = "ipc_handles"
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_HANDLE_BYTES = 1024  # CUDA's have 64 to 66
-_MIN_HANDLE_BYTES = 32  # of a handle in a pickle that has written what can be shared before
+_MIN_HANDLE_BYTES = 32  # in a pickle, where a handle may share parts with earlier ones
 
 
 def encode_handle(handle: tuple[Any, ...]) -> dict[str, Any]:
     """A CUDA IPC handle, as `torch.multiprocessing.reductions.reduce_tensor` returns it, in JSON types.
-
-    Raises:
-        ValueError: not such a handle.
-    """
+    Raises ValueError."""
     try:
         (_, size, stride, offset, _, dtype, device, memory, size_bytes, offset_bytes, _, counter,
          counter_offset, event, sync) = handle  # fmt: skip
@@ -37,7 +34,7 @@ def encode_handle(handle: tuple[Any, ...]) -> dict[str, Any]:
         }
     except (TypeError, ValueError) as error:
         count = f" of {len(handle)}" if isinstance(handle, tuple) else ""
-        # Not its text: objects that contain each other often have one without end.
+        # Without its text: objects that contain each other can have an endless one.
         raise ValueError(
             f"expected the 15 parts of a CUDA IPC handle, got a {type(handle).__name__}{count}: {error}"
         ) from error
@@ -59,10 +56,9 @@ def encode_handles(handles: Any, limit: int | None = None) -> Any:
     """vLLM's `ipc_handles` in JSON types: one {GPU UUID: handle}, or a list with one for each tensor.
 
     Args:
-        limit: of the bytes that they may stand for; a pickle can name one object any number of times.
+        limit: the bytes that they were read from; a pickle can name one object any number of times.
 
-    Raises:
-        ValueError: not handles by GPU UUID, or more than can be in so many bytes.
+    Raises ValueError if they are no handles by GPU UUID, or more than so many bytes can hold.
     """
     parts = handles if isinstance(handles, list) else [handles]
     count = 0
@@ -83,11 +79,7 @@ def _uuid(gpu: Any) -> str:
 
 
 def encode_payload(payload: Any) -> Any:
-    """A payload of vLLM's trainer engines with its IPC handles in JSON types; any other payload unchanged.
-
-    Raises:
-        ValueError: its `ipc_handles` are not handles by GPU UUID.
-    """
+    """A payload of vLLM's trainer engines with its IPC handles in JSON types; any other payload unchanged."""
     if isinstance(payload, list):
         return [encode_payload(part) for part in payload]
     if not isinstance(payload, dict) or payload.get(_HANDLES) is None:
@@ -96,11 +88,7 @@ def encode_payload(payload: Any) -> Any:
 
 
 def decode_payload(payload: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `encode_payload`, as vLLM's IPC engine expects it.
-
-    Raises:
-        ValueError: a handle is not one of `encode_handle`.
-    """
+    """The inverse of `encode_payload`, as vLLM's IPC engine expects it. Raises ValueError."""
     handles = payload.get(_HANDLES)
     if handles is None:
         return payload

@@ -1,6 +1,7 @@
 """Digests of tensors, computed where the bytes are: on the host here, on a GPU by `digest_cuda`.
 
-`digest_definition` defines a digest.
+`digest_definition` defines a digest. On a GPU the work is only queued, and a tensor of more than 16 GiB
+raises ValueError.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,25 +17,17 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """The digest of a contiguous tensor of any shape and dtype: an unsigned 64-bit number."""
+    """The digest of a contiguous tensor: an unsigned 64-bit number."""
     return digests([tensor])[0]
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The digests of contiguous tensors on one device: one unsigned number each, in one read-back.
-
-    Raises:
-        ValueError: a tensor on a GPU is larger than 16 GiB.
-    """
+    """The digests of contiguous tensors on one device, unsigned, in one read-back."""
     return unsigned(digest_tensor(tensors))
 
 
 def digest_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The digests (int64 [n]) on the device of the tensors; on a GPU the work is only queued.
-
-    Raises:
-        ValueError: a tensor on a GPU is larger than 16 GiB.
-    """
+    """The digests (int64 [n]) on the device of the tensors."""
     if tensors and tensors[0].is_cuda:
         return inspect(tensors).digests
     values = [_host_digest(tensor) for tensor in tensors]
@@ -44,10 +37,7 @@ def digest_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def inspect(tensors: Sequence[torch.Tensor]) -> Findings:
     """Digests, and which tensors hold NaN or infinity; the tensors are contiguous and on one device.
 
-    On a GPU, dtypes whose NaN is not known by the exponent alone (float8, float64) are never reported.
-
-    Raises:
-        ValueError: a tensor on a GPU is larger than 16 GiB.
+    On a GPU, dtypes whose NaN the exponent alone does not show (float8, float64) are never reported.
     """
     return prepare_inspection(tensors, ())()
 
@@ -55,11 +45,8 @@ def inspect(tensors: Sequence[torch.Tensor]) -> Findings:
 def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], Findings]:
     """`inspect` as a function to call in every round, which also makes `copies`.
 
-    On a GPU the kernel makes them as it reads, if it can: a copy of a whole tensor, and one that fills a
-    tensor of the list with float32 values. The others are made before.
-
-    Raises:
-        ValueError: a tensor on a GPU is larger than 16 GiB.
+    On a GPU the kernel makes a copy as it reads, if it is of a whole tensor, or fills a tensor of the list
+    with float32 values. The others are made before.
     """
     if not (tensors and tensors[0].is_cuda):
         return _after(copies, lambda: _host_findings(tensors))
@@ -82,10 +69,7 @@ def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) 
 def prepare_digests(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], torch.Tensor]:
     """`digest_tensor` as a function to call in every round, which also makes `copies`.
 
-    On a host it does not look for NaN, which reads all tensors once more: that is the receiver's check.
-
-    Raises:
-        ValueError: a tensor on a GPU is larger than 16 GiB.
+    On a host it does not look for NaN, which reads all tensors once more: the receiver does that.
     """
     if not (tensors and tensors[0].is_cuda):
         return _after(copies, lambda: digest_tensor(tensors))
@@ -94,7 +78,7 @@ def prepare_digests(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> 
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile what `prepare_inspection` runs on a GPU, for which the first round would wait a second."""
+    """Compile what `prepare_inspection` runs on a GPU: the first round would wait a second for it."""
     if device.type != "cuda":
         return
     number, wide, *targets = (torch.zeros(8, dtype=kind, device=device) for kind in _WARMED_UP)
@@ -116,7 +100,7 @@ def _after(copies: Sequence[Copy], inspection: Callable[[], T]) -> Callable[[], 
 
 
 def _as_integers(copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as integers unless the copy converts: a foreach copy of floats may change the bits of a NaN."""
+    """A foreach copy of floats may change the bits of a NaN."""
     kind = _INTEGERS.get(copy.source.dtype.itemsize)
     if kind is None or copy.source.dtype != copy.target.dtype:
         return copy.source, copy.target
@@ -135,8 +119,7 @@ def _host_findings(tensors: Sequence[torch.Tensor]) -> Findings:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, of any shape, has neither a NaN nor an infinity; on a CPU several times as fast as
-    `torch.isfinite`."""
+    """Whether a tensor has neither NaN nor infinity; on a CPU several times as fast as `torch.isfinite`."""
     # A sum is not finite if and only if a term is not (float32 can hold the sum of any real model's weights).
     # It reads the tensor once and needs no mask of the tensor's size.
     return not tensor.is_floating_point() or bool(tensor.sum(dtype=torch.float32).isfinite())

@@ -1,14 +1,12 @@
 """Digests on a CUDA device, bit for bit those of `digest.py`, and the search for NaN, in one pass.
 
-A tensor's words are a matrix of rows of `ROW_WORDS`. The host sums a row first and multiplies the
-sums; modulo 2**64 the order is free, so a program here takes a band of columns over a group of rows,
-multiplies each word by its row's number as it is read, and by the column's numbers once at the
-end: the column table, twice as large as a row, is not read for every row.
+A tensor's words are a matrix of rows of `ROW_WORDS`. Modulo 2**64 the order of sums is free, so a program
+takes a band of columns over a group of rows, multiplies each word by its row's number as it is read, and by
+the column's numbers once at the end: it does not read the large column table for every row.
 
-One launch handles any number of tensors: a table made on the host lists the groups. The kernel can also
-write the words to another address as it reads them (a fused copy), so that the source is read once. If the
-source is float32 and the target bfloat16 it casts in the same pass, in a launch of its own, and the words are
-those of the target.
+One launch handles any number of tensors: a table made on the host lists the groups. The kernel can also copy
+the words as it reads them, so that the source is read once, and cast float32 to bfloat16, in a launch of its
+own; the digest is then that of the cast words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +29,8 @@ ROW_BYTES = ROW_WORDS * 4
 GROUP_ROWS = 16
 COLUMNS = 2048
 _ALIGNMENT = 16  # the kernel promises this to the compiler, for wide loads
-_MAX_ROWS = 1 << 18  # of one tensor: 16 GiB
-_FIELDS = 8  # of a group; so every group is aligned, and one compiled kernel serves all tables
+_MAX_ROWS = 1 << 18  # 16 GiB
+_FIELDS = 8  # per group, so that every group is aligned and one compiled kernel serves all tables
 
 # The exponent bits in the low and the high half of a word: all set means NaN or infinity.
 _EXPONENTS = {
@@ -123,12 +121,9 @@ class CudaInspection:
     """The inspection of a list of tensors, in every round: the work list is made and uploaded once.
 
     Args:
-        tensors: on one CUDA device.
+        tensors: on one CUDA device, at most 16 GiB each.
         targets: tensors by index in `tensors`, to which the kernel copies them; see `is_fusable`.
         sources: tensors by index in `tensors`, from which the kernel fills them; see `is_castable`.
-
-    Raises:
-        ValueError: a tensor is larger than 16 GiB.
     """
 
     def __init__(
@@ -142,10 +137,10 @@ class CudaInspection:
         self._prepare()
 
     def _prepare(self) -> None:
-        # Copies of misaligned tensors may be dropped here: the allocator reuses their memory in stream order.
+        # Copies of misaligned tensors may be dropped: the allocator reuses their memory in stream order.
         tensors = self._original
         self._tensors = [_readable(tensor) for tensor in tensors]
-        # At the next call, a copy does not have the tensor's new content.
+        # A copy does not follow the tensor's content: it is made again for the next call.
         self._has_copies = any(
             used is not tensor for used, tensor in zip(self._tensors, tensors, strict=True)
         )
@@ -156,13 +151,13 @@ class CudaInspection:
         self._cast_count = int(casts.sum())
         self._count = len(groups) - self._cast_count
         groups = np.concatenate([groups[~casts], groups[casts]])
-        # One upload for both tables, from pinned memory: a copy from pageable memory waits for the stream.
+        # Pinned memory: a copy from pageable memory waits for the stream.
         upload = torch.from_numpy(np.concatenate([groups.reshape(-1), sizes])).pin_memory()
         self._table = upload.to(self._device, non_blocking=True)
         self._sizes = self._table[groups.size :]
 
     def __call__(self) -> Findings:
-        """Queue the work on the current stream; nothing waits for the device."""
+        """Queue the work on the current stream."""
         if self._outdated:
             self._prepare()
         self._outdated = self._has_copies
@@ -200,7 +195,7 @@ def is_fusable(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def is_castable(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the kernel can fill `target` from `source`: bfloat16 from float32, else as `is_fusable`."""
+    """Whether the kernel can fill `target`, bfloat16, from `source`, float32; else as `is_fusable`."""
     return (source.dtype, target.dtype) == (torch.float32, torch.bfloat16) and _are_wide(source, target)
 
 
@@ -222,11 +217,7 @@ def _groups(
     targets: Mapping[int, torch.Tensor],
     sources: Mapping[int, torch.Tensor],
 ) -> npt.NDArray[np.int64]:
-    """The kernel's work list, int64 [g, 8]; see `_digest_groups`.
-
-    Raises:
-        ValueError: a tensor is larger than 16 GiB.
-    """
+    """The kernel's work list, int64 [g, 8]; see `_digest_groups`. Raises ValueError for more than 16 GiB."""
     span = GROUP_ROWS * ROW_BYTES
     if len(sizes) and int(sizes.max()) > _MAX_ROWS * ROW_BYTES:
         raise ValueError(f"expected at most {_MAX_ROWS * ROW_BYTES} bytes in a tensor, got {sizes.max()}")

@@ -1,12 +1,11 @@
-"""What a digest is: the 64-bit multilinear hash that every device computes alike, and its multipliers.
+"""The 64-bit multilinear hash that every device computes alike, and its multipliers.
 
-Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): the bytes
-are read as 32-bit words, each word is multiplied by a random odd 64-bit number, and the products are
-summed modulo 2**64. This is done in two levels, so that the table of multipliers stays in the cache:
-words to rows of `ROW_WORDS`, then rows to one number. It detects transport faults (a stale, truncated,
-permuted or missing piece); it is not a signature against an adversary.
+Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): each 32-bit word is
+multiplied by a random odd 64-bit number, and the products are summed modulo 2**64. In two levels, so that the
+table of multipliers stays in the cache: words to rows of `ROW_WORDS`, then rows to one number. It detects
+transport faults (a stale, truncated, permuted or missing piece); it is not a signature against an adversary.
 
-This module defines; `digest_host` computes from bytes, `digest` and `digest_cuda` from tensors.
+No torch here: `digest` and `digest_cuda` compute the same from tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The result of inspecting n tensors, on their device: int64 [n] each. A digest is `sums ^ sizes`."""
+    """The result of inspecting n tensors, on their device: int64 [n] each."""
 
     sums: torch.Tensor
     sizes: torch.Tensor  # bytes
@@ -50,7 +49,7 @@ class Findings:
 class Copy:
     """A copy of a tensor of a list, or of a part of it, to `target`."""
 
-    index: int  # of the tensor in the list
+    index: int  # position in the list
     source: torch.Tensor
     target: torch.Tensor
 
@@ -65,22 +64,18 @@ def multipliers(count: int, stream: int) -> Table:
 
 
 def row_multipliers(rows: int) -> Table:
-    """Multipliers of the second level [rows], drawn in powers of two so that few tables are made."""
+    """Multipliers of the second level [rows], drawn in powers of two to make few tables."""
     return multipliers(1 << max(rows - 1, 1).bit_length(), 2)[:rows]
 
 
 def unsigned(digests: torch.Tensor) -> list[int]:
-    """Digests as torch holds them (int64 [n]) as unsigned numbers."""
+    """Digests as torch holds them (int64 [n]), as unsigned numbers."""
     return [value % (1 << 64) for value in digests.tolist()]
 
 
 def version_digest(names: Sequence[str], digests: Sequence[int] | Digests) -> str:
-    """One digest of a whole version (32 hexadecimal digits), independent of the order of its tensors.
-
-    Args:
-        names: of the n tensors.
-        digests: one per tensor, unsigned.
-    """
+    """One digest of a whole version (32 hexadecimal digits) from its n names and unsigned digests, in any
+    order."""
     order, text = _sorted_names(tuple(names))
     hasher = blake2b(text, digest_size=16)
     hasher.update(np.asarray(digests, dtype="<u8")[order].tobytes())
@@ -89,7 +84,7 @@ def version_digest(names: Sequence[str], digests: Sequence[int] | Digests) -> st
 
 @lru_cache(maxsize=4)
 def _sorted_names(names: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], bytes]:
-    """The order that sorts the names, and all of them in that order; the same in every round."""
+    """The order that sorts the names, and the sorted names; the same in every round."""
     order = sorted(range(len(names)), key=names.__getitem__)
     return np.array(order, dtype=np.intp), json.dumps([names[i] for i in order]).encode()
 
@@ -99,9 +94,9 @@ Bytes = npt.NDArray[np.uint8]
 
 def digest_bytes(data: Bytes) -> int:
     """The digest of a tensor's bytes (uint8 [n]): unsigned, 64 bits. Releases the interpreter lock."""
-    end = data.size // WORD_BYTES * WORD_BYTES  # of the last full word
-    # torch's int64 multiply is eight times slower than numpy's fused product and sum (0.6 and
-    # 4.9 GB/s on one core of an EPYC 9004).
+    end = data.size // WORD_BYTES * WORD_BYTES
+    # numpy's fused product and sum is eight times as fast as torch's int64 multiply (4.9 GB/s on one core
+    # of an EPYC 9004).
     words = data[:end].view(np.int32)
     if end < data.size:
         last = np.zeros(WORD_BYTES, dtype=np.uint8)

@@ -1,7 +1,6 @@
-"""Files that arrive as tensors, their bytes (uint8 [size]): written to a directory of shared memory.
+"""Files that arrive as tensors of bytes (uint8 [size]), written to a directory of shared memory.
 
-The directory has its name once all bytes are there and their digests were compared. The name is of another
-process (see `ownership`), and goes with it.
+The directory gets its name, another process's (see `ownership`), once all digests were compared.
 """
 
 import shutil
@@ -17,7 +16,7 @@ class ReceivedFiles:
     """Files on their way into a directory.
 
     Args:
-        directory: must not exist; None: nothing is written, because another worker of this host does.
+        directory: must not exist; None: another worker of this host writes them.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -25,11 +24,7 @@ class ReceivedFiles:
         self._partial = None if directory is None else directory.with_name(f"{directory.name}.partial")
 
     def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Write whole files.
-
-        Raises:
-            ValueError: a tensor is not the bytes of a file, or they cannot be written here.
-        """
+        """Write whole files. Raises ValueError if one is not the bytes of a file, or cannot be written."""
         for name, tensor in tensors:
             if tensor.dtype != torch.uint8 or tensor.dim() != 1 or Path(name).name != name:
                 kind = f"{tensor.dtype} {list(tensor.shape)}"
@@ -39,11 +34,11 @@ class ReceivedFiles:
             try:
                 self._partial.mkdir(mode=0o700, exist_ok=True)
                 _write(self._partial / name, tensor)
-            except OSError as error:  # a full /dev/shm: the sender has another way
+            except OSError as error:  # /dev/shm is full: the files are then loaded from the store
                 raise ValueError(f"{name!r} cannot be written to shared memory: {error}") from error
 
     def complete(self) -> None:
-        """All of them are there and were compared."""
+        """All files arrived, and their digests match."""
         if self._directory is not None and self._partial is not None:
             self._partial.rename(self._directory)
 
@@ -54,15 +49,14 @@ class ReceivedFiles:
 
 
 def _write(path: Path, content: torch.Tensor) -> None:
-    """Raises OSError: there is no room for it."""
     with path.open("xb", buffering=0) as file:
         for left in _on_host(content.contiguous()):
-            while left:  # the last of what is full takes a part
+            while left:  # memory that is almost full takes a part
                 left = left[file.write(left) :]
 
 
 def _on_host(content: torch.Tensor) -> Iterator[memoryview]:
-    """Its parts. From a GPU the next one is copied, to pinned memory, while one is used."""
+    """The parts of a tensor. From a GPU the next one is copied, to pinned memory, while one is used."""
     if content.device.type != "cuda":
         yield memoryview(content.numpy())
         return
