@@ -117,14 +117,8 @@ class StagedUpdate:
         self.compared.append(found)
 
     def complete(self) -> None:
-        self.digest = version_digest(self.names, self._digests())
-
-    def digests(self) -> dict[str, int]:
-        """Unsigned 64-bit, by name."""
-        return dict(zip(self.names, self._digests().tolist(), strict=True))
-
-    def _digests(self) -> Digests:
-        return np.concatenate(self.compared) if self.compared else np.empty(0, dtype=np.uint64)
+        digests = np.concatenate(self.compared) if self.compared else np.empty(0, dtype=np.uint64)
+        self.digest = version_digest(self.names, digests)
 
 
 def compare(names: Sequence[str], sent: Digests, found: Digests, nonfinite: Digests) -> None:

@@ -304,8 +304,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
                 join_reasons([f"parameter {name!r} received no or not all weights" for name in unfilled])
             )
         update.complete()
-        if self.retained.expecting:
-            self.retained.set_digests(update.digests())
 
 
 def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:

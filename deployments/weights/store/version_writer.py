@@ -9,7 +9,7 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from deployments.host.logs import serve_logger
 from deployments.host.thread_priority import CoreShare, yield_to_others
 from deployments.protocol.poll import StoreResult
 from deployments.weights.store.versions import Store, StoredTensor, VersionManifest
-from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest import digest
 from deployments.weights.wire.digest_definition import version_digest
 
@@ -31,6 +30,7 @@ WRITE_BYTES = 4 << 20  # some milliseconds
 NICE = 5  # decoding and training take precedence over the store
 SHARE_OF_A_CORE = 0.25  # for fleets on a CPU; see `VersionWriter`
 logger = serve_logger()
+_Retained = tuple[int, dict[str, torch.Tensor]]  # version, tensors on the CPU
 
 
 def write_safetensors(
@@ -97,7 +97,6 @@ class CommittedVersion:
     fleet_id: str | None = None
     digest: str | None = None  # with which the fleet committed it; None: unknown
     trainer_step: int | None = None  # optimizer steps that made it
-    expected_digests: Mapping[str, int] | None = None  # computed on arrival (unsigned 64-bit)
 
 
 class VersionWriter:
@@ -220,18 +219,15 @@ def write_version(
 
 
 def _manifest(version: CommittedVersion, rest: Callable[[], None]) -> VersionManifest:
-    actual = _digests(version.tensors, rest)
-    expected = version.expected_digests
-    corrupted = [] if expected is None else [name for name in actual if expected.get(name) != actual[name]]
-    if corrupted:
-        raise ValueError(
-            f"{len(corrupted)} tensors are corrupted: they changed since they arrived, first {corrupted[0]!r}"
-        )
-    combined = version_digest(list(actual), list(actual.values()))
+    digests = {}
+    for name, tensor in version.tensors.items():
+        digests[name] = digest(tensor.contiguous())  # a copy is freed before the next one is made
+        rest()
+    combined = version_digest(list(digests), list(digests.values()))
     if version.digest not in (None, combined):
         raise ValueError(
-            f"version {version.version} was committed with digest {version.digest}, and what is to be "
-            f"written has {combined}"
+            f"version {version.version} was committed with digest {version.digest}, and its tensors now have "
+            f"{combined}"
         )
     return VersionManifest(
         version=version.version,
@@ -243,56 +239,24 @@ def _manifest(version: CommittedVersion, rest: Callable[[], None]) -> VersionMan
             name: StoredTensor(
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 shape=tuple(tensor.shape),
-                digest=f"{actual[name]:016x}",
+                digest=f"{digests[name]:016x}",
             )
             for name, tensor in version.tensors.items()
         },
     )
 
 
-def _digests(tensors: Mapping[str, torch.Tensor], rest: Callable[[], None]) -> dict[str, int]:
-    found = {}
-    for name, tensor in tensors.items():
-        found[name] = digest(tensor.contiguous())  # a copy is freed before the next one is made
-        rest()
-    return found
+def _check_same(stored: VersionManifest, written: VersionManifest) -> None:
+    """Raise ValueError unless the version in the store is the one that was to be written."""
+    if stored.fleet_id != written.fleet_id or stored.tensors != written.tensors:
+        raise ValueError(
+            f"version {written.version} is in the store already, of {stored.owner} and with digest "
+            f"{stored.digest}; this is of {written.owner} and has {written.digest}"
+        )
 
 
 def _result(version: CommittedVersion, *, path: str = "", problem: str = "") -> StoreResult:
     return StoreResult(version=version.version, label=version.label, path=path, problem=problem)
-
-
-def _check_same(stored: VersionManifest, written: VersionManifest) -> None:
-    """Raise ValueError unless the version in the store has the weights that were to be written."""
-    if stored.fleet_id != written.fleet_id:
-        raise ValueError(
-            f"version {written.version} is in the store already: of {stored.owner}, and this is "
-            f"{written.owner}"
-        )
-    problems = [
-        f"{name!r} is {_described(stored.tensors, name)} there and {_described(written.tensors, name)} here"
-        for name in sorted(stored.tensors.keys() | written.tensors.keys())
-        if stored.tensors.get(name) != written.tensors.get(name)
-    ]
-    if problems:
-        raise ValueError(
-            f"version {written.version} is in the store already with other weights (of another fleet?): "
-            + join_reasons(problems)
-        )
-
-
-def _described(tensors: Mapping[str, StoredTensor], name: str) -> str:
-    tensor = tensors.get(name)
-    if tensor is None:
-        return "absent"
-    return f"{tensor.dtype} {list(tensor.shape)} with digest {tensor.digest}"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Retained:
-    version: int
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # on the CPU
-    digests: dict[str, int] = field(default_factory=dict)  # computed on arrival
 
 
 class RetainedVersions:
@@ -302,7 +266,7 @@ class RetainedVersions:
     newest committed one. On a GPU this costs one copy to the host per tensor while staging; on a CPU it is a
     reference to memory that the transfer allocated anyway.
 
-    Called on the engine's thread, except `add` and `set_digests`, which run on the staging thread.
+    Called on the engine's thread, except `add`, which runs on the staging thread.
     """
 
     def __init__(self) -> None:
@@ -315,7 +279,7 @@ class RetainedVersions:
 
     def expect(self, version: int) -> None:
         """Retain what arrives from now on, as this version."""
-        self._arriving = _Retained(version=version)
+        self._arriving = version, {}
 
     @property
     def expecting(self) -> bool:
@@ -325,13 +289,7 @@ class RetainedVersions:
         """Retain tensors that arrived, by checkpoint name; copied to the host from a GPU."""
         arriving = self._arriving
         if arriving is not None:
-            arriving.tensors.update((name, tensor.cpu()) for name, tensor in tensors)
-
-    def set_digests(self, digests: dict[str, int]) -> None:
-        """The digests (unsigned 64-bit) of everything that arrived, by checkpoint name."""
-        arriving = self._arriving
-        if arriving is not None:
-            arriving.digests = digests
+            arriving[1].update((name, tensor.cpu()) for name, tensor in tensors)
 
     def commit(self) -> None:
         """Make what arrived the retained version; an older one is freed, also if this one is not retained."""
@@ -339,22 +297,18 @@ class RetainedVersions:
 
     def forget(self, version: int) -> None:
         """Free this version and older ones."""
-        if self._committed is not None and self._committed.version <= version:
+        if self._committed is not None and self._committed[0] <= version:
             self._committed = None
 
     def committed(
         self, version: int, label: str | None, fleet_id: str | None = None, digest: str | None = None
     ) -> CommittedVersion:
         """The retained version, for the store. Raises ValueError if it is not this one."""
-        retained = self._committed
-        if retained is None or retained.version != version:
-            actual = None if retained is None else retained.version
-            raise ValueError(f"version {version} must be retained to be stored, the retained one is {actual}")
+        retained, tensors = self._committed or (None, {})
+        if retained != version:
+            raise ValueError(
+                f"version {version} must be retained to be stored, the retained one is {retained}"
+            )
         return CommittedVersion(
-            version=version,
-            label=label,
-            fleet_id=fleet_id,
-            digest=digest,
-            tensors=retained.tensors,
-            expected_digests=retained.digests,
+            version=version, label=label, fleet_id=fleet_id, digest=digest, tensors=tensors
         )

@@ -87,7 +87,7 @@ def test_vllm_has_the_native_engines_and_no_others(record: Transport) -> None:
 @every_record
 def test_init_info_has_the_defaults_of_the_record(record: Transport) -> None:
     info = trainer_init_info(record.backend, facts())
-    assert type(info).__name__ == f"{record.prefix}TrainerInitInfo"
+    assert type(info).__name__ == record.init_info_class
     assert (info.backend, info.rank, info.chunk_bytes) == (record.backend, 0, record.chunk_bytes)
     assert trainer_init_info(record.backend, facts(chunk_bytes=1 << 20)).chunk_bytes == 1 << 20
 
