@@ -65,11 +65,8 @@ AUTOMATIC_STAGING = "automatic"  # 'device' where the engine's CPU allows it, el
 
 
 def build(args: AppConfig) -> Application:
-    """The application of one configuration.
-
-    Raises:
-        ConfigError: vLLM, the environment or the cluster does not allow a setting.
-    """
+    """The application of one configuration. Raises ConfigError: vLLM, the environment or the cluster does
+    not allow a setting."""
     check_engine_args(args.engine.extra)
     if ray.is_initialized():  # always true in Serve; tests build without a cluster
         check_gpus(args, [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]])
@@ -151,7 +148,6 @@ def _rollout(args: AppConfig, model: str, controller: Application, slots: Applic
 
 
 def _size(args: AppConfig) -> dict[str, Any]:
-    """The replica options of the rollout deployment."""
     engine = args.engine
     if engine.max_replicas is None:
         return {"num_replicas": engine.first_replicas}
@@ -221,7 +217,6 @@ def _router(
 
 
 def _single(name: str, deployed: type, **options: float) -> serve.Deployment:
-    """A deployment of one replica that needs no CPU of its own."""
     return serve.deployment(
         deployed,
         name=name,
@@ -279,7 +274,6 @@ def executor(config: AppConfig) -> dict[str, str]:
 
 
 def staging(config: AppConfig) -> str:
-    """The configured staging, or the one for this device."""
     if config.weights.staging is not None:
         return config.weights.staging.value
     if config.device is Device.CPU and not config.engine.serves_adapters:

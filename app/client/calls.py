@@ -46,7 +46,6 @@ def publish_directory(path: str, label: str | None = None) -> Call[RoundReport]:
 
 
 def rollback(version: int) -> Call[RoundReport]:
-    """Publish a stored version again."""
     body = {"version": version}
     return Call(method="POST", path="/fleet/rollback", body=body, read=typed(RoundReport), repeatable=False)
 
@@ -68,7 +67,6 @@ def resume() -> Call[Status]:
 
 
 def world_size() -> Call[int]:
-    """The workers of the whole fleet."""
     read = _then(typed(WorldSize), lambda made: made.world_size)
     return Call(method="GET", path="/get_world_size", read=read)
 
@@ -82,7 +80,6 @@ def disconnect() -> Call[None]:
 
 
 def step(trajectories: Sequence[Trajectory]) -> Call[Object]:
-    """One optimizer step; its metrics."""
     from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes  # numpy, which the launcher does without
 
     return Call(
@@ -121,7 +118,6 @@ def model() -> Call[str]:
 
 
 def tokenize(model: str, prompt: str) -> Call[list[int]]:
-    """The token ids of a prompt."""
     body = {"model": model, "prompt": prompt, "add_special_tokens": False}
     read = _then(_object(), lambda made: TypeAdapter(list[int]).validate_python(made["tokens"]))
     return Call(method="POST", path="/tokenize", body=body, read=read)

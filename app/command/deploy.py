@@ -54,11 +54,8 @@ class ServeFile:
 
 
 def read_serve_file(path: Path) -> ServeFile:
-    """Read a file; its relative paths start at the working directory.
-
-    Raises:
-        ConfigError: no such file, not YAML, not one application, wrong settings, a token is missing.
-    """
+    """Read a file; its relative paths start at the working directory. Raises ConfigError: no such file,
+    not YAML, not one application, wrong settings, a token is missing."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

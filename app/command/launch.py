@@ -60,7 +60,6 @@ def read_status(details: Mapping[str, Any], application: str) -> ApplicationStat
 
 
 def changes(before: ApplicationStatus | None, now: ApplicationStatus) -> list[str]:
-    """One line for each deployment whose readiness changed."""
     known = before.deployments if before is not None else {}
     return [f"{name}: {text}" for name, text in now.deployments.items() if known.get(name) != text]
 

@@ -34,11 +34,9 @@ class PortBlock:
 
     @property
     def routers(self) -> range:
-        """Ports of router replicas."""
         return range(self._first + _NAMED, self._first + _SIZE)
 
     def close(self) -> None:
-        """Release the block."""
         self._claim.close()
 
 

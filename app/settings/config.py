@@ -77,12 +77,10 @@ class AppConfig(Section):
 
     @property
     def public_model_name(self) -> str:
-        """The model's name in requests."""
         return self.model if self.served_model_name is None else self.served_model_name
 
     @property
     def fleet_size(self) -> SizeLimits:
-        """How many replicas there may be."""
         if self.placement is Placement.COLOCATED:
             return self.engine.size.model_copy(update={"fixed": _RESERVED_SLOTS})
         return self.engine.size
@@ -97,7 +95,6 @@ class AppConfig(Section):
 
     @property
     def store_path(self) -> Path:
-        """The store's directory, absolute."""
         return self.state_dir / self.store.path.expanduser()
 
     @property
@@ -129,11 +126,7 @@ class AppConfig(Section):
 
 
 def parse_config(data: Any) -> AppConfig:
-    """Validate the settings under `args`.
-
-    Raises:
-        ConfigError: one sentence per wrong setting.
-    """
+    """Validate the settings under `args`. Raises ConfigError: one sentence per wrong setting."""
     try:
         return AppConfig.model_validate(data)
     except ValidationError as error:
@@ -180,7 +173,6 @@ def _broken_rules(config: AppConfig) -> Iterator[str]:
 
 
 def _names(accept: Callable[[Transport], bool]) -> str:
-    """The transports with a property, for a sentence."""
     return quoted([name for name, transport in TRANSPORTS.items() if accept(transport)])
 
 

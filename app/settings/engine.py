@@ -58,7 +58,6 @@ class EngineConfig(Section):
 
     @property
     def first_replicas(self) -> int:
-        """Replicas that the fleet starts with."""
         return self.min_replicas if self.num_replicas is None else self.num_replicas
 
     @property
@@ -67,7 +66,6 @@ class EngineConfig(Section):
 
     @property
     def size(self) -> SizeLimits:
-        """How many replicas there may be."""
         if self.max_replicas is None:
             first = self.first_replicas
             return SizeLimits(least=first, most=first, wanted=first)
@@ -94,11 +92,8 @@ TOOL_ARGUMENTS = (
 
 
 def check_engine_args(extra: Mapping[str, Any]) -> None:
-    """Check the names against vLLM's AsyncEngineArgs. Imports vLLM, unless there are no names.
-
-    Raises:
-        ConfigError: unknown names, each with a suggestion, or tool calls that no replica could read.
-    """
+    """Check the names against vLLM's AsyncEngineArgs. Imports vLLM, unless there are no names. Raises
+    ConfigError: unknown names, each with a suggestion, or tool calls that no replica could read."""
     if not extra:
         return
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -111,11 +106,8 @@ def check_engine_args(extra: Mapping[str, Any]) -> None:
 
 
 def check_names(extra: Mapping[str, Any], known: list[str]) -> None:
-    """Check the names against a list of known ones.
-
-    Raises:
-        ConfigError: unknown names, each with a suggestion.
-    """
+    """Check the names against a list of known ones. Raises ConfigError: unknown names, each with a
+    suggestion."""
     complaints = []
     for name in extra:
         if name not in known:

@@ -135,11 +135,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model(name: str) -> str:
-    """A directory or Hugging Face id that vLLM and transformers can load.
-
-    Raises:
-        ValueError: a path without a model, or a name that is none of the three.
-    """
+    """A directory or Hugging Face id that vLLM and transformers can load. Raises ValueError: a path
+    without a model, or a name that is none of the three."""
     if name in BUILT_IN:
         return str(prepare(BUILT_IN[name], cache_directory()))
     path = Path(name).expanduser()

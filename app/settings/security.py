@@ -92,11 +92,8 @@ def is_loopback(host: str) -> bool:
 
 
 def read_tokens(text: str) -> tuple[str, ...]:
-    """The tokens of a text, one a line; empty lines are skipped.
-
-    Raises:
-        ValueError: one is too short, or has characters that a header cannot carry.
-    """
+    """The tokens of a text, one a line; empty lines are skipped. Raises ValueError: one is too short, or
+    has characters that a header cannot carry."""
     tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
     for number, token in enumerate(tokens, 1):
         if _TOKEN.fullmatch(token) is None:
@@ -112,11 +109,8 @@ def read_tokens(text: str) -> tuple[str, ...]:
 
 
 def read_token_file(file: Path) -> tuple[str, ...]:
-    """The tokens of a file, at least one.
-
-    Raises:
-        ValueError: it cannot be read, is empty, or has a wrong token.
-    """
+    """The tokens of a file, at least one. Raises ValueError: it cannot be read, is empty, or has a wrong
+    token."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:

@@ -14,7 +14,6 @@ from deployments.weights.transports.registry import OWN_WIRE, TRANSPORTS, VLLM_W
 
 
 def quoted(names: list[str]) -> str:
-    """For a sentence: 'a', 'b' or 'c'."""
     *others, last = [repr(name) for name in names]
     return f"{', '.join(others)} or {last}" if others else last
 

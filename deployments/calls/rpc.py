@@ -238,11 +238,8 @@ def is_lost(error: BaseException) -> bool:
 
 
 async def bounded(call: Awaitable[Result], what: str, limit_s: float) -> Result:
-    """Wait for a call within a deadline.
-
-    Raises:
-        FleetUnavailable: there was no answer in time; names `what`.
-    """
+    """Wait for a call within a deadline. Raises FleetUnavailable: there was no answer in time; names
+    `what`."""
     try:
         async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
             return await call
@@ -299,7 +296,6 @@ def _session() -> aiohttp.ClientSession:
 
 @atexit.register
 def _close_sessions() -> None:
-    """aiohttp would print a line for each open one."""
     with suppress(Exception), closing(asyncio.new_event_loop()) as loop:
         for session in _sessions.values():
             loop.run_until_complete(session.close())

@@ -294,7 +294,6 @@ class Controller:
             await self._durable.result(call)
 
     async def adapters(self) -> list[AdapterStatus]:
-        """Retired, live and loading ones."""
         async with self._durable.answer():
             return self._ledger.adapters.status()
 
@@ -313,11 +312,8 @@ class Controller:
         return await self._calls.address()
 
     async def poll(self, report: Report) -> Directive:
-        """Wait up to `poll_s` for updates for this replica.
-
-        Raises:
-            FleetUnavailable: a newer poll of the same replica superseded this one, or came before it.
-        """
+        """Wait up to `poll_s` for updates for this replica. Raises FleetUnavailable: a newer poll of the
+        same replica superseded this one, or came before it."""
         self._durable.enter()
         follows = self._ledger.on_report(report, self._durable.now())
         looked = self._durable.look_soon() if follows else self._durable.looks
@@ -370,11 +366,8 @@ class Controller:
     # -- the store ----------------------------------------------------------------------------
 
     async def stored(self, version: int, path: str, label: str | None = None) -> None:
-        """The trainer wrote a committed version to the store: joiners may load it.
-
-        Raises:
-            InvalidRequest: the fleet never committed it.
-        """
+        """The trainer wrote a committed version to the store: joiners may load it. Raises InvalidRequest:
+        the fleet never committed it."""
         async with self._durable.answer():
             self._ledger.set_stored(version, path, label, self._durable.now())
 
@@ -384,11 +377,8 @@ class Controller:
             self._ledger.set_unstored(version, reason, self._durable.now())
 
     async def rollback_source(self, version: int) -> str:
-        """The directory of a stored version, to be published as an ordinary round.
-
-        Raises:
-            InvalidRequest: it is not in the store, is another fleet's, or its manifest cannot be read.
-        """
+        """The directory of a stored version, to be published as an ordinary round. Raises InvalidRequest:
+        it is not in the store, is another fleet's, or its manifest cannot be read."""
         return await asyncio.to_thread(self._keeper.source, version)
 
     async def scale(self, wanted: int | None) -> SizeStatus:
@@ -429,11 +419,9 @@ class Controller:
         self._adapter_files.removal.start()
 
     async def check_health(self) -> None:
-        """Serve's health check."""
         self._durable.enter()
 
     async def aclose(self) -> None:
-        """Stop the ticker, close connections and journal."""
         await self._calls.aclose()
         await self._durable.aclose()
         await self._keeper.removal.aclose()
@@ -441,10 +429,6 @@ class Controller:
 
 
 def _check_model(ledger: Ledger, model: str | None, state_dir: Path) -> None:
-    """Raises JournalError if the fleet has versions or adapters of another model.
-
-    Engines start from the newest stored version: they would answer from the former model.
-    """
     other = None if model is None else ledger.serve(model)
     if other is not None:
         raise JournalError(

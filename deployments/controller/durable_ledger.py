@@ -79,7 +79,6 @@ class Waits:
             asyncio.get_running_loop().call_soon(self._look)
 
     def end_all(self) -> None:
-        """Wake every wait."""
         self._ready.extend(self._conditions)
         self._conditions.clear()
         self._release()
@@ -110,11 +109,8 @@ class Waits:
 
 
 class DurableLedger:
-    """A ledger with a journal, a clock and waits. See `Controller` for the arguments.
-
-    Raises:
-        JournalError: the state directory cannot be used.
-    """
+    """A ledger with a journal, a clock and waits. See `Controller` for the arguments. Raises JournalError:
+    the state directory cannot be used."""
 
     def __init__(
         self,
@@ -160,11 +156,7 @@ class DurableLedger:
         return self._looks
 
     def enter(self) -> None:
-        """Begins every call.
-
-        Raises:
-            FleetUnavailable: decisions could not be written.
-        """
+        """Begins every call. Raises FleetUnavailable: decisions could not be written."""
         self._check()
         if not self._running:
             loop = asyncio.get_running_loop()
@@ -184,11 +176,8 @@ class DurableLedger:
         return now
 
     async def check_space(self) -> None:
-        """Called before a publisher's call is applied.
-
-        Raises:
-            FleetUnavailable: the disk has no space for the decisions that may follow.
-        """
+        """Called before a publisher's call is applied. Raises FleetUnavailable: the disk has no space for
+        the decisions that may follow."""
         await self._reserve()
         self._check()
         if self._no_space is not None:
@@ -233,11 +222,7 @@ class DurableLedger:
         return self._looks + 1
 
     async def durable(self, made: int) -> None:
-        """Wait until this many decisions are on disk.
-
-        Raises:
-            FleetUnavailable: they could not be written.
-        """
+        """Wait until this many decisions are on disk. Raises FleetUnavailable: they could not be written."""
         while self._on_disk < made:
             self._check()
             await self._written.wait()
@@ -295,13 +280,11 @@ class DurableLedger:
     # -- the disk -----------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Raises FleetUnavailable if decisions could not be written."""
         if self._failure is not None:
             message = f"the controller cannot write its decisions and is being replaced: {self._failure}"
             raise FleetUnavailable(message, {"restarting": True})
 
     async def _write(self) -> None:
-        """Write until nothing is left."""
         while self._unwritten and self._failure is None:
             decisions, self._unwritten = self._unwritten, []
             try:
@@ -390,7 +373,6 @@ class DurableLedger:
         self._thread.shutdown(wait=False)
 
     async def aclose(self) -> None:
-        """Stop the tasks and close the journal."""
         self._failure = self._failure or "it is closed"
         for task in self._running:
             task.cancel()

@@ -66,11 +66,8 @@ class Journal:
             self._open(lock_wait_s)
 
     def append(self, decisions: Iterable[Decision]) -> None:
-        """Durable when it returns.
-
-        Raises:
-            JournalError: no space is left, the disk is gone, or another file took this one's place.
-        """
+        """Durable when it returns. Raises JournalError: no space is left, the disk is gone, or another
+        file took this one's place."""
         rows: list[tuple[int, str]] = []
         superseded: list[tuple[int]] = []
         for decision in decisions:
@@ -88,11 +85,8 @@ class Journal:
             self._look_at_space()
 
     def reserve(self) -> str | None:
-        """Reserve space for further decisions. Returns why there is none, for a person.
-
-        Raises:
-            JournalError: the disk is gone.
-        """
+        """Reserve space for further decisions. Returns why there is none, for a person. Raises
+        JournalError: the disk is gone."""
         if self.has_space:
             return None
         with self._named_errors():
@@ -112,11 +106,8 @@ class Journal:
         return None
 
     def stay(self) -> None:
-        """Write everything again if the file was moved or removed. Durable when it returns.
-
-        Raises:
-            JournalError: another file took its place, or the disk is gone.
-        """
+        """Write everything again if the file was moved or removed. Durable when it returns. Raises
+        JournalError: another file took its place, or the disk is gone."""
         with self._named_errors():
             if self._path.exists():
                 if not os.path.samestat(self._path.stat(), os.fstat(self._file)):
@@ -133,7 +124,6 @@ class Journal:
             logger.error("%s was moved or removed while in use: it is written again", self._path)
 
     def close(self) -> None:
-        """Release the file."""
         if self._file >= 0:
             self._db.close()
             os.close(self._file)

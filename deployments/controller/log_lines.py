@@ -77,11 +77,9 @@ class LogLines:
 
     @property
     def last_id(self) -> int:
-        """The newest event that is written."""
         return self._last_id
 
     def write(self, events: Iterable[Event]) -> None:
-        """Events after `last_id`, oldest first."""
         for event in events:
             self._last_id = event.event_id
             fields = {"round": self._round, **event.fields}

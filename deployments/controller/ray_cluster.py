@@ -68,7 +68,6 @@ class ServeReplicas:
         return self._find(replica_id) is not None
 
     def kill(self, replica_id: str) -> None:
-        """Kill its process, also a stopped one."""
         actor = self._find(replica_id)
         if actor is not None:
             ray.kill(actor)
@@ -133,7 +132,6 @@ class ReplicaProcesses:
 
 
 def _exists(lookup: asyncio.Task[bool]) -> bool:
-    """A process whose lookup failed may exist."""
     error = lookup.exception()
     if error is not None:
         logger.warning("failed to look up a silent replica: %s: %s", type(error).__name__, error)

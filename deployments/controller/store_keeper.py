@@ -52,12 +52,10 @@ class Removal(Generic[T]):
         self._problem: OSError | None = None
 
     def start(self) -> None:
-        """Begin a pass, unless one is running."""
         if self._pass is None or self._pass.done():
             self._pass = asyncio.get_running_loop().create_task(self._run())
 
     async def aclose(self) -> None:
-        """Wait for the running pass."""
         if self._pass is not None:
             await asyncio.gather(self._pass, return_exceptions=True)
 
@@ -93,11 +91,7 @@ class StoreKeeper:
         )
 
     def check_owner(self, state_dir: Path) -> None:
-        """Called when the controller starts.
-
-        Raises:
-            JournalError: the store has versions of another fleet.
-        """
+        """Called when the controller starts. Raises JournalError: the store has versions of another fleet."""
         foreign = self._promises.foreign(self._owners())
         if not foreign:
             return
@@ -110,11 +104,8 @@ class StoreKeeper:
         )
 
     def source(self, version: int) -> str:
-        """The directory of a stored version of this fleet. Reads the disk.
-
-        Raises:
-            InvalidRequest: it is not in the store, is another fleet's, or its manifest cannot be read.
-        """
+        """The directory of a stored version of this fleet. Reads the disk. Raises InvalidRequest: it is
+        not in the store, is another fleet's, or its manifest cannot be read."""
         stored = list(self._store.list())
         if version in stored:
             self._check_manifest(version)

@@ -37,7 +37,6 @@ def replacing(final: Path, partial: Path | None = None) -> Iterator[Path]:
 
 
 def rename(path: Path, final: Path) -> None:
-    """Durable when it returns."""
     path.replace(final)
     sync(final.parent)
 

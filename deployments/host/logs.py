@@ -13,7 +13,6 @@ from deployments.protocol.errors import SlipstreamError
 
 
 def serve_logger() -> logging.Logger:
-    """Serve's logger, with the filter."""
     logger = logging.getLogger("ray.serve")
     logger.addFilter(_shorten_answers)  # adding it again has no effect
     return logger

@@ -45,11 +45,9 @@ class Owner:
         os.link(source, DIRECTORY / self.name("owner"), src_dir_fd=self._descriptor)
 
     def name(self, suffix: str) -> str:
-        """A name of this owner."""
         return f"{PREFIX}-{self.id}-{suffix}"
 
     def release(self) -> None:
-        """Remove all names of this owner, and the owner."""
         _remove(self.id)
         os.close(self._descriptor)
 
@@ -58,7 +56,6 @@ _own: Owner | None = None
 
 
 def owner() -> Owner:
-    """This process's owner."""
     global _own
     if _own is None:
         _own = Owner()
@@ -128,7 +125,6 @@ def _remove_what_libraries_left(owner_file: Path) -> bool:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process has this id, other than a zombie."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -150,11 +146,8 @@ _NAME = re.compile(rf"{PREFIX}-[0-9a-f]{{32}}-[0-9a-f]{{32}}")
 
 
 def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
-    """Create a segment; returns its name and a writable mapping.
-
-    Raises:
-        OSError: not enough shared memory; the message has the sizes.
-    """
+    """Create a segment; returns its name and a writable mapping. Raises OSError: not enough shared memory;
+    the message has the sizes."""
     name = owner().name(uuid.uuid4().hex)
     descriptor = os.open(DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -223,11 +216,7 @@ class SharedWords:
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Map the segment `name` of another process.
-
-        Raises:
-            ValueError: as `open_mapping`.
-        """
+        """Map the segment `name` of another process. Raises ValueError: as `open_mapping`."""
         return cls(open_mapping(name, mmap.ACCESS_WRITE))
 
 
@@ -247,11 +236,8 @@ def remove_segment(name: str) -> None:
 
 
 class Segment:
-    """A segment of this process, mapped for writing; others open it by `name`.
-
-    Raises:
-        OSError: not enough shared memory; the message has the sizes.
-    """
+    """A segment of this process, mapped for writing; others open it by `name`. Raises OSError: not enough
+    shared memory; the message has the sizes."""
 
     def __init__(self, size_bytes: int) -> None:
         self.name, self.mapping = create_mapping(size_bytes)
@@ -277,7 +263,6 @@ class Segment:
                 self.name = name
 
     def close(self) -> None:
-        """Remove it; mappings stay valid. Other threads may still rename it. A fork keeps the name."""
         with self._naming:
             if os.getpid() == self._process:
                 remove_segment(self.name)
@@ -292,11 +277,8 @@ class SegmentPool:
         weakref.finalize(self, _close, self._segments).atexit = False  # at exit the owner removes the names
 
     def take(self, index: int, size_bytes: int) -> Segment:
-        """The segment of a chunk, to be filled, under a name that no receiver knows yet.
-
-        Raises:
-            OSError: not enough shared memory; the message has the sizes.
-        """
+        """The segment of a chunk, to be filled, under a name that no receiver knows yet. Raises OSError:
+        not enough shared memory; the message has the sizes."""
         kept = self._segments.get(index)
         if kept is not None:
             kept.rename(kept.name)  # an abandoned call may still send the old one
@@ -318,9 +300,6 @@ def _close(segments: dict[int, Segment]) -> None:
 
 def open_locked(name: str, size_bytes: int) -> mmap.mmap:
     """Map a sender's segment, which the sender does not refill while it is mapped. Writes stay private.
-
-    Raises:
-        ValueError: as `open_mapping`.
-    """
+    Raises ValueError: as `open_mapping`."""
     # Not ACCESS_READ: torch requires writable memory. Nothing is written, so no page is copied.
     return open_mapping(name, mmap.ACCESS_COPY, size_bytes, lock=True)

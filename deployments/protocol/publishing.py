@@ -89,11 +89,8 @@ _JSON_KINDS = ("list", "dict", "str", "int", "float", "bool", "none")  # pydanti
 
 
 def json_only(value: object, name: str) -> JsonValue:
-    """The value itself, if it consists of JSON types: no message carries a tensor.
-
-    Raises:
-        InvalidRequest: a tensor, bytes or another object is inside; names the first one's place.
-    """
+    """The value itself, if it consists of JSON types: no message carries a tensor. Raises InvalidRequest:
+    a tensor, bytes or another object is inside; names the first one's place."""
     try:
         return _JSON.validate_python(value)
     except ValidationError as error:

@@ -136,11 +136,7 @@ def part_of(value: bytes | None) -> Part | None:
 
 
 def demand_of(headers: Mapping[str, str], weight_timeout_s: float) -> Demand:
-    """What the request's headers demand.
-
-    Raises:
-        InvalidRequest: a header is not a number in its range.
-    """
+    """What the request's headers demand. Raises InvalidRequest: a header is not a number in its range."""
     session_id = headers.get("x-session-id")
     if session_id is not None and len(session_id) > MAX_SESSION_ID:
         raise InvalidRequest(

@@ -64,7 +64,6 @@ class GpuHolder:
     """An actor that holds a share of a bundle's GPU."""
 
     def location(self) -> tuple[str, str]:
-        """The host (Ray's node id) and the GPU's id on it."""
         context = ray.get_runtime_context()
         (gpu,) = context.get_accelerator_ids()["GPU"]
         return context.get_node_id(), gpu
@@ -136,7 +135,6 @@ def use_gpus(slot: Slot) -> None:
 
 
 def in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
-    """The scheduling strategy that places an actor in one bundle of a group."""
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
 
 

@@ -152,7 +152,6 @@ def _start_server(directory: str, lock: int) -> None:
 
 
 def _run(directory: str, options: int, command: list[str]) -> int:
-    """Run the command; returns its exit status."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until they can be forwarded
     lifeline, kept = os.pipe()  # the fork is killed by the kernel when `kept` is closed
     descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
