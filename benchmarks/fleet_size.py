@@ -29,8 +29,8 @@ from benchmarks.followers import InstantMember, LedgerFollower
 from deployments.calls.rpc import CallHandle
 from deployments.controller.controller import Controller
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.limits import LedgerConfig
-from deployments.ledger.members import PendingCall
+from deployments.ledger.ledger_config import LedgerConfig
+from deployments.ledger.state import PendingCall
 from deployments.protocol.publishing import RoundOptions
 from deployments.replica.follower import Follower
 

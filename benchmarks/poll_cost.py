@@ -23,7 +23,7 @@ from benchmarks.fleet_size import PAYLOADS, ROUNDS
 from benchmarks.followers import InstantMember
 from deployments.calls.rpc import CallAddress, CallHandle, CallServer
 from deployments.controller.controller import Controller
-from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.ledger_config import LedgerConfig
 from deployments.protocol.publishing import RoundOptions
 from deployments.replica.follower import Follower
 

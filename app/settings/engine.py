@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, P
 from pydantic_core import PydanticCustomError
 
 from app.settings.section import ConfigError, Section
-from deployments.ledger.limits import SizeLimits
+from deployments.ledger.ledger_config import SizeLimits
 
 
 def _engine_variable(name: str) -> str:

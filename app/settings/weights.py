@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from app.settings.section import Section
-from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.ledger_config import LedgerConfig
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.poll import CommitMode, KvCache
 from deployments.weights.transports.registry import OWN_WIRE, TRANSPORTS, VLLM_WIRE, Transport

@@ -20,11 +20,9 @@ from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.ray_cluster import Capacity, IsAlive, Kill, unlimited
 from deployments.controller.store_keeper import AdapterKeeper, StoreKeeper
-from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
-from deployments.ledger.members import PendingCall
-from deployments.ledger.store_assignment import StoreLocation
+from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
+from deployments.ledger.state import PendingCall
 from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus
 from deployments.protocol.engine_state import Operation
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
@@ -81,13 +79,11 @@ class Controller:
         open_journal: Callable[[Path], Journal] = open_journal,
     ) -> None:
         self._config, self._capacity = config, capacity
-        ledger = Ledger(
-            config, StoreLocation(directory=store_dir) if outside_versions else None, size, adapters
-        )
+        ledger = Ledger(config, store_dir if outside_versions else None, size, adapters)
         files = Path(store_dir) / "adapters"
-        adapter_files = AdapterKeeper(files, adapter_roots, ledger.adapters.needed, clock=clock)
+        adapter_files = AdapterKeeper(files, adapter_roots, ledger.adapter_ids, clock=clock)
         self._poll_s = poll_s
-        self._keeper = StoreKeeper(Store(Path(store_dir)), ledger.promises, max_versions)
+        self._keeper = StoreKeeper(Store(Path(store_dir)), ledger, max_versions)
         durable = DurableLedger(
             ledger,
             Path(state_dir),
@@ -216,7 +212,7 @@ class Controller:
         load_id: str = "",
         digest: str = "",
     ) -> Adapter:
-        """Make an adapter live on all replicas; see `Adapters.begin` and `stage`.
+        """Make an adapter live on all replicas; see `Ledger.begin_adapter` and `stage_adapter`.
 
         Args:
             digest: over files that no longer change, see `AdapterStore.copy`; replicas check what they read.
@@ -228,15 +224,15 @@ class Controller:
         """
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
-            adapters, now = self._ledger.adapters, self._durable.now
-            adapter = adapters.begin(
-                name, in_place=in_place, is_3d=is_3d, now=now(), after=after, load_id=load_id
+            now = self._durable.now
+            adapter = self._ledger.begin_adapter(
+                name, now(), in_place=in_place, is_3d=is_3d, after=after, load_id=load_id
             )
             try:
                 await self._durable.durable(self._durable.change())  # no successor reuses this id
                 files = await self._adapter_files.copy(path, adapter.adapter_id, digest)
             except BaseException as error:  # also when the caller left: frees the name
-                adapters.give_up(adapter, str(error), now())
+                self._ledger.give_up_adapter(adapter, str(error), now())
                 raise
             call = await self._staged(adapter, files)
             live: Adapter = await self._durable.result(call)
@@ -245,22 +241,20 @@ class Controller:
     async def _staged(self, adapter: Adapter, files: AdapterFiles) -> PendingCall:
         """Replicas load the fleet's copy, or what they received, while the copy is synced. It is live when
         both are done."""
-        adapters, now = self._ledger.adapters, self._durable.now
-        call = adapters.stage(adapter, files, now())
-        self._ledger.advance(now())
+        now = self._durable.now
+        call = self._ledger.stage_adapter(adapter, files, now())
         self._durable.change()
         completing = asyncio.create_task(self._adapter_files.complete(adapter.adapter_id))
         try:
             await asyncio.shield(completing)
-            adapters.complete(adapter, now())
+            self._ledger.complete_adapter(adapter, now())
         except BaseException as error:  # also when the caller left
             completing.cancel()
             failure = error if isinstance(error, SlipstreamError) else FleetUnavailable(str(error))
-            adapters.fail(adapter, failure)
+            self._ledger.fail_adapter(adapter, failure, now())
             if failure is not error:
                 raise
         finally:
-            self._ledger.advance(now())
             self._durable.change()
         return call
 
@@ -282,20 +276,19 @@ class Controller:
         """The adapter of a load whose answer was lost; waits for its end. None: it is not loaded."""
         async with self._durable.answer():
             await self._durable.wait(self._ledger.is_complete, None)
-            await self._durable.wait(lambda: self._ledger.adapters.settled(load_id), None)
-            return self._ledger.adapters.loaded(load_id)
+            await self._durable.wait(lambda: self._ledger.adapter_settled(load_id), None)
+            return self._ledger.adapter_loaded(load_id)
 
     async def unload_adapter(self, name: str) -> None:
-        """No new request can use it on any replica; see `Adapters.unload`."""
+        """No new request can use it on any replica; see `Ledger.unload_adapter`."""
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
-            call = self._ledger.adapters.unload(name, self._durable.now())
-            self._ledger.advance(self._durable.now())
+            call = self._ledger.unload_adapter(name, self._durable.now())
             await self._durable.result(call)
 
     async def adapters(self) -> list[AdapterStatus]:
         async with self._durable.answer():
-            return self._ledger.adapters.status()
+            return self._ledger.adapters()
 
     # -- replicas -----------------------------------------------------------------------------
 
@@ -446,7 +439,7 @@ def _check_adapters(ledger: Ledger, refusal: str | None, state_dir: Path) -> Non
     Args:
         refusal: how to make replicas take adapters; None: they do.
     """
-    live = [f"{each.name}@{each.version}" for each in ledger.adapters.status() if each.state == "live"]
+    live = [f"{each.name}@{each.version}" for each in ledger.adapters() if each.state == "live"]
     if refusal is not None and live:
         raise JournalError(
             f"{state_dir} has {len(live)} live adapters, among them {live[-1]!r}, and no replica would load "

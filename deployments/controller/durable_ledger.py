@@ -28,7 +28,7 @@ from deployments.controller.ray_cluster import IsAlive, Kill, ReplicaProcesses
 from deployments.host.logs import serve_logger
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.members import PendingCall
+from deployments.ledger.state import PendingCall
 from deployments.protocol.errors import FleetUnavailable
 
 DISK_S = 60.0  # for one write; after that the disk hangs, and the next process may have more luck

@@ -1,7 +1,7 @@
 """The files that the controller keeps: versions of this fleet, and its copies of adapters.
 
-The ledger decides whose a version is (`deployments.ledger.promises`) and which files are needed. The disk is
-read and changed in threads.
+The ledger decides whose a version is (`deployments.ledger.stored_versions`) and which files are needed. The
+disk is read and changed in threads.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from deployments.host.logs import serve_logger
-from deployments.ledger.promises import Promises
+from deployments.ledger.ledger import Ledger
 from deployments.protocol.adapters import AdapterFiles
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, JournalError, NotFound
 from deployments.weights.store.adapter_store import AdapterStore, CannotWrite, Incomplete
@@ -81,24 +81,24 @@ class StoreKeeper:
         keep: versions that stay, beside those that a joiner was told to load.
     """
 
-    def __init__(self, store: Store, promises: Promises, keep: int) -> None:
+    def __init__(self, store: Store, ledger: Ledger, keep: int) -> None:
         self._store = store
-        self._promises = promises
+        self._ledger = ledger
         self._known: dict[int, str | None] = {}  # a version never changes: its manifest is read once
         # A version that is being read stays until a later pass.
         self.removal = Removal(
-            "versions", self._owners, lambda owned: promises.removable(owned, keep), store.remove
+            "versions", self._owners, lambda owned: ledger.removable(owned, keep), store.remove
         )
 
     def check_owner(self, state_dir: Path) -> None:
         """Called when the controller starts. Raises JournalError: the store has versions of another fleet."""
-        foreign = self._promises.foreign(self._owners())
+        foreign = self._foreign()
         if not foreign:
             return
         owners = " and ".join(sorted({_name(owner) for owner in foreign.values()}))
         raise JournalError(
             f"store {self._store.directory} has versions {sorted(foreign)} of {owners}, and the journal in "
-            f"{state_dir} is of {_name(self._promises.fleet_id)}. To start anew, move them away or set "
+            f"{state_dir} is of {_name(self._ledger.fleet_id)}. To start anew, move them away or set "
             "'store.path' to another directory; to begin with the weights of one, move it away and set "
             "'model' to it; to continue as the other fleet, bring its journal back"
         )
@@ -109,7 +109,7 @@ class StoreKeeper:
         stored = list(self._store.list())
         if version in stored:
             self._check_manifest(version)
-        own = [each for each in stored if each not in self._promises.foreign(self._owners())]
+        own = [each for each in stored if each not in self._foreign()]
         if version not in own:
             others = f"; {sorted({*stored} - {*own})} are another fleet's" if own != stored else ""
             raise InvalidRequest(
@@ -129,6 +129,11 @@ class StoreKeeper:
             raise InvalidRequest(
                 f"version {version} cannot be rolled back to: {problem}; roll back to another one"
             )
+
+    def _foreign(self) -> Owners:
+        """Versions of another fleet."""
+        ours = self._ledger.fleet_id
+        return {version: owner for version, owner in self._owners().items() if owner != ours}
 
     def _owners(self) -> Owners:
         """The fleet id of each stored version, None where the manifest names none.

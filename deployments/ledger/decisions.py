@@ -1,16 +1,14 @@
 """What the ledger must not forget: each decision is durable before any replica can learn of it.
 
-The set is closed and small. `recover` folds decisions back into a ledger, and `Lasting` knows which of them
-that fold still needs. Their JSON form is a file format.
+`recovery` folds decisions into a new ledger; `Lasting` says which of them it still needs. Their JSON form is
+a file format.
 """
 
-import itertools
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from deployments.protocol.adapters import AdapterCatalog
 from deployments.protocol.engine_state import (
@@ -24,7 +22,6 @@ from deployments.protocol.engine_state import (
 )
 from deployments.protocol.poll import Check, CommitMode, KvCache, Verification
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import Event
 
 KEPT_FENCES = 1000
 KEPT_ROUNDS = 200
@@ -32,7 +29,7 @@ KEPT_ROUNDS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A controller process began; its sequence numbers are above those of every earlier one."""
+    """A controller process began; its sequence numbers are above those of all earlier ones."""
 
     generation: int
     kind: Literal["started"] = "started"
@@ -40,10 +37,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Founded:
-    """The fleet has an id: two fleets number their versions alike, and their stores may be mixed up."""
+    """The fleet has an id, because stores of two fleets, which number versions alike, may be mixed up."""
 
     fleet_id: str
-    model: str | None = None  # whose versions they are; None until it is known
+    model: str | None = None  # None: not known yet
     kind: Literal["founded"] = "founded"
 
 
@@ -62,7 +59,7 @@ class EpochChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A round id was used. Without it a replica's leftovers could be taken for a new round's."""
+    """A round id is used up. Otherwise a replica's leftovers could be taken for a new round's."""
 
     round_id: int
     kind: Literal["opened"] = "opened"
@@ -89,7 +86,7 @@ class Committed:
     persist: bool = False  # a replica writes it to the store
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()
-    digest: str | None = None  # of all its tensors; see `RoundReport`
+    digest: str | None = None  # see `RoundReport`
     kind: Literal["committed"] = "committed"
 
 
@@ -134,27 +131,27 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promised:
-    """A joiner was told to load this stored version: it stays on the disk until the joiner holds it."""
+class Pinned:
+    """A joiner was told to load this stored version; it stays on disk until the joiner holds it."""
 
     replica_id: str
     incarnation: str
     version: int
     path: str
-    kind: Literal["promised"] = "promised"
+    kind: Literal["pinned"] = "pinned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromiseEnded:
-    """The joiner holds it, is gone, or had its time."""
+class Unpinned:
+    """The joiner holds its version, is gone, or timed out."""
 
     incarnation: str
-    kind: Literal["promise_ended"] = "promise_ended"
+    kind: Literal["unpinned"] = "unpinned"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """It may take requests from now on, and goes on doing so while the controller restarts."""
+    """It takes requests from now on, also while the controller restarts."""
 
     member: Participant
     kind: Literal["admitted"] = "admitted"
@@ -162,27 +159,27 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fenced:
-    """This incarnation never serves again, whoever asks."""
+    """This incarnation never serves again."""
 
     replica_id: str
     incarnation: str
     reason: str
-    told: bool  # it knows, or is gone; before that it may still take a request
+    told: bool  # it knows, or is gone; until then it may still take a request
     kind: Literal["fenced"] = "fenced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """The operator wants so many replicas; None: as many as the load needs."""
+    """The operator set the number of replicas; None: as many as the load needs."""
 
     wanted: int | None
-    number: int  # counts the changes
+    number: int  # counts these decisions
     kind: Literal["scaled"] = "scaled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cataloged:
-    """The adapters changed: all of them, as they are from here on."""
+    """The adapters changed; all of them."""
 
     catalog: AdapterCatalog
     kind: Literal["cataloged"] = "cataloged"
@@ -203,23 +200,17 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conditioned:
-    """The condition that users put the fleet in (paused, asleep). A later `Finished` makes discarded weights
-    intact."""
+class EngineStateChanged:
+    """Users paused the fleet or put it to sleep. A later `Finished` makes discarded weights intact."""
 
     steps: tuple[Step, ...]
-    kind: Literal["conditioned"] = "conditioned"
+    kind: Literal["engine_state_changed"] = "engine_state_changed"
 
     @classmethod
     def of(cls, condition: EngineState) -> Self:
         return cls(steps=tuple(Step(operation=each.name, arguments=asdict(each)) for each in condition))
 
     def condition(self) -> EngineState:
-        """The operations.
-
-        Raises:
-            ValueError: an unknown operation, or arguments that it does not have.
-        """
         return tuple(step.restored() for step in self.steps)
 
 
@@ -239,11 +230,11 @@ Decision = (
     | Aborted
     | Ended
     | Stored
-    | Promised
-    | PromiseEnded
+    | Pinned
+    | Unpinned
     | Admitted
     | Fenced
-    | Conditioned
+    | EngineStateChanged
     | Scaled
     | Cataloged
 )
@@ -251,33 +242,18 @@ Decision = (
 _ADAPTER: TypeAdapter[Decision] = TypeAdapter(Annotated[Decision, Field(discriminator="kind")])
 
 
-class DecisionLog:
-    """Decisions that are not durable yet."""
-
-    def __init__(self) -> None:
-        self._decisions: list[Decision] = []
-
-    def append(self, decision: Decision) -> None:
-        self._decisions.append(decision)
-
-    def take(self) -> list[Decision]:
-        """The decisions since the last call, in order."""
-        taken, self._decisions = self._decisions, []
-        return taken
-
-
 class Lasting:
-    """Which decisions are still needed: those that no later one on the same subject superseded."""
+    """Which decisions are still needed: those that no later one on the same subject supersedes."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, dict[str, int]] = {}  # kind -> subject -> number, oldest first
 
     def add(self, number: int, decision: Decision) -> list[int]:
-        """Take in the next decision. Returns the numbers of those not needed any more, maybe its own."""
+        """Add the next decision. Returns the numbers of those no longer needed, perhaps its own."""
         subject = _subject(decision)
         superseded = self._forget(decision.kind, subject)
-        if isinstance(decision, PromiseEnded):
-            return [number, *self._forget("promised", subject)]
+        if isinstance(decision, Unpinned):
+            return [number, *self._forget("pinned", subject)]
         if isinstance(decision, Fenced) and decision.told:
             superseded += self._forget("admitted", subject)
         of_kind = self._numbers.setdefault(decision.kind, {})
@@ -292,11 +268,10 @@ class Lasting:
 
 
 def _subject(decision: Decision) -> str:
-    """A later decision of the same kind on the same subject supersedes an earlier one."""
     match decision:
         case Admitted():
             return decision.member.incarnation
-        case Promised() | PromiseEnded() | Fenced():
+        case Pinned() | Unpinned() | Fenced():
             return decision.incarnation
         case Ended():
             return str(decision.report.round_id)
@@ -312,26 +287,3 @@ def encode(decision: Decision) -> bytes:
 def decode(line: bytes | str) -> Decision:
     """Raises pydantic's ValidationError (a ValueError) for what is not a decision."""
     return _ADAPTER.validate_json(line)
-
-
-ID_SPAN = 10**9  # numbers that one controller process can give out before those of the next begin
-
-
-class EventLog:
-    """Events with increasing ids; a restarted controller's ids are above the earlier ones."""
-
-    def __init__(self, capacity: int = 1000) -> None:
-        self._events: deque[Event] = deque(maxlen=capacity)
-        self._next_id = 1
-
-    def start_generation(self, generation: int) -> None:
-        self._next_id = generation * ID_SPAN + 1
-
-    def record(self, event: str, now: float, **fields: JsonValue) -> None:
-        self._events.append(Event(event_id=self._next_id, name=event, at=now, fields=fields))
-        self._next_id += 1
-
-    def since(self, event_id: int) -> list[Event]:
-        """Events with a greater id, oldest first."""
-        newer = itertools.takewhile(lambda event: event.event_id > event_id, reversed(self._events))
-        return list(newer)[::-1]

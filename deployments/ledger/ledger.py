@@ -1,171 +1,188 @@
 """The ledger: who is a member, which version the fleet is at, and what every member does next.
 
-A pure state machine. It never waits, reads no clock and does no I/O: `now` is an argument, in
-seconds; what others wait for is a `PendingCall` that some later event completes. Public methods end in
-`advance`, which looks at all members and runs whatever became possible. `on_report` does not: from most
-reports nothing can follow, and for those that come together one look is enough. What is missed by mistake
-happens with the next tick.
+A pure state machine: no waits, clocks or I/O. `now` is an argument, in seconds; what others wait for is a
+`PendingCall` that a later event completes. Each public method is one event, and ends in `advance`, which
+looks at all members and runs whatever became possible. `on_report` does not: one look is enough for reports
+that come together, and the next tick catches what is missed.
 
     publisher   acquire, connect, open_round, send, close_round ─► PendingCall   waits for the replicas
     replica     poll(Report) ─► Directive                                        waits for updates (the shell)
     shell       tick, lost, take_decisions                                       waits for the disk
 
-The shell writes what `take_decisions` returns before anybody polls again; `recover` folds it in.
+The shell writes what `take_decisions` returns before any replica polls again; `recover` folds it in.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from pydantic import JsonValue
 
-from deployments.ledger.adapters.catalog import AdapterLimits
-from deployments.ledger.adapters.loading import Adapters
-from deployments.ledger.adapters.transfer import AdapterTransfers
-from deployments.ledger.admission import Admission
-from deployments.ledger.connection import Connections
-from deployments.ledger.decisions import Decision, DecisionLog, EventLog
-from deployments.ledger.desired_state import DesiredState
-from deployments.ledger.dispatch import Dispatch, Drains
-from deployments.ledger.lease import LeaseDesk, Publishers
-from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
-from deployments.ledger.members import MemberState, PendingCall
-from deployments.ledger.membership import Membership
-from deployments.ledger.promises import Promises
-from deployments.ledger.recovery import recover
-from deployments.ledger.rounds.commit_phase import CommitPhase
-from deployments.ledger.rounds.staging_phase import StagingPhase
-from deployments.ledger.rounds.version_state import VersionState
-from deployments.ledger.store_assignment import StoreAssignment, StoreLocation, StoreWait
-from deployments.protocol.adapters import ReceiveAdapter
+from deployments.ledger import (
+    adapter_loads,
+    admission,
+    commit_phase,
+    desired_state,
+    membership,
+    publisher_session,
+    recovery,
+    staging_phase,
+    stored_versions,
+)
+from deployments.ledger.decisions import Decision, Labelled, Scaled
+from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
+from deployments.ledger.state import Member, MemberState, PendingCall, State
+from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus, ReceiveAdapter
 from deployments.protocol.engine_state import Disconnect, Operation, Sleep
-from deployments.protocol.errors import RoundAborted
-from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Unloadable
+from deployments.protocol.errors import RoundAborted, SlipstreamError
+from deployments.protocol.poll import DesiredReplicas, Directive, FilePart, JoinAnswer, Report, Unloadable
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
-from deployments.protocol.responses import Event, FleetHealth, FleetStatus, SizeStatus
+from deployments.protocol.responses import (
+    ConnectionStatus,
+    Event,
+    FleetHealth,
+    FleetStatus,
+    LeaseStatus,
+    MemberStatus,
+    RoundStatus,
+    SizeStatus,
+)
 
 
 class Ledger:
-    """The whole state machine; its parts are one file each."""
+    """The events, and the queries. `state` is for the tests."""
 
     def __init__(
         self,
         config: LedgerConfig | None = None,
-        store: StoreLocation | None = None,
+        store_dir: str | None = None,
         size: SizeLimits = FIXED,
         adapters: AdapterLimits | None = None,
     ) -> None:
-        config = LedgerConfig() if config is None else config
-        self._events = EventLog()
-        self._decisions = log = DecisionLog()
-        self._dispatch = dispatch = Dispatch(config)
-        self._membership = members = Membership(config, self._decisions, self._events, dispatch, size)
-        self._versions = versions = VersionState(self._decisions, self._events, dispatch)
-        self._lease = LeaseDesk(config.lease_s)
-        self._drains = drains = Drains(members, dispatch, self._events)
-        self._desired_state = desired = DesiredState(members, dispatch, log, self._events, drains)
-        self._commit_phase = commit = CommitPhase(members, dispatch, versions, desired, log, drains)
-        self._connections = connections = Connections(members, dispatch)
-        self._transfers = AdapterTransfers(members, dispatch, connections)
-        self._staging = staging = StagingPhase(members, dispatch, versions, commit, connections, drains)
-        self._publishers = Publishers(
-            self._lease, versions, staging, connections, self._transfers, log, self._events
+        self.state = State(
+            config=LedgerConfig() if config is None else config,
+            size_limits=size,
+            adapter_limits=AdapterLimits() if adapters is None else adapters,
+            store_dir=store_dir,
+            desired=DesiredReplicas(wanted=size.wanted),
         )
-        self._storing = storing = StoreAssignment(members, dispatch, versions, self._events, store)
-        self._store_wait = StoreWait(members, versions, self._events)
-        self.promises = promises = Promises(members, versions, self._decisions, self._events)
-        limits = AdapterLimits() if adapters is None else adapters
-        self.adapters = Adapters(members, dispatch, log, self._events, limits, desired.check_awake, versions)
-        self._admission = Admission(
-            members,
-            dispatch,
-            versions,
-            commit,
-            staging,
-            connections,
-            storing,
-            desired,
-            promises,
-            drains,
-            self.adapters,
-        )
+
+    def _at(self, now: float) -> State:
+        self.state.now = now
+        return self.state
 
     # -- publishers: each call with a token raises StalePublisher for any but the current one -------
 
     def acquire(self, publisher: str, now: float) -> Lease:
-        """Issue the lease; see `Publishers.acquire`."""
-        lease = self._publishers.acquire(publisher, now)
+        """Issue the lease, also to its holder: the old token is stale then, and the open round aborted.
+
+        Raises:
+            Conflict: another publisher holds it.
+        """
+        state = self._at(now)
+        self._expire()
+        before = state.publisher.lease
+        lease = publisher_session.acquire(state, publisher)
+        if before is not None:
+            staging_phase.abandon(state, f"{publisher!r} took a new lease")
         self.advance(now)
         return lease
 
     def join_lease(self, publisher: str, now: float, *, renew: bool) -> JoinedLease:
-        """The lease of a publisher whose calls carry no token; see `Publishers.join_lease`."""
-        joined = self._publishers.join_lease(publisher, now, renew=renew)
+        """The lease of a publisher whose calls carry no token (vLLM's clients); issues it if needed.
+
+        Args:
+            renew: for a call that belongs to the open round. Any other may be another program's, and must not
+                keep the round of one that is gone.
+
+        Raises:
+            Conflict: another publisher holds it.
+        """
+        state = self._at(now)
+        self._expire()
+        lease = state.publisher.lease
+        if lease is None or lease.publisher != publisher:
+            lease = self.acquire(publisher, now)
+        elif renew:
+            publisher_session.renew(state, lease.token)
+        remaining_s = publisher_session.remaining_s(state)
+        round_id = None if state.round is None else state.round.round_id
         self.advance(now)
-        return joined
+        return JoinedLease(lease=lease, round_id=round_id, remaining_s=remaining_s)
 
     def renew(self, token: int, now: float) -> Lease:
-        """Raises StalePublisher for any token but the current one, as do all calls of a publisher below."""
-        return self._publishers.renew(token, now)
+        state = self._at(now)
+        self._expire()
+        return publisher_session.renew(state, token)
 
     def release(self, token: int, now: float) -> None:
         """Give the lease back; an undecided round is aborted."""
-        self._publishers.release(token, now)
+        self.renew(token, now)
+        staging_phase.abandon(self.state, "its publisher released the lease")
+        self.state.publisher.lease = None
         self.advance(now)
 
     def connect(self, token: int, init_info: Mapping[str, JsonValue], now: float) -> PendingCall:
-        """Every member joins the publisher's transfer group; see `Connections.connect`."""
+        """Every member joins the publisher's transfer group."""
         publisher = self.renew(token, now).publisher
-        self._versions.require_no_round("connect")
-        call = self._connections.connect(publisher, init_info, now)
+        commit_phase.require_no_round(self.state, "connect")
+        call = publisher_session.connect(self.state, publisher, init_info)
         self.advance(now)
         return call
 
     def disconnect(self, token: int, now: float) -> PendingCall:
         """Every serving replica closes its end of the connection."""
         self.renew(token, now)
-        self._versions.require_no_round("disconnect")
-        self._connections.drop()
+        commit_phase.require_no_round(self.state, "disconnect")
+        self.state.publisher.connection = None
         return self.call(Disconnect(), now)
 
     def open_round(self, token: int, options: RoundOptions, now: float) -> int:
-        """The round's id; see `StagingPhase.open`. Raises Conflict while the weights sleep."""
+        """The round's id. Raises Conflict while the weights sleep; see `staging_phase.open_round`."""
         publisher = self.renew(token, now).publisher
-        connection = None if options.file_bytes is not None else self._connections.of(publisher)
-        self._desired_state.check_awake()
-        round_id = self._staging.open(self._storing.permitted(options), connection, now)
+        connected = publisher_session.connection_of(self.state, publisher)
+        connection = None if options.file_bytes is not None else connected
+        desired_state.check_awake(self.state)
+        round_id = staging_phase.open_round(self.state, options, connection)
         self.advance(now)
         return round_id
 
     def send(self, token: int, round_id: int, payload: JsonValue | FilePart, now: float) -> PendingCall:
-        """Every participant receives one payload; see `StagingPhase.send`."""
+        """Every participant receives one payload."""
         self.renew(token, now)
-        call = self._staging.send(round_id, payload, now)
+        call = staging_phase.send(self.state, round_id, payload)
         self.advance(now)
         return call
 
     def send_adapter(self, token: int, load_id: str, payload: JsonValue, now: float) -> PendingCall:
-        """Every member receives an adapter's files; see `AdapterTransfers.send`."""
+        """Every member receives an adapter's files."""
         publisher = self.renew(token, now).publisher
-        self._versions.require_no_round("send an adapter")
-        call = self._transfers.send(publisher, ReceiveAdapter(load_id=load_id, payload=payload), now)
+        commit_phase.require_no_round(self.state, "send an adapter")
+        body = ReceiveAdapter(load_id=load_id, payload=payload)
+        call = publisher_session.send_adapter(self.state, publisher, body)
         self.advance(now)
         return call
 
     def close_round(self, token: int, round_id: int, label: str | None, now: float) -> PendingCall:
-        """The call's result is a RoundReport. One that comes again is answered from the record."""
-        call = self._versions.closed(round_id, label)
+        """The call's result is a RoundReport. A repeated close is answered from the record."""
+        call = commit_phase.closed(self._at(now), round_id, label)
         if call is None:
             self.renew(token, now)
-            call = self._staging.close(round_id, label, now)
+            call = staging_phase.close(self.state, round_id, label)
         self.advance(now)
         return call
 
     def abort_round(self, token: int, round_id: int, reason: str, now: float) -> None:
         """Raises SlipstreamError if the round is not open, or is decided."""
         self.renew(token, now)
-        current = self._versions.undecided(round_id)
+        current = commit_phase.undecided(self.state, round_id)
         error = RoundAborted(f"round {round_id} aborted by its publisher: {reason}", {"round_id": round_id})
-        self._staging.abort(current, error, now)
+        staging_phase.abort(self.state, current, error)
         self.advance(now)
+
+    def _expire(self) -> None:
+        publisher = publisher_session.expire(self.state)
+        if publisher is not None:
+            staging_phase.abandon(self.state, f"the lease of {publisher!r} expired")
 
     # -- replicas -----------------------------------------------------------------------------
 
@@ -173,8 +190,9 @@ class Ledger:
         self, replica_id: str, incarnation: str, now: float, unloadable: Unloadable | None = None
     ) -> JoinAnswer:
         """What a starting replica loads, or loads instead. It becomes a member with its first poll."""
-        answer = self._admission.first_weights(replica_id, incarnation, unloadable, now)
-        self._events.record("join", now, replica=replica_id, incarnation=incarnation, version=answer.version)
+        state = self._at(now)
+        answer = admission.first_weights(state, replica_id, incarnation, unloadable)
+        state.record("join", replica=replica_id, incarnation=incarnation, version=answer.version)
         return answer
 
     def poll(self, report: Report, now: float) -> Directive:
@@ -184,192 +202,341 @@ class Ledger:
         return self.directive(report)
 
     def on_report(self, report: Report, now: float) -> bool:
-        """The first half of a poll: take the report in. Raises FleetUnavailable if it was overtaken.
+        """The first half of a poll. Raises FleetUnavailable if a later report overtook this one.
 
         Returns:
-            Whether anything may follow from it: `advance` is due then, at the latest with the next tick.
+            Whether anything may follow: `advance` is due then, at the latest with the next tick.
         """
-        return self._admission.on_report(report, now)
+        return admission.on_report(self._at(now), report)
 
     def directive(self, report: Report) -> Directive:
         """The second half of a poll: its answer."""
-        return self._admission.directive(report)
+        return admission.directive(self.state, report)
 
     def has_updates(self, report: Report) -> bool:
         """Whether a directive would say anything that the last one to this replica did not."""
-        return self._admission.has_updates(report)
+        return admission.has_updates(self.state, report)
 
     def is_complete(self) -> bool:
         """Whether every replica that served before a restart has polled again, or is given up."""
-        return not self._membership.returning()
+        return not self.state.returning()
 
     def is_busy(self, report: Report) -> bool:
-        """Whether this replica works on an instruction, or drains: its next report is wanted soon."""
-        return bool((it := self._membership.get(report.replica_id)) and (it.queue or it.draining))
+        """Whether this replica has instructions, or drains: its next report is wanted soon."""
+        return bool((it := self.state.members.get(report.replica_id)) and (it.queue or it.draining))
 
     def lost(self, processes: Iterable[tuple[str, str]], reason: str, now: float) -> None:
         """The shell learned that these (replica id, incarnation) are gone."""
+        state = self._at(now)
         for replica_id, incarnation in processes:
-            self._admission.lost(replica_id, incarnation, reason, now)
+            admission.lost(state, replica_id, incarnation, reason)
         self.advance(now)
 
     def silent_since(self, before: float) -> list[tuple[str, str]]:
         """(replica id, incarnation) of those that have not polled since, starting ones too."""
-        return self._membership.silent_since(before) + self.promises.starting(before)
+        members = self.state.members.values()
+        silent = [(each.replica_id, each.incarnation) for each in members if each.last_poll < before]
+        return silent + stored_versions.starting(self.state, before)
 
     # -- the fleet -----------------------------------------------------------------------------
 
     def call(self, operation: Operation, now: float) -> PendingCall:
-        """Carry an operation out on every serving replica; see `DesiredState.call`."""
-        if isinstance(operation, Sleep) and operation.level > 0:  # what is staged, and live, would be gone
-            self._versions.require_no_round("sleep")
-        call = self._desired_state.call(operation, now)
+        """Carry an operation out on every serving replica; see `desired_state.call_fleet`."""
+        state = self._at(now)
+        if isinstance(operation, Sleep) and operation.level > 0:  # it would discard what is staged
+            commit_phase.require_no_round(state, "sleep")
+        call = desired_state.call_fleet(state, operation)
         self.advance(now)
         return call
 
     def set_stored(self, version: int, path: str, label: str | None, now: float) -> None:
-        """A version is on disk now: joiners may load it. Raises InvalidRequest for one never committed."""
-        self._storing.set_stored(version, path, label, now)
+        """A version is on disk: joiners may load it. Raises InvalidRequest for one never committed."""
+        stored_versions.set_stored(self._at(now), version, path, label)
         self.advance(now)
 
     def set_unstored(self, version: int, reason: str, now: float) -> None:
         """Its publisher could not write a version to the store."""
-        self._store_wait.failed(version, reason, now)
+        stored_versions.set_unstored(self._at(now), version, reason)
         self.advance(now)
 
     def set_label(self, label: str, now: float) -> None:
         """Give the committed version another label."""
-        self._versions.relabel(label, now)
+        state = self._at(now)
+        state.label = label
+        state.decide(Labelled(version=state.committed_version, label=label))
+        state.record("label", version=state.committed_version, label=label)
 
     def scale(self, wanted: int | None, room: int | None, now: float) -> SizeStatus:
-        """How many replicas there are to be; see `FleetSize.want`."""
-        return self._membership.size.want(wanted, room, now, self._membership.all())
+        """Have so many replicas from now on; None: as many as the load needs.
+
+        Args:
+            room: replicas that the cluster's GPUs hold; None: not known.
+
+        Raises:
+            Conflict: the number is fixed.
+            InvalidRequest: outside the configured bounds, or more than the cluster holds.
+        """
+        state = self._at(now)
+        state.size_limits.check(wanted, room)
+        state.desired = DesiredReplicas(wanted=wanted, number=state.desired.number + 1)
+        state.decide(Scaled(wanted=wanted, number=state.desired.number))
+        state.record("scale", wanted=wanted)
+        return _size(state)
 
     def reconfigure(self, config: LedgerConfig) -> None:
-        """Other limits from now on; the lease's duration is that of when it was issued."""
-        self._membership.config = self._dispatch.config = config
+        """Other limits from now on."""
+        self.state.config = config
+
+    # -- adapters -----------------------------------------------------------------------------
+
+    def begin_adapter(
+        self,
+        name: str,
+        now: float,
+        *,
+        in_place: bool,
+        is_3d: bool,
+        after: int | None = None,
+        load_id: str = "",
+    ) -> Adapter:
+        """Reserve the next version of a name; see `adapter_loads.begin`. Raises Conflict while weights
+        sleep."""
+        state = self._at(now)
+        desired_state.check_awake(state)
+        return adapter_loads.begin(state, name, in_place=in_place, is_3d=is_3d, after=after, load_id=load_id)
+
+    def stage_adapter(self, adapter: Adapter, files: AdapterFiles, now: float) -> PendingCall:
+        """Its files are copied: replicas may load them; see `adapter_loads.stage`."""
+        call = adapter_loads.stage(self._at(now), adapter, files)
+        self.advance(now)
+        return call
+
+    def complete_adapter(self, adapter: Adapter, now: float) -> None:
+        """The copy of its files is durable."""
+        adapter_loads.complete(self._at(now), adapter)
+        self.advance(now)
+
+    def fail_adapter(self, adapter: Adapter, error: SlipstreamError, now: float) -> None:
+        """The copy of its files will not become durable: no replica keeps it."""
+        adapter_loads.fail(self._at(now), adapter, error)
+        self.advance(now)
+
+    def give_up_adapter(self, adapter: Adapter, reason: str, now: float) -> None:
+        """Its files could not be copied."""
+        adapter_loads.give_up(self._at(now), adapter, reason)
+
+    def unload_adapter(self, name: str, now: float) -> PendingCall:
+        """Retire a name; see `adapter_loads.unload`."""
+        call = adapter_loads.unload(self._at(now), name)
+        self.advance(now)
+        return call
+
+    def adapter_settled(self, load_id: str) -> bool:
+        return adapter_loads.settled(self.state, load_id)
+
+    def adapter_loaded(self, load_id: str) -> Adapter | None:
+        return adapter_loads.loaded(self.state, load_id)
+
+    def adapter_ids(self) -> set[int]:
+        """The ids whose files must stay."""
+        return adapter_loads.needed(self.state)
+
+    def adapters(self) -> list[AdapterStatus]:
+        return adapter_loads.status(self.state)
 
     # -- time and memory ----------------------------------------------------------------------
 
     def tick(self, now: float) -> list[str]:
-        """Time has passed: check deadlines and the lease.
+        """Check deadlines and the lease.
 
         Returns:
             Ids of replicas that are lost because they were silent: the caller ends their processes, which may
-            still exist. Nobody else learns of them.
+            still exist.
         """
-        silent = self._membership.check_deadlines(now)
+        silent = membership.check_deadlines(self._at(now))
         self.advance(now)
-        self._publishers.expire(now)
+        self._expire()
         self.advance(now)
         return silent
 
     def credit(self, stalled_s: float, now: float) -> None:
-        """The controller stood still for so long, until now: nobody could poll, acknowledge or renew."""
-        parts = (self._drains, self._membership, self._lease, self._storing, self._store_wait)
-        for part in (*parts, self.promises):
-            part.credit(stalled_s)
-        self._events.record("stall", now, stalled_s=round(stalled_s, 3))
+        """The controller stalled for so long, until now: extend every deadline."""
+        state = self._at(now)
+        state.credit(stalled_s)
+        state.record("stall", stalled_s=round(stalled_s, 3))
 
     def take_decisions(self) -> list[Decision]:
-        """Decisions made since the last call; to be durable before anybody polls."""
-        return self._decisions.take()
+        """Decisions since the last call, in order; to be durable before any replica polls."""
+        taken, self.state.decisions = self.state.decisions, []
+        return taken
 
     def recover(self, decisions: Iterable[Decision], now: float, new_fleet_id: str = "fleet") -> None:
         """Fold an earlier process's decisions, or none, into this new ledger; they may name the fleet."""
-        recover(
-            list(decisions),
-            membership=self._membership,
-            versions=self._versions,
-            lease=self._lease,
-            commit_phase=self._commit_phase,
-            desired_state=self._desired_state,
-            promises=self.promises,
-            adapters=self.adapters,
-            dispatch=self._dispatch,
-            events=self._events,
-            log=self._decisions,
-            now=now,
-            new_fleet_id=new_fleet_id,
-        )
+        recovery.recover(self._at(now), decisions, new_fleet_id)
         self.advance(now)
 
     def serve(self, model: str) -> str | None:
-        """The fleet serves this model. Returns the one that its versions or adapters are of, if another."""
-        in_use = bool(self.committed_version or self.adapters.catalog.live)
-        return self._versions.serve(model, in_use=in_use)
+        """The fleet serves this model. Returns the model of its versions or adapters, if that is another."""
+        state = self.state
+        assert state.founded is not None, "a ledger serves after `recover`"
+        in_use = state.committed_version or state.adapters.catalog.live
+        if in_use and state.founded.model not in (None, model):
+            return state.founded.model
+        if state.founded.model != model:
+            state.founded = replace(state.founded, model=model)
+            state.decide(state.founded)
+        return None
 
     # -- queries ------------------------------------------------------------------------------
 
     @property
+    def fleet_id(self) -> str:
+        return self.state.fleet_id
+
+    @property
     def committed_version(self) -> int:
-        return self._versions.committed_version
+        return self.state.committed_version
 
     @property
     def size(self) -> int:
-        """Members, whatever their state."""
-        return len(self._membership)
+        """Members in any state."""
+        return len(self.state.members)
 
     @property
     def heartbeat_timeout_s(self) -> float:
-        """Without a poll for so long a member is lost."""
-        return self._membership.config.heartbeat_timeout_s
+        return self.state.config.heartbeat_timeout_s
+
+    def removable(self, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
+        """Stored versions that are not needed; see `stored_versions.removable`."""
+        return stored_versions.removable(self.state, on_disk, keep)
 
     def history(self) -> list[RoundReport]:
         """Rounds that ended, oldest first; bounded."""
-        return self._versions.history()
+        return list(self.state.history)
 
     def events_since(self, event_id: int) -> list[Event]:
-        return self._events.since(event_id)
+        return self.state.events.since(event_id)
 
     def health(self) -> FleetHealth:
-        members = self._membership.all()
+        members = self.state.members.values()
         return FleetHealth(
             serving=sum(each.state is MemberState.SERVING and not each.leaving for each in members),
             members=len(members),
-            committed_version=self._versions.committed_version,
+            committed_version=self.state.committed_version,
         )
 
     def status(self, now: float) -> FleetStatus:
-        stored, current, needed = self._versions.stored, self._versions.current, self._membership.needed
+        state = self._at(now)
+        undecided = state.round is not None and not state.round.decided
         return FleetStatus(
-            fleet_id=self._versions.fleet_id,
-            committed_version=self._versions.committed_version,
-            label=self._versions.label,
-            stored_version=None if stored is None else stored.version,
-            epoch=self._membership.epoch,
-            ready=len(self._membership.serving()) >= needed,
-            min_replicas=needed,
-            size=self._membership.size.status(self._membership.all()),
-            workers=sum(member.world_size for member in self._membership.for_round()),
-            members=tuple(member.status(now) for member in self._membership.all()),
-            round=None if current is None else current.status(now),
-            lease=self._lease.status(now),
-            connection=self._connections.status(),
-            store_problem=self._storing.problem or self.promises.problem or self._store_wait.problem,
-            condition=self._desired_state.names(),
-            rounds_ended=self._versions.rounds_ended(),
+            fleet_id=state.fleet_id,
+            committed_version=state.committed_version,
+            label=state.label,
+            stored_version=None if state.stored is None else state.stored.version,
+            epoch=state.epoch,
+            ready=len(state.serving()) >= state.needed,
+            min_replicas=state.needed,
+            size=_size(state),
+            workers=sum(member.world_size for member in state.for_round()),
+            members=tuple(_member(member, now) for member in state.members.values()),
+            round=_round(state),
+            lease=_lease(state),
+            connection=_connection(state),
+            store_problem=stored_versions.problem(state),
+            condition=desired_state.names(state),
+            # Not counted: a round's id is never used twice, and each commit makes the next version.
+            rounds_ended={
+                "committed": state.committed_version,
+                "aborted": state.last_round_id - state.committed_version - undecided,
+            },
         )
 
     # -- progress -----------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
         """Run what became possible until nothing more does; again whenever the members have changed."""
-        epoch = None
-        while epoch != self._membership.epoch:
-            epoch = self._membership.epoch
-            self._advance_once(now)
+        state, epoch = self._at(now), None
+        while epoch != state.epoch:
+            epoch = state.epoch
+            membership.end_drains(state)
+            progress = True
+            while progress:
+                publisher_session.check_peers(state)
+                progress = membership.run_completed(state)
+                staging_phase.advance(state)
+                progress = commit_phase.advance(state) or progress
+            publisher_session.bring_in(state)
+            adapter_loads.advance(state)
+            admission.advance(state)
+            stored_versions.advance(state)
 
-    def _advance_once(self, now: float) -> None:
-        self._drains.advance(self._versions.current_id, now)
-        progress = True
-        while progress:
-            self._connections.check_peers(now)
-            self._transfers.check_peers(now)
-            progress = self._dispatch.run_completed(now)
-            self._staging.check_quorum(now)
-            self._staging.decide(now)
-            progress = self._commit_phase.advance(now) or progress
-        self._connections.bring_in(now)
-        for part in (self.adapters, self._admission, self.promises, self._storing, self._store_wait):
-            part.advance(now)
+
+def _member(member: Member, now: float) -> MemberStatus:
+    return MemberStatus(
+        replica_id=member.replica_id,
+        incarnation=member.incarnation,
+        state="leaving" if member.leaving and member.alive else member.state.value,
+        admitted=member.state is MemberState.SERVING and not member.leaving,
+        version=member.version,
+        world_size=member.world_size,
+        silent_s=round(now - member.last_poll, 3),
+        pending=tuple(queued.body.name for queued in member.queue),
+        reason=member.reason,
+        draining=member.draining is not None,
+        running=None if member.draining is None else member.draining.running,
+    )
+
+
+def _size(state: State) -> SizeStatus:
+    alive = [each for each in state.members.values() if each.alive]
+    staying = [each for each in alive if not each.leaving]
+    running = sum(each.state is MemberState.SERVING for each in staying)
+    limits, wanted = state.size_limits, state.desired.wanted
+    missing = 0 if wanted is None else wanted - len(staying)
+    problem = f"{missing} of {wanted} replicas have not registered yet: they start, or wait for free GPUs"
+    return SizeStatus(
+        wanted=wanted,
+        least=limits.least,
+        most=limits.most,
+        running=running,
+        joining=len(staying) - running,
+        leaving=len(alive) - len(staying),
+        problem=problem if missing > 0 else None,
+    )
+
+
+def _round(state: State) -> RoundStatus | None:
+    current = state.round
+    if current is None:
+        return None
+    return RoundStatus(
+        round_id=current.round_id,
+        version=current.version,
+        label=current.label,
+        phase=current.phase.value,
+        age_s=round(state.now - current.opened_at, 3),
+        participants=tuple(member.replica_id for member in current.participants),
+        file_bytes=current.file_bytes,
+        sent_bytes=current.sent_bytes,
+    )
+
+
+def _lease(state: State) -> LeaseStatus | None:
+    lease = state.publisher.lease
+    if lease is None:
+        return None
+    left_s = round(publisher_session.remaining_s(state), 3)
+    return LeaseStatus(publisher=lease.publisher, remaining_s=left_s)
+
+
+def _connection(state: State) -> ConnectionStatus | None:
+    connection = state.publisher.connection
+    if connection is None:
+        return None
+    return ConnectionStatus(
+        connection_id=connection.connection_id,
+        publisher=connection.publisher,
+        collective=connection.collective,
+        epoch=connection.epoch,
+        replicas=tuple(member.replica_id for member in connection.members),
+    )

@@ -1,298 +1,433 @@
-"""Who is a member: registered, admitted, fenced, lost. Each join or loss makes a new epoch."""
+"""Who is a member, and the instructions on their way to members.
 
-from collections import OrderedDict
-from collections.abc import Mapping
+    send(bodies) ─► each member's queue ─► directive ─► replica
+    on_complete  ◄─ run_completed(), once every member has answered or is out
 
-from deployments.ledger.decisions import (
-    KEPT_FENCES,
-    Admitted,
-    DecisionLog,
-    EpochChanged,
-    EventLog,
-    Fenced,
-    Participant,
+    begin_drain ─► DRAIN ─► reports say how many requests still run ─► none, or timeout ─► on_end
+
+A call's `on_complete` runs from `run_completed`, never inside the event that completed it, so that one
+member's fence cannot re-enter the code that fenced it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from deployments.ledger.decisions import KEPT_FENCES, Admitted, EpochChanged, Fenced, Participant
+from deployments.ledger.state import (
+    UNKNOWN,
+    Member,
+    MemberState,
+    OnComplete,
+    PendingCall,
+    PendingDrain,
+    QueuedInstruction,
+    State,
+    Verdict,
+    classify,
 )
-from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.limits import FleetSize, LedgerConfig, SizeLimits
-from deployments.ledger.members import Member, MemberState, Verdict
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.poll import Report
+from deployments.protocol.poll import (
+    Acknowledgement,
+    Body,
+    Drain,
+    EndDrain,
+    Instruction,
+    Outcome,
+    Report,
+    drain_of_round,
+)
 
 MAX_FAILED_TRANSFERS = 3
 
+# -- instructions -----------------------------------------------------------------------------
 
-class Membership:
-    """The members of the fleet, the epoch, and the incarnations that are fenced for good."""
 
-    def __init__(
-        self,
-        config: LedgerConfig,
-        decisions: DecisionLog,
-        events: EventLog,
-        dispatch: Dispatch,
-        size: SizeLimits,
-    ) -> None:
-        self.config = config
-        self.size = FleetSize(size, decisions, events)
-        self._decisions = decisions
-        self._events = events
-        self._dispatch = dispatch
-        self._members: dict[str, Member] = {}  # by replica id, in order of registration
-        self._fences: OrderedDict[str, Fenced] = OrderedDict()  # by incarnation; never lifted
-        self._epoch = 0
+def send(
+    state: State,
+    name: str,
+    bodies: Mapping[Member, Body],
+    *,
+    on_complete: OnComplete | None = None,
+    round_id: int | None = None,
+) -> PendingCall:
+    """Queue one instruction for each member. Returns the call that waits for all of them."""
+    call = expect(state, name, bodies, on_complete=on_complete, round_id=round_id)
+    for member, body in bodies.items():
+        queue(state, member, body, call)
+    return call
 
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
-    def recover_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+def send_or_fence(state: State, member: Member, body: Body) -> None:
+    """Queue an instruction that a replica has to carry out: one that cannot is fenced."""
+    send(state, body.name, {member: body}, on_complete=_fence_not_done)
 
-    def recover_fence(self, fence: Fenced) -> None:
-        self._fences[fence.incarnation] = fence
 
-    def __len__(self) -> int:
-        return len(self._members)
+def _fence_not_done(state: State, call: PendingCall) -> None:
+    fence_each(state, classify(call).not_done, call.name)
 
-    def all(self) -> list[Member]:
-        return list(self._members.values())
 
-    def get(self, replica_id: str) -> Member | None:
-        return self._members.get(replica_id)
+def expect(
+    state: State,
+    name: str,
+    members: Iterable[Member],
+    *,
+    on_complete: OnComplete | None = None,
+    round_id: int | None = None,
+    certain: bool = False,
+    batch: set[Member] | None = None,
+) -> PendingCall:
+    """A call whose instructions are queued later. `certain`, `batch`: see `PendingCall`."""
+    call = PendingCall(
+        name=name,
+        waiting=set(members),
+        on_complete=on_complete,
+        certain=certain,
+        batch=batch,
+        round_id=round_id,
+    )
+    state.pending.append(call)
+    return call
 
-    def find(self, replica_id: str, incarnation: str) -> Member | None:
-        """The member with this id, if it is this very process."""
-        member = self._members.get(replica_id)
-        return member if member is not None and member.incarnation == incarnation else None
 
-    def fence_of(self, incarnation: str) -> Fenced | None:
-        return self._fences.get(incarnation)
+def queue(state: State, member: Member, body: Body, call: PendingCall | None = None) -> None:
+    instruction = Instruction(seq=state.next_seq, body=body, deadline_s=state.config.deadline_s(body))
+    state.next_seq += 1
+    member.queue.append(QueuedInstruction(instruction=instruction, call=call))
+    _start_deadline(state, member)
 
-    @property
-    def needed(self) -> int:
-        """Participants that a round needs."""
-        return self.size.needed(self.config.min_replicas)
 
-    def live(self) -> list[Member]:
-        return [member for member in self._members.values() if member.alive and not member.departing]
+def withdraw(member: Member, matches: Callable[[Body], bool], *, delivered: bool) -> bool:
+    """Remove matching instructions that are not delivered, or (`delivered`) all of them.
 
-    def for_round(self) -> list[Member]:
-        """Those that a round, or a connection for it, is made with.
+    One that already runs may still be acknowledged, which has no effect.
 
-        One that loads a stored version would keep the others waiting. It is left out if enough others are
-        there, and takes part in a later round.
-        """
-        ready = [member for member in self.live() if not member.loading]
-        return ready if len(ready) >= self.needed else self.live()
+    Returns:
+        Whether a matching instruction remains.
+    """
+    remains = False
+    for queued in [each for each in member.queue if matches(each.body)]:
+        if queued.delivered and not delivered:
+            remains = True
+            continue
+        member.queue.remove(queued)
+        if queued.call is not None:
+            queued.call.stop_waiting_for(member)
+            queued.call.absent[member.replica_id] = "no longer waited for"
+    return remains
 
-    def serving(self) -> list[Member]:
-        return [each for each in self.live() if each.state is MemberState.SERVING]
 
-    def returning(self) -> list[Member]:
-        """Those that served before a restart and have not polled since."""
-        return [member for member in self._members.values() if member.state is MemberState.RETURNING]
+def forget(state: State, call: PendingCall) -> None:
+    if call in state.pending:
+        state.pending.remove(call)
 
-    def uncertain(self) -> list[Member]:
-        """Those that may take requests without the ledger's consent.
 
-        They are fenced but the fence is not delivered, or silent since a restart.
-        """
-        undelivered = [
-            member
-            for member in self._members.values()
-            if member.state is MemberState.FENCED and not member.fence_delivered
-        ]
-        return [*self.returning(), *undelivered]
+def on_acknowledgements(state: State, member: Member, acknowledgements: Iterable[Acknowledgement]) -> bool:
+    """Complete the member's part of the acknowledged instructions.
 
-    def silent_since(self, before: float) -> list[tuple[str, str]]:
-        """(replica id, incarnation) of those that have not polled since `before`."""
-        members = self._members.values()
-        return [(each.replica_id, each.incarnation) for each in members if each.last_poll < before]
+    Returns:
+        Whether something may follow: one failed, or no other member is waited for.
+    """
+    follows = False
+    by_seq = {queued.instruction.seq: queued for queued in member.queue}
+    for acknowledgement in acknowledgements:
+        queued = by_seq.pop(acknowledgement.seq, None)
+        if queued is None:
+            continue  # repeated, withdrawn, or from before a restart
+        member.queue.remove(queued)
+        follows = follows or acknowledgement.outcome is not Outcome.DONE
+        call = queued.call
+        if call is not None:
+            call.answers[member.replica_id] = acknowledgement
+            call.stop_waiting_for(member)
+            follows = follows or not (call.waiting or call.batch)
+    _start_deadline(state, member)
+    return follows
 
-    # -- in -----------------------------------------------------------------------------------
 
-    def register(self, report: Report, now: float) -> Member | None:
-        """The member that sent this report; None if its incarnation is fenced and gone."""
-        member = self._members.get(report.replica_id)
-        if member is not None and member.incarnation == report.incarnation:
-            return member
-        if report.incarnation in self._fences:
-            return None
-        if member is not None:
-            self.lose(member, f"replaced by incarnation {report.incarnation}", now)
-        joiner = Member(
-            replica_id=report.replica_id,
-            incarnation=report.incarnation,
-            world_size=report.world_size,
-            version=report.version,
-            state=MemberState.JOINING,
-            last_poll=now,
+def run_completed(state: State) -> bool:
+    """Run what follows from the calls that wait for no member. True if there were any."""
+    complete = [call for call in state.pending if not call.waiting]
+    state.pending = [call for call in state.pending if call.waiting]
+    for call in complete:
+        if call.on_complete is not None:
+            call.on_complete(state, call)
+        call.finish(result=call.result)
+    return bool(complete)
+
+
+def _stop_waiting_for(state: State, member: Member, *, certain: bool) -> None:
+    """The member is out; `certain`: it cannot take a request any more."""
+    for call in state.pending:
+        if member in call.waiting and (certain or not call.certain):
+            call.stop_waiting_for(member)
+            call.absent[member.replica_id] = member.reason
+
+
+def _start_deadline(state: State, member: Member) -> None:
+    if member.queue and member.queue[0].due is None:
+        first = member.queue[0]
+        first.due = state.now + first.instruction.deadline_s + state.config.grace_s
+
+
+# -- members ----------------------------------------------------------------------------------
+
+
+def register(state: State, report: Report) -> Member | None:
+    """The member that sent this report; None if its incarnation is fenced and gone."""
+    member = state.members.get(report.replica_id)
+    if member is not None and member.incarnation == report.incarnation:
+        return member
+    if report.incarnation in state.fences:
+        return None
+    if member is not None:
+        lose(state, member, f"replaced by incarnation {report.incarnation}")
+    joiner = Member(
+        replica_id=report.replica_id,
+        incarnation=report.incarnation,
+        world_size=report.world_size,
+        version=report.version,
+        state=MemberState.JOINING,
+        last_poll=state.now,
+    )
+    state.members[joiner.replica_id] = joiner
+    state.record("register", replica=joiner.replica_id, version=joiner.version)
+    return joiner
+
+
+def recover_member(
+    state: State, participant: Participant, *, version: int, was_serving: bool
+) -> Member | None:
+    """Wait for a member from before a restart; None if it never serves again.
+
+    One whose fence may not have been delivered is waited for as well.
+    """
+    fenced = state.fences.get(participant.incarnation)
+    if fenced is not None and fenced.told:
+        return None
+    return state.members.setdefault(
+        participant.replica_id,
+        Member(
+            replica_id=participant.replica_id,
+            incarnation=participant.incarnation,
+            world_size=participant.world_size,
+            version=version,
+            was_serving=was_serving,
+            state=MemberState.RETURNING if fenced is None else MemberState.FENCED,
+            reason="" if fenced is None else fenced.reason,
+            last_poll=state.now,
+        ),
+    )
+
+
+def check_returned(state: State) -> None:
+    """Raises FleetUnavailable if members have not returned after a restart: a round would leave them
+    behind."""
+    absent = [member.replica_id for member in state.returning()]
+    if absent:
+        raise FleetUnavailable(
+            f"the controller restarted and replicas {absent} have not polled yet; try again",
+            {"replicas": absent},
         )
-        self._members[joiner.replica_id] = joiner
-        self._events.record("register", now, replica=joiner.replica_id, version=joiner.version)
-        return joiner
 
-    def recover_member(
-        self, participant: Participant, *, version: int, was_serving: bool, now: float
-    ) -> Member | None:
-        """A member from before a restart, waited for; None if it is certain never to serve again.
 
-        A fenced one whose fence may not have been delivered is waited for as well.
-        """
-        fence = self._fences.get(participant.incarnation)
-        if fence is not None and fence.told:
-            return None
-        return self._members.setdefault(
-            participant.replica_id,
-            Member(
-                replica_id=participant.replica_id,
-                incarnation=participant.incarnation,
-                world_size=participant.world_size,
-                version=version,
-                was_serving=was_serving,
-                state=MemberState.RETURNING if fence is None else MemberState.FENCED,
-                reason="" if fence is None else fence.reason,
-                last_poll=now,
-            ),
-        )
+def admit(state: State, member: Member) -> None:
+    member.state = MemberState.SERVING
+    state.decide(Admitted(member=member.participant))
+    _change_epoch(state)
+    state.record("admit", replica=member.replica_id, version=member.version, epoch=state.epoch)
 
-    def admit(self, member: Member, now: float) -> None:
-        """Let it take requests."""
-        member.state = MemberState.SERVING
-        participant = Participant(
-            replica_id=member.replica_id, incarnation=member.incarnation, world_size=member.world_size
-        )
-        self._decisions.append(Admitted(member=participant))
-        self._change_epoch()
-        self._events.record(
-            "admit", now, replica=member.replica_id, version=member.version, epoch=self._epoch
-        )
 
-    # -- out ----------------------------------------------------------------------------------
+def fence(state: State, member: Member, reason: str) -> None:
+    """Take it out of routing, for good. Calls that need certainty wait until the fence is delivered."""
+    if not member.out:
+        _forbid(state, member, reason)
+        state.record("fence", replica=member.replica_id, reason=reason, epoch=state.epoch)
 
-    def fence(self, member: Member, reason: str, now: float) -> None:
-        """Take it out of routing, for good. Calls that need certainty wait until the fence is delivered."""
-        if member.out:
-            return
-        self._forbid(member, reason)
-        self._events.record("fence", now, replica=member.replica_id, reason=reason, epoch=self._epoch)
 
-    def fence_each(self, reasons: Mapping[str, str], action: str, now: float) -> None:
-        """`reasons` by replica id; those that are gone already are left out."""
-        for replica_id, reason in reasons.items():
-            member = self._members.get(replica_id)
-            if member is not None:
-                self.fence(member, f"{action}: {reason}", now)
+def fence_each(state: State, reasons: Mapping[str, str], action: str) -> None:
+    """`reasons` by replica id; those that are gone already are left out."""
+    for replica_id, reason in reasons.items():
+        if (member := state.members.get(replica_id)) is not None:
+            fence(state, member, f"{action}: {reason}")
 
-    def lose(self, member: Member, reason: str, now: float) -> None:
-        """Its process is gone, or has been silent for so long that it stopped serving by itself."""
-        if member.state is MemberState.LOST:
-            return
-        if not member.out:
-            self._forbid(member, reason)
-        self.on_fence_delivered(member)
-        member.state = MemberState.LOST
-        del self._members[member.replica_id]
-        self._events.record("lost", now, replica=member.replica_id, reason=reason, epoch=self._epoch)
 
-    def on_farewell(self, member: Member, report: Report, now: float) -> None:
-        """Whether it is being stopped in order, and how far that is."""
-        if report.leaving and not member.leaving:
-            self._events.record("leaving", now, replica=member.replica_id, version=member.version)
-        member.leaving, member.drained = report.leaving, report.drained
+def lose(state: State, member: Member, reason: str) -> None:
+    """Its process is gone, or was silent for so long that it stopped serving by itself."""
+    if member.state is MemberState.LOST:
+        return
+    if not member.out:
+        _forbid(state, member, reason)
+    on_fence_delivered(state, member)
+    member.state = MemberState.LOST
+    del state.members[member.replica_id]
+    state.record("lost", replica=member.replica_id, reason=reason, epoch=state.epoch)
 
-    def leave(self, member: Member, now: float) -> None:
-        """It ended in order: no request is running on it, and nothing waits for it."""
-        member.state, member.reason = MemberState.LOST, "it left in order"
+
+def leave(state: State, member: Member) -> None:
+    """It shut down gracefully: no request runs on it, and nothing waits for it."""
+    member.state, member.reason = MemberState.LOST, "it left in order"
+    member.fence_delivered = True
+    member.queue.clear()
+    _decide_fence(state, member)  # a successor must not wait for it
+    _change_epoch(state)
+    _stop_waiting_for(state, member, certain=True)
+    del state.members[member.replica_id]
+    state.record("left", replica=member.replica_id, epoch=state.epoch)
+
+
+def on_fence_delivered(state: State, member: Member) -> None:
+    """It knows that it is fenced, or is gone: it takes no more requests."""
+    if not member.fence_delivered:
         member.fence_delivered = True
-        member.queue.clear()
-        self._decide_fence(member)  # so that a successor does not wait for it
-        self._change_epoch()
-        self._dispatch.stop_waiting_for(member, certain=True)
-        del self._members[member.replica_id]
-        self._events.record("left", now, replica=member.replica_id, epoch=self._epoch)
+        _decide_fence(state, member)
+    _stop_waiting_for(state, member, certain=True)
 
-    def on_fence_delivered(self, member: Member) -> None:
-        """It knows that it is fenced, or is gone: it takes no request any more."""
-        if not member.fence_delivered:
-            member.fence_delivered = True
-            self._decide_fence(member)
-        self._dispatch.stop_waiting_for(member, certain=True)
 
-    def check_deadlines(self, now: float) -> list[str]:
-        """Fence members that missed a deadline, and lose silent ones; returns the ids of those."""
-        silent = []
-        for member in self.all():
-            if (reason := self._dispatch.missed_deadline(member, now)) is not None:
-                self.fence(member, reason, now)
-            silent_s = now - member.last_poll
-            if silent_s > self.config.heartbeat_timeout_s:
-                self.lose(member, f"silent for {silent_s:.1f} s", now)
-                silent.append(member.replica_id)
-        return silent
+def check_deadlines(state: State) -> list[str]:
+    """Fence members that missed a deadline, and lose silent ones; returns the ids of the silent ones."""
+    silent = []
+    for member in list(state.members.values()):
+        if member.queue:
+            first = member.queue[0]
+            if first.due is not None and state.now > first.due:
+                limit_s = first.instruction.deadline_s
+                fence(state, member, f"missed the deadline of {first.body.name} ({limit_s:g} s)")
+        silent_s = state.now - member.last_poll
+        if silent_s > state.config.heartbeat_timeout_s:
+            lose(state, member, f"silent for {silent_s:.1f} s")
+            silent.append(member.replica_id)
+    return silent
 
-    def credit(self, stalled_s: float) -> None:
-        """Nobody could poll for so long."""
-        for member in self.all():
-            member.last_poll += stalled_s
-            for queued in member.queue:
-                if queued.due is not None:
-                    queued.due += stalled_s
 
-    def check_returned(self) -> None:
-        """After a restart: a round without the replicas that still serve would leave them behind.
+def count_failed_transfers(state: State, verdict: Verdict, action: str, missing: Mapping[str, str]) -> None:
+    """Fence a member whose transfers keep failing while others receive: it is at fault.
 
-        Raises:
-            FleetUnavailable: some have not returned.
-        """
-        absent = [member.replica_id for member in self.returning()]
-        if absent:
-            raise FleetUnavailable(
-                f"the controller restarted and replicas {absent} have not polled yet; try again",
-                {"replicas": absent},
-            )
+    A transfer that failed everywhere says nothing about a member, unless its peers miss it.
 
-    def count_failed_transfers(
-        self, verdict: Verdict, action: str, now: float, missing: Mapping[str, str]
-    ) -> None:
-        """Fence a member whose transfers go on failing while others receive: the fault is its own.
+    Args:
+        missing: replicas, by id, that did not answer their peers, and who says so.
+    """
+    failed = verdict.transfer_failed if verdict.done else missing
+    for replica_id, reason in failed.items():
+        member = state.members.get(replica_id)
+        if member is None or member.out:
+            continue
+        member.failed_transfers += 1
+        if member.failed_transfers >= MAX_FAILED_TRANSFERS:
+            fault = "while others received" if verdict.done else "and did not answer its peers"
+            times = f"failed {member.failed_transfers} times in a row {fault}"
+            fence(state, member, f"{action}: {times}: {reason}")
 
-        A transfer that failed everywhere says nothing about anybody, except about those that did not answer
-        their peers.
 
-        Args:
-            missing: these replicas, by id, and how it was seen.
-        """
-        failed = verdict.transfer_failed if verdict.done else missing
-        for replica_id, reason in failed.items():
-            member = self._members.get(replica_id)
-            if member is None or member.out:
-                continue
-            member.failed_transfers += 1
-            if member.failed_transfers >= MAX_FAILED_TRANSFERS:
-                fault = "while others received" if verdict.done else "and did not answer its peers"
-                times = f"failed {member.failed_transfers} times in a row {fault}"
-                self.fence(member, f"{action}: {times}: {reason}", now)
+def _forbid(state: State, member: Member, reason: str) -> None:
+    member.state, member.reason = MemberState.FENCED, reason
+    member.queue.clear()
+    _decide_fence(state, member)
+    _change_epoch(state)
+    _stop_waiting_for(state, member, certain=False)
 
-    def _forbid(self, member: Member, reason: str) -> None:
-        member.state, member.reason = MemberState.FENCED, reason
-        member.queue.clear()
-        self._decide_fence(member)
-        self._change_epoch()
-        self._dispatch.stop_waiting_for(member, certain=False)
 
-    def _decide_fence(self, member: Member) -> None:
-        fence = Fenced(
-            replica_id=member.replica_id,
-            incarnation=member.incarnation,
-            reason=member.reason,
-            told=member.fence_delivered,
-        )
-        self._decisions.append(fence)
-        self._fences[member.incarnation] = fence
-        while len(self._fences) > KEPT_FENCES:
-            self._fences.popitem(last=False)
+def _decide_fence(state: State, member: Member) -> None:
+    fenced = Fenced(
+        replica_id=member.replica_id,
+        incarnation=member.incarnation,
+        reason=member.reason,
+        told=member.fence_delivered,
+    )
+    state.decide(fenced)
+    state.fences[member.incarnation] = fenced
+    while len(state.fences) > KEPT_FENCES:
+        state.fences.popitem(last=False)
 
-    def _change_epoch(self) -> None:
-        self._epoch += 1
-        self._decisions.append(EpochChanged(epoch=self._epoch))
+
+def _change_epoch(state: State) -> None:
+    state.epoch += 1
+    state.decide(EpochChanged(epoch=state.epoch))
+
+
+# -- drains -----------------------------------------------------------------------------------
+
+
+def begin_drain(
+    state: State,
+    drain_id: str,
+    members: Iterable[Member],
+    *,
+    what: str,
+    timeout_s: float,
+    then: str,
+    on_end: Callable[[PendingDrain], None],
+) -> None:
+    """Drain the members. `on_end` runs when no request runs on them, or at the timeout.
+
+    Replicas stay drained until `forget_drain`, or the end of the drain's round. No replica is fenced because
+    its requests take long.
+
+    Args:
+        what, then: what drains, and what follows a timeout; for the event.
+    """
+    members = list(members)
+
+    def ended(state: State, call: PendingCall) -> None:
+        if drain not in state.drains:
+            return  # forgotten by a call that completed in the same moment
+        state.drains.remove(drain)
+        if drain.late:
+            state.record("drain_expired", what=what, running=dict(drain.late), timeout_s=timeout_s, then=then)
+        on_end(drain)
+
+    call = expect(state, Drain.name, members, on_complete=ended)
+    drain = PendingDrain(drain_id=drain_id, call=call, due=state.now + timeout_s)
+    state.drains.append(drain)
+    state.kept_drains.add(drain_id)
+    bodies = {member: Drain(drain_id=drain_id) for member in members}
+    send(state, Drain.name, bodies, on_complete=_fence_not_done)
+
+
+def forget_drain(state: State, drain_id: str) -> None:
+    """Replicas begin requests again, and `on_end` does not run."""
+    state.kept_drains.discard(drain_id)
+    for drain in [each for each in state.drains if each.drain_id == drain_id]:
+        state.drains.remove(drain)
+        forget(state, drain.call)
+    for member in state.members.values():
+        withdraw(member, lambda body: body == Drain(drain_id=drain_id), delivered=False)
+
+
+def on_draining(state: State, member: Member) -> None:
+    """A member reported what it drains, and how many requests still run."""
+    draining = member.draining
+    for drain in state.drains:
+        if draining is None or drain.drain_id not in draining.drain_ids or draining.running != 0:
+            continue
+        if member in drain.call.waiting:
+            drain.call.waiting.discard(member)
+            drain.call.answers[member.replica_id] = Acknowledgement(seq=0, outcome=Outcome.DONE)
+
+
+def end_drains(state: State) -> None:
+    """Expire drains, and end those that replicas report and the ledger does not know: their round was
+    aborted, their call was answered, or the controller restarted."""
+    for drain in state.drains:
+        if state.now > drain.due:
+            drain.late = {member.replica_id: _running(member) for member in drain.call.waiting}
+            drain.call.waiting.clear()
+    known = {*state.kept_drains, *([] if state.round is None else [drain_of_round(state.round.round_id)])}
+    for member in state.live():
+        for drain_id in () if member.draining is None else set(member.draining.drain_ids) - known:
+            body = EndDrain(drain_id=drain_id)
+            if not any(queued.body == body for queued in member.queue):
+                send_or_fence(state, member, body)
+
+
+def _running(member: Member) -> int:
+    if member.draining is None or member.draining.running is None:
+        return UNKNOWN
+    return member.draining.running
+
+
+def still_running(late: Mapping[str, int]) -> str:
+    """Replicas and the requests that still run there, for an error message."""
+    return ", ".join(
+        f"{replica_id}: {'did not say how many' if count == UNKNOWN else count}"
+        for replica_id, count in sorted(late.items())
+    )

@@ -1,65 +1,43 @@
-"""A restarted controller: folds its predecessor's decisions into a new ledger.
+"""A restarted controller: folds its predecessor's decisions into a new state.
 
-Replicas that served go on serving, so they are waited for until they register again. An undecided
-round is gone: replicas that still hold its staging are told to drop it. A decided one that had not
-finished is resumed.
+Replicas that served keep serving, so they are waited for until they register again. An undecided round is
+aborted: replicas that still hold its staging are told to drop it. A decided one that had not finished is
+resumed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from deployments.ledger.adapters.loading import Adapters
+from deployments.ledger import commit_phase, membership
 from deployments.ledger.decisions import (
     Aborted,
     Admitted,
     Cataloged,
     Committed,
-    Conditioned,
     Decision,
-    DecisionLog,
     Ended,
+    EngineStateChanged,
     EpochChanged,
-    EventLog,
     Fenced,
     Finished,
     Founded,
     Labelled,
     LeaseIssued,
     Opened,
-    Promised,
-    PromiseEnded,
+    Pinned,
     Scaled,
     Started,
     Stored,
+    Unpinned,
 )
-from deployments.ledger.desired_state import DesiredState
-from deployments.ledger.dispatch import Dispatch
-from deployments.ledger.lease import LeaseDesk
-from deployments.ledger.membership import Membership
-from deployments.ledger.promises import Promises
-from deployments.ledger.rounds.commit_phase import CommitPhase
-from deployments.ledger.rounds.round import RoundPhase
-from deployments.ledger.rounds.version_state import CONTROLLER_RESTARTED, VersionState
+from deployments.ledger.state import ID_SPAN, Pin, RoundPhase, State
+from deployments.protocol.poll import DesiredReplicas
+from deployments.protocol.publishing import RoundReport
 
 
-def recover(
-    decisions: Sequence[Decision],
-    *,
-    membership: Membership,
-    versions: VersionState,
-    lease: LeaseDesk,
-    commit_phase: CommitPhase,
-    desired_state: DesiredState,
-    promises: Promises,
-    adapters: Adapters,
-    dispatch: Dispatch,
-    events: EventLog,
-    log: DecisionLog,
-    now: float,
-    new_fleet_id: str,
-) -> None:
-    """Bring a new ledger to where the decisions say the fleet is, and start its generation."""
+def recover(state: State, decisions: Iterable[Decision], new_fleet_id: str) -> None:
+    """Bring a new state to where the decisions say the fleet is, and start its generation."""
     generation = 0
-    committed: Committed | None = None
+    committed: Committed | None = None  # and not finished
     open_round: int | None = None
     end: tuple[RoundPhase, str] | None = None  # of the last round, and why
     admitted: list[Admitted] = []
@@ -67,60 +45,88 @@ def recover(
         match decision:
             case Started():
                 generation = decision.generation
-            case Founded():
-                versions.recover_founded(decision)
-            case LeaseIssued():
-                lease.restart_after(decision.token)
-            case EpochChanged():
-                membership.recover_epoch(decision.epoch)
-            case Fenced():
-                membership.recover_fence(decision)
             case Admitted():
                 admitted.append(decision)
-            case Stored():
-                versions.recover_stored(decision)
-            case Promised():
-                promises.recover(decision, now)
-            case PromiseEnded():
-                promises.recover_end(decision.incarnation)
             case Opened():
-                open_round, end = decision.round_id, None
-                versions.recover_round_id(decision.round_id)
+                state.last_round_id = open_round = decision.round_id
+                end = None
             case Committed():
                 committed, open_round, end = decision, None, None
-                versions.recover_committed(decision)
-            case Labelled():
-                versions.recover_label(decision)
+                state.committed_version, state.label = decision.version, decision.label
+                state.persist = decision.persist
             case Aborted():
                 open_round, end = None, (RoundPhase.ABORTED, decision.reason)
             case Finished():
                 committed, end = None, (RoundPhase.COMMITTED, "")
-                desired_state.on_weights_replaced()
-            case Ended():
-                versions.recover_report(decision.report)
-            case Conditioned():
-                desired_state.recover(decision.condition())
-            case Scaled():
-                membership.size.recover(decision)
-            case Cataloged():
-                adapters.recover(decision.catalog)
+                commit_phase.weights_replaced(state)
+            case _:
+                _fold(state, decision)
     generation += 1
-    dispatch.start_generation(generation)
-    events.start_generation(generation)
-    log.append(Started(generation=generation))
-    versions.found(new_fleet_id)
-    events.record("start", now, generation=generation, version=versions.committed_version)
+    # Replicas ignore sequence numbers that they have seen.
+    state.next_seq = state.events.next_id = generation * ID_SPAN + 1
+    state.decide(Started(generation=generation))
+    if state.founded is None:
+        state.founded = Founded(fleet_id=new_fleet_id)
+        state.decide(state.founded)
+    state.record("start", generation=generation, version=state.committed_version)
     if end is not None:
-        versions.recover_end(*end, membership.epoch)
+        _recover_end(state, *end)
     if open_round is not None:
-        reason = CONTROLLER_RESTARTED
-        log.append(Aborted(round_id=open_round, reason=reason))
-        versions.recover_end(RoundPhase.ABORTED, reason, membership.epoch)
-        events.record("round", now, round_id=open_round, phase="aborted", version=None, reason=reason)
+        reason = commit_phase.CONTROLLER_RESTARTED
+        state.decide(Aborted(round_id=open_round, reason=reason))
+        _recover_end(state, RoundPhase.ABORTED, reason)
+        state.record("round", round_id=open_round, phase="aborted", version=None, reason=reason)
     for each in admitted:
-        version = versions.committed_version
-        member = membership.recover_member(each.member, version=version, was_serving=True, now=now)
+        version = state.committed_version
+        member = membership.recover_member(state, each.member, version=version, was_serving=True)
         if member is not None:
-            member.condition = desired_state.condition  # as every replica that served
+            member.engine_state = state.engine_state  # like every replica that served
     if committed is not None:
-        commit_phase.resume(committed, now)
+        commit_phase.resume(state, committed)
+
+
+def _fold(state: State, decision: Decision) -> None:
+    match decision:
+        case Founded():
+            state.founded = decision
+        case LeaseIssued():
+            state.publisher.last_token = decision.token
+        case EpochChanged():
+            state.epoch = decision.epoch
+        case Fenced():
+            state.fences[decision.incarnation] = decision
+        case Stored():
+            state.stored = decision
+        case Pinned():
+            state.pins[decision.incarnation] = Pin(decision=decision, since=state.now)
+        case Unpinned():
+            state.pins.pop(decision.incarnation, None)
+        case Labelled():
+            if decision.version == state.committed_version:
+                state.label = decision.label
+        case Ended():
+            commit_phase.keep(state, decision.report)
+        case EngineStateChanged():
+            state.engine_state = state.durable_engine_state = decision.condition()
+        case Scaled():
+            state.desired = DesiredReplicas(wanted=decision.wanted, number=decision.number)
+        case Cataloged():
+            state.adapters.catalog, state.adapters.recovered = decision.catalog, True
+
+
+def _recover_end(state: State, phase: RoundPhase, reason: str) -> None:
+    """The last round has ended, and its predecessor may not have written its entry in the history."""
+    if commit_phase.ended(state, state.last_round_id) is not None:
+        return
+    committed = phase is RoundPhase.COMMITTED
+    report = RoundReport(
+        round_id=state.last_round_id,
+        version=state.committed_version + (0 if committed else 1),
+        label=state.label if committed else None,
+        epoch=state.epoch,
+        phase=phase.value,
+        reason=reason,
+        duration_s=0.0,
+    )
+    commit_phase.keep(state, report)
+    state.decide(Ended(report=report))

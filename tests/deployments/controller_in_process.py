@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from ray.exceptions import ActorDiedError
 
-from deployments.ledger.adapters.catalog import AdapterLimits
-from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig
 from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.poll import Body, Outcome, Receive, Verify
 from deployments.protocol.publishing import RoundOptions, RoundReport

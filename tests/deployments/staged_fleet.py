@@ -18,7 +18,7 @@ from app.http.directory_publisher import DirectoryPublisher
 from app.http.ingress import build_app
 from app.http.weight_routes import WeightRoutes
 from deployments.controller.controller import Controller
-from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.ledger_config import LedgerConfig
 from deployments.protocol.adapters import AdapterState
 from deployments.protocol.engine_state import EngineState
 from deployments.protocol.poll import Commit, Swapped

@@ -44,39 +44,39 @@ MUTANTS = [
     ),
     Mutant(
         "stale_token",
-        LEDGER + "lease",
+        LEDGER + "publisher_session",
         "if held is None or held.token != token:",
         "if held is None:",
         "two_publishers",
     ),
-    Mutant("lease_never_expires", LEDGER + "lease", "self._lease.remaining_s(now) <= 0", "False"),
+    Mutant("lease_never_expires", LEDGER + "publisher_session", "remaining_s(state) <= 0", "False"),
     Mutant(
         "forgotten_fence",
         LEDGER + "membership",
-        "if report.incarnation in self._fences:",
+        "if report.incarnation in state.fences:",
         "if False:",
         "returns_after_a_restart",
     ),
     Mutant(
         "fences_not_recovered",
         LEDGER + "recovery",
-        "membership.recover_fence(decision)",
+        "state.fences[decision.incarnation] = decision",
         "pass",
     ),
-    Mutant("decided_too_early", LEDGER + "rounds.staging_phase", "self._membership.uncertain()", "False"),
+    Mutant("decided_too_early", LEDGER + "staging_phase", "state.uncertain()", "False"),
     Mutant(
         "no_hold",
-        LEDGER + "rounds.round",
+        LEDGER + "state",
         "return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1",
         "return False",
     ),
     Mutant(
         "fence_told_by_the_answer",
         LEDGER + "admission",
-        "        return Directive(\n",
-        "        if member is not None and member.out:\n"
-        "            self._membership.on_fence_delivered(member)\n"
-        "        return Directive(\n",
+        "    return Directive(\n",
+        "    if member is not None and member.out:\n"
+        "        membership.on_fence_delivered(state, member)\n"
+        "    return Directive(\n",
     ),
     Mutant(
         "contact_from_the_answer",
@@ -124,68 +124,67 @@ MUTANTS = [
     Mutant(
         "silent_for_ever",
         LEDGER + "membership",
-        "if silent_s > self.config.heartbeat_timeout_s:",
+        "if silent_s > state.config.heartbeat_timeout_s:",
         "if False:",
     ),
     Mutant(
         "joiner_not_caught_up",
         LEDGER + "admission",
-        "if member.version != self._versions.committed_version:\n                self._catch_up",
-        "if False:\n                self._catch_up",
+        "if member.version != state.committed_version:\n            _catch_up",
+        "if False:\n            _catch_up",
     ),
     Mutant(
         "promise_not_kept",
-        LEDGER + "promises",
-        "needed = {*ordered[-keep:], *(each.promised.version for each in self._promises.values())}",
+        LEDGER + "stored_versions",
+        "needed = {*ordered[-keep:], *(each.decision.version for each in state.pins.values())}",
         "needed = {*ordered[-keep:]}",
         "slow_joiner",
     ),
-    Mutant("deadlines_ignored", LEDGER + "dispatch", "if first.due is None or now <= first.due:", "if True:"),
+    Mutant("deadlines_ignored", LEDGER + "membership", "state.now > first.due:", "False:"),
     Mutant(
         "version_skipped",
-        LEDGER + "rounds.version_state",
-        "self._committed_version, self._label = decided.version, decided.label",
-        "self._committed_version, self._label = decided.version + 1, decided.label",
+        LEDGER + "commit_phase",
+        "state.committed_version, state.label = current.version, current.label",
+        "state.committed_version, state.label = current.version + 1, current.label",
     ),
     *(
         Mutant(*each, adapters=True)
         for each in (
             (
                 "loaded_somewhere",
-                LEDGER + "adapters.loading",
-                "if load.decided and self._convergence.is_everywhere(load.adapter):",
+                LEDGER + "adapter_loads",
+                "if load.decided and _is_everywhere(state, load.adapter):",
                 "if load.decided:",
                 "slow_loads",
             ),
             (
                 "answered_beside_an_unheard_fence",
-                LEDGER + "adapters.loading",
-                "if self._membership.uncertain():",
-                "if self._membership.returning():",
+                LEDGER + "adapter_loads",
+                "if state.uncertain():",
+                "if state.returning():",
                 "adapter_fails_unheard",
             ),
             (
                 "joiner_without_adapters",
                 LEDGER + "admission",
-                "self._adapters.converged(member)",
+                "adapter_loads.converged(state, member)",
                 "True",
                 "slow_joiner",
             ),
             (
                 "retired_and_kept",
-                LEDGER + "adapters.convergence",
-                "for adapter_id in sorted(held - _wanted_ids(catalog, loads)):",
+                LEDGER + "adapter_loads",
+                "for adapter_id in sorted(held - wanted):",
                 "for adapter_id in sorted(\n"
-                "            held - _wanted_ids(catalog, loads)\n"
-                "            - {each.adapter_id for each in catalog.retired}\n"
-                "        ):",
+                "        held - wanted - {each.adapter_id for each in adapters.catalog.retired}\n"
+                "    ):",
                 None,
             ),
             (
                 "files_go_with_retirement",
-                LEDGER + "adapters.loading",
-                "for each in (*self.catalog.live, *self.catalog.retired)}\n\n    def converged",
-                "for each in self.catalog.live}\n\n    def converged",
+                LEDGER + "adapter_loads",
+                "for each in (*catalog.live, *catalog.retired)}\n\n\ndef settled",
+                "for each in catalog.live}\n\n\ndef settled",
                 "slow_loads",
             ),
             (

@@ -8,12 +8,7 @@ from typing import Any
 
 from deployments.calls.publish_session import PublishSession, joined
 from deployments.calls.rpc import retried
-from deployments.protocol.errors import (
-    Conflict,
-    InvalidRequest,
-    RoundAborted,
-    SlipstreamError,
-)
+from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions
 from deployments.protocol.responses import FleetStatus
 from tests.simulation.network import Handle, Unreachable

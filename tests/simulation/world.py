@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from deployments.controller.controller import Controller
-from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.ledger_config import LedgerConfig
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.poll import CommitMode
 from deployments.weights.store.versions import MANIFEST, VersionManifest
@@ -233,7 +233,7 @@ class World:
         return str(path)
 
     def _manifest(self, version: int) -> VersionManifest:
-        fleet_id = None if self.controller is None else self.controller[1]._ledger.promises.fleet_id
+        fleet_id = None if self.controller is None else self.controller[1]._ledger.fleet_id
         return VersionManifest(version=version, label=None, tensors={}, fleet_id=fleet_id)
 
     def read(self, path: str, version: int) -> str:

@@ -1,20 +1,19 @@
 """The controller's calls for adapters, with the ledger's rules and no files: a path exists if it is known."""
 
-from deployments.ledger.adapters.catalog import (
-    AdapterLimits,
-    check_free,
-    check_name,
-    check_newest,
+from dataclasses import replace
+
+from deployments.ledger.adapter_catalog import (
+    check_new,
     named,
     next_adapter,
     numbered,
-    with_files,
     with_live,
     without,
     without_retired,
 )
-from deployments.protocol.adapters import Adapter, AdapterCatalog, AdapterFiles, AdapterStatus
-from deployments.protocol.errors import Conflict, InvalidRequest, NotFound
+from deployments.ledger.ledger_config import AdapterLimits
+from deployments.protocol.adapters import Adapter, AdapterCatalog, AdapterStatus
+from deployments.protocol.errors import Conflict, NotFound
 
 
 class FakeAdapters:
@@ -41,17 +40,13 @@ class FakeAdapters:
         load_id: str = "",
     ) -> Adapter:
         await self._enter("load_adapter")
-        check_name(name, "base")
-        check_free(self.catalog, name)
         if name in self.loading:
             raise Conflict(f"The lora adapter '{name}' is being loaded as version 1: wait for its answer")
-        if not in_place and any(each.name == name for each in self.catalog.live):
-            raise InvalidRequest(f"The lora adapter '{name}' has already been loaded. ...")
-        check_newest(self.catalog, name, after)
+        check_new(self.catalog, name, base_model="base", in_place=in_place, after=after)
         if path not in self.paths:
             raise NotFound(f"lora_path: {path} does not exist")
         adapter = next_adapter(self.catalog, name, is_3d=is_3d, load_id=load_id)
-        adapter = with_files(adapter, AdapterFiles(path=path, digest="d", size_bytes=1))
+        adapter = replace(adapter, path=path, digest="d", size_bytes=1)
         self.catalog = with_live(numbered(self.catalog, adapter), adapter, AdapterLimits().keep)
         self._leave("load_adapter")
         return adapter

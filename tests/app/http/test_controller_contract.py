@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deployments.controller.controller import Controller
-from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.ledger_config import LedgerConfig
 from deployments.protocol.errors import Conflict, StalePublisher
 from deployments.protocol.publishing import Lease
 from tests.app.http.fake_controller import FakeController

@@ -1,7 +1,7 @@
 import pytest
 
 from app.settings.weights import WeightsConfig, quoted
-from deployments.ledger.limits import LedgerConfig
+from deployments.ledger.ledger_config import LedgerConfig
 from deployments.protocol.poll import CommitMode
 from deployments.weights.transports.registry import TRANSPORTS
 from tests.app.settings.complaints import complaint

@@ -24,10 +24,10 @@ from deployments.ledger.decisions import (
     LeaseIssued,
     Opened,
     Participant,
-    Promised,
-    PromiseEnded,
+    Pinned,
     Started,
     Stored,
+    Unpinned,
 )
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import JournalError
@@ -356,9 +356,9 @@ def test_a_journal_that_stays_open_does_not_grow(tmp_path: Path) -> None:
             for number in range(first, first + 100):
                 batch += [
                     Opened(round_id=number),
-                    Promised(replica_id="p", incarnation=f"p{number}", version=1, path="/v1"),
+                    Pinned(replica_id="p", incarnation=f"p{number}", version=1, path="/v1"),
                     Admitted(member=Participant(replica_id="p", incarnation=f"p{number}", world_size=1)),
-                    PromiseEnded(incarnation=f"p{number}"),
+                    Unpinned(incarnation=f"p{number}"),
                     Fenced(replica_id="p", incarnation=f"p{number}", reason="lost", told=number % 5 > 0),
                     ended(number, "no" * 1000),
                 ]

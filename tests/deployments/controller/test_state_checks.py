@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.ledger.adapters.catalog import AdapterLimits
+from deployments.ledger.ledger_config import AdapterLimits
 from deployments.protocol.errors import JournalError
 from tests.deployments.controller.fleet import Fleet, publish
 from tests.tiny_adapters import save_tiny_adapter

@@ -27,7 +27,7 @@ def keeper(store: Store, *decisions: Decision, keep: int = 1, stored: int = 0) -
     ledger = Ledger()
     newest = [Stored(version=stored, path="", label=None)] if stored else []
     ledger.recover([*decisions, *newest], 0.0, OURS)
-    return StoreKeeper(store, ledger.promises, keep)
+    return StoreKeeper(store, ledger, keep)
 
 
 @pytest.fixture

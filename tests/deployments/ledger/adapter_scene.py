@@ -1,8 +1,8 @@
 """A ledger whose fleet serves adapters, for the tables."""
 
-from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.decisions import decode, encode
-from deployments.ledger.members import PendingCall
+from deployments.ledger.ledger_config import AdapterLimits
+from deployments.ledger.state import PendingCall
 from deployments.protocol.adapters import AdapterFiles
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
@@ -17,17 +17,17 @@ class AdapterScene(Scene):
     limits = AdapterLimits(base_model="base")
 
     def load(self, name: str, *, in_place: bool = False, polls: int = 8, load_id: str = "") -> PendingCall:
-        adapter = self.ledger.adapters.begin(
+        adapter = self.ledger.begin_adapter(
             name, in_place=in_place, is_3d=False, now=self.now, load_id=load_id
         )
-        call = self.ledger.adapters.stage(adapter, FILES, self.now)
-        self.ledger.adapters.complete(adapter, self.now)
+        call = self.ledger.stage_adapter(adapter, FILES, self.now)
+        self.ledger.complete_adapter(adapter, self.now)
         self.ledger.tick(self.now)
         self.poll(polls)
         return call
 
     def unload(self, name: str, *, polls: int = 8) -> PendingCall:
-        call = self.ledger.adapters.unload(name, self.now)
+        call = self.ledger.unload_adapter(name, self.now)
         self.ledger.tick(self.now)
         self.poll(polls)
         return call
@@ -46,7 +46,7 @@ def held(replica: FakeReplica) -> list[str]:
 
 
 def names(scene: AdapterScene, state: str = "live") -> list[str]:
-    return [f"{each.name}@{each.version}" for each in scene.ledger.adapters.status() if each.state == state]
+    return [f"{each.name}@{each.version}" for each in scene.ledger.adapters() if each.state == state]
 
 
 def ended(call: PendingCall) -> object:

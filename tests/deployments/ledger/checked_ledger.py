@@ -18,12 +18,13 @@ class CheckedLedger(Ledger):
 
     def _visible(self) -> object:
         """What anybody outside can notice of its state, and everything that it is about to do."""
+        state = self.state
         members = [
-            (each.replica_id, each.state, each.condition, [queued.instruction.seq for queued in each.queue])
-            for each in self._membership.all()
+            (each.replica_id, each.state, each.engine_state, [it.instruction.seq for it in each.queue])
+            for each in state.members.values()
         ]
-        current = self._versions.current
+        current = state.round
         phase = None if current is None else (current.round_id, current.phase)
         events = [each.event_id for each in self.events_since(0)][-1:]
-        condition, adapters = self._desired_state.names(), self.adapters.status()
-        return members, self._membership.epoch, self.committed_version, phase, events, condition, adapters
+        engine_state, adapters = state.engine_state, self.adapters()
+        return members, state.epoch, state.committed_version, phase, events, engine_state, adapters

@@ -94,7 +94,7 @@ class LedgerMoves(ReplicaMoves):
         with suppress(SlipstreamError):
             self.ledger.set_stored(self.ledger.committed_version, "/store", None, self.now)
         self.persist()
-        self.disk -= set(self.ledger.promises.removable(dict.fromkeys(self.disk, "fleet"), 1))
+        self.disk -= set(self.ledger.removable(dict.fromkeys(self.disk, "fleet"), 1))
 
     @rule(times=st.integers(1, 3))
     def stored_rounds(self, times: int) -> None:

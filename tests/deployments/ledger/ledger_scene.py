@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.limits import FIXED, LedgerConfig, SizeLimits
-from deployments.ledger.members import PendingCall
-from deployments.ledger.store_assignment import StoreLocation
+from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
+from deployments.ledger.state import PendingCall
 from deployments.protocol.engine_state import (
     EngineState,
     InFlight,
@@ -25,7 +23,7 @@ from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
 from tests.deployments.ledger.fake_replica import FakeReplica
 
-STORE = StoreLocation(directory="/store")
+STORE = "/store"
 GROUP = {"rank_offset": 1}  # what makes a connection a communicator
 SEPARATE: dict[str, int] = {}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from deployments.ledger.decisions import Committed, Decision
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.limits import LedgerConfig
-from deployments.ledger.members import PendingCall
+from deployments.ledger.ledger_config import LedgerConfig
+from deployments.ledger.state import PendingCall
 from deployments.protocol.errors import FleetUnavailable, SlipstreamError
 from deployments.protocol.poll import Body, Commit, Directive, Outcome, Receive, Release, Report, Verify
 from deployments.protocol.publishing import RoundOptions

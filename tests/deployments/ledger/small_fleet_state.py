@@ -7,7 +7,7 @@ in their order alone. Sequence numbers count by their place in a queue, and a pr
 from typing import Any
 
 from deployments.ledger.decisions import Aborted, Admitted, Committed, Finished, Opened
-from deployments.ledger.members import Member, PendingCall
+from deployments.ledger.state import Member, PendingCall
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.small_fleet import Seat, SmallFleet
 
@@ -44,27 +44,27 @@ def says_nothing_new(seat: Seat) -> bool:
 
 def _pending(fleet: SmallFleet) -> list[PendingCall]:
     ledger = fleet.ledger
-    current = ledger._versions.current
-    return [*ledger._dispatch.pending, *([] if current is None else current.commits.values())]
+    current = ledger.state.round
+    return [*ledger.state.pending, *([] if current is None else current.commits.values())]
 
 
 def _publisher(fleet: SmallFleet) -> Any:
-    call, held = fleet.call, fleet.ledger._lease.held
+    call, held = fleet.call, fleet.ledger.state.publisher.lease
     return (
         fleet.faults,
         fleet.step,
         fleet.done,
         None if call is None else (call.done, call.error is None),
         held is not None and held.token == fleet.token,
-        fleet.ledger._connections.current is not None,
+        fleet.ledger.state.publisher.connection is not None,
     )
 
 
 def _fleet(fleet: SmallFleet, pending: list[PendingCall]) -> Any:
-    versions = fleet.ledger._versions
-    current = versions.current
+    state = fleet.ledger.state
+    current = state.round
     return (
-        versions.committed_version,
+        state.committed_version,
         None if current is None else (current.round_id, current.phase.value, current.close is not None),
         tuple((call.name, call.round_id, call.certain, call.done) for call in pending),
         _journal(fleet) if fleet.faults else (),
@@ -80,7 +80,7 @@ def _journal(fleet: SmallFleet) -> Any:
 def _remembered(fleet: SmallFleet) -> Any:
     """What it would know of a replica."""
     admitted = {each.member.incarnation for each in fleet.journal if isinstance(each, Admitted)}
-    fences = fleet.ledger._membership.fence_of
+    fences = fleet.ledger.state.fences.get
 
     def remembered(incarnation: str) -> Any:
         fence = fences(incarnation)
@@ -93,7 +93,7 @@ def _seat(seat: Seat, fleet: SmallFleet) -> Any:
     if not seat.alive:
         return ("gone",)
     replica, answer, last = seat.replica, seat.answer, seat.last
-    member = fleet.ledger._membership.get(replica.replica_id)
+    member = fleet.ledger.state.members.get(replica.replica_id)
     place = {} if member is None else _places(member)
     return (
         replica.version,
@@ -125,10 +125,10 @@ def _seat(seat: Seat, fleet: SmallFleet) -> Any:
 
 
 def _member_of(seat: Seat, fleet: SmallFleet, pending: list[PendingCall]) -> Any:
-    member = fleet.ledger._membership.get(seat.replica.replica_id)
+    member = fleet.ledger.state.members.get(seat.replica.replica_id)
     if member is None:
         return None
-    name, current = member.replica_id, fleet.ledger._versions.current
+    name, current = member.replica_id, fleet.ledger.state.round
     return (
         member.state.value,
         member.version,

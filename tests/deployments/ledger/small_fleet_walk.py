@@ -154,7 +154,7 @@ def expand(state: bytes, trail: Trail, reduced: bool) -> Expanded:
 
 def frozen(fleet: SmallFleet) -> bytes:
     """A state to be continued from; without what nobody looks at."""
-    fleet.ledger._events._events.clear()
+    fleet.ledger.state.events.events.clear()
     for seat in fleet.seats:
         seat.replica.ran.clear()
     return pickle.dumps(fleet, pickle.HIGHEST_PROTOCOL)

@@ -11,7 +11,7 @@ KEEP = 3
 
 def removable(ledger: Ledger, on_disk: set[int], keep: int) -> list[int]:
     """All of them are this fleet's."""
-    return ledger.promises.removable(dict.fromkeys(on_disk, "fleet"), keep)
+    return ledger.removable(dict.fromkeys(on_disk, "fleet"), keep)
 
 
 class StoreScene(Scene):

@@ -53,7 +53,7 @@ def test_after_a_restart_in_the_middle_of_a_load_no_replica_keeps_it() -> None:
     scene.replicas[1].hangs_in = set()
     scene.poll(6)
     assert [held(each) for each in scene.replicas] == [[], []]
-    assert scene.ledger.adapters.needed() == set()
+    assert scene.ledger.adapter_ids() == set()
     assert ended(scene.load("code")).adapter_id == 2  # type: ignore[attr-defined]
 
 
@@ -75,12 +75,12 @@ def test_after_a_restart_files_stay_until_all_replicas_have_reported() -> None:
     scene.unload("math")
     scene.restart()
     scene.poll(3, only=scene.replicas[:1])
-    assert running in scene.ledger.adapters.needed()
+    assert running in scene.ledger.adapter_ids()
     scene.poll(3)
-    assert running in scene.ledger.adapters.needed()
+    assert running in scene.ledger.adapter_ids()
     scene.replicas[1].adapters.end(running)
     scene.poll(3)
-    assert scene.ledger.adapters.needed() == set()
+    assert scene.ledger.adapter_ids() == set()
 
 
 def test_a_retired_version_that_was_never_live_on_a_replica_is_dropped_there() -> None:
@@ -93,7 +93,7 @@ def test_a_retired_version_that_was_never_live_on_a_replica_is_dropped_there() -
     scene.replicas[1].hangs_in = set()
     scene.poll(6)
     assert call.done and [held(each) for each in scene.replicas] == [[], []]
-    assert scene.ledger.adapters.needed() == set()
+    assert scene.ledger.adapter_ids() == set()
 
 
 def test_an_unload_waits_for_a_replica_that_an_earlier_controller_told_to_make_it_live() -> None:
@@ -107,7 +107,7 @@ def test_an_unload_waits_for_a_replica_that_an_earlier_controller_told_to_make_i
     scene.restart()
     scene.poll(3, only=scene.replicas[:1])
     scene.ledger.poll(late.report(), scene.now)  # it still works on something else
-    call = scene.ledger.adapters.unload("math", scene.now)
+    call = scene.ledger.unload_adapter("math", scene.now)
     scene.ledger.tick(scene.now)
     scene.poll(3, only=scene.replicas[:1])
     assert not call.done
@@ -122,7 +122,7 @@ def test_a_load_is_answered_when_no_replica_takes_requests_that_does_not_have_it
     scene.load("math", polls=1)
     unheard = scene.replicas[1]
     scene.ledger.poll(unheard.report(), scene.now)  # its fence is decided, and does not reach it
-    [call] = [load.call for load in scene.ledger.adapters._loads.values()]
+    [call] = [load.call for load in scene.ledger.state.adapters.loads.values()]
     assert call is not None
     scene.poll(6, only=scene.replicas[:1])
     assert live(scene.replicas[0]) == ["math@1"] and not call.done

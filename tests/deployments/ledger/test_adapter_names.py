@@ -2,7 +2,8 @@
 
 import pytest
 
-from deployments.ledger.adapters.catalog import REMEMBERED, AdapterLimits, next_adapter, numbered
+from deployments.ledger.adapter_catalog import REMEMBERED, next_adapter, numbered
+from deployments.ledger.ledger_config import AdapterLimits
 from deployments.protocol.adapters import AdapterCatalog, LoadAdapter
 from deployments.protocol.errors import InvalidRequest
 from tests.deployments.ledger.adapter_scene import AdapterScene, ended, live
@@ -53,7 +54,7 @@ def test_no_name_stands_for_two_adapters() -> None:
 def test_a_version_is_not_called_as_the_base_model() -> None:
     scene = AdapterScene(1)
     ended(scene.load("base@1"))
-    scene.ledger.adapters._limits = AdapterLimits(base_model="math@1")
+    scene.ledger.state.adapter_limits = AdapterLimits(base_model="math@1")
     assert ended(scene.load("math")).full_name == "math@2"  # type: ignore[attr-defined]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deployments.ledger.members import PendingCall
+from deployments.ledger.state import PendingCall
 from deployments.protocol.adapters import Adapter, ReceiveAdapter
 from deployments.protocol.errors import Conflict, FleetUnavailable, StalePublisher
 from deployments.protocol.poll import Outcome
@@ -27,7 +27,7 @@ def connected(init_info: dict[str, Any] | None = None) -> AdapterScene:
 
 
 def received(scene: AdapterScene) -> tuple[str, ...]:
-    [status] = scene.ledger.adapters.status()
+    [status] = scene.ledger.adapters()
     return tuple(status.received)
 
 
@@ -81,9 +81,9 @@ def test_a_replica_that_is_lost_in_a_transfer_ends_it_at_once() -> None:
     scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert isinstance(call.error, Conflict) and "r1" in call.error.message
     scene.poll(only=scene.replicas[:1])
-    load = scene.ledger.adapters.begin("math", in_place=False, is_3d=False, now=scene.now)
-    loading = scene.ledger.adapters.stage(load, FILES, scene.now)
-    scene.ledger.adapters.complete(load, scene.now)
+    load = scene.ledger.begin_adapter("math", in_place=False, is_3d=False, now=scene.now)
+    loading = scene.ledger.stage_adapter(load, FILES, scene.now)
+    scene.ledger.complete_adapter(load, scene.now)
     scene.ledger.tick(scene.now)
     scene.poll(8, only=scene.replicas[:1])
     assert ended(loading) and live(scene.replicas[0]) == ["math@1"]
@@ -161,8 +161,8 @@ def test_no_round_is_beside_a_transfer() -> None:
 
 def staged_early(scene: AdapterScene) -> tuple[Adapter, PendingCall]:
     """Loaded from what arrived, while the fleet's copy is written."""
-    adapter = scene.ledger.adapters.begin("math", in_place=True, is_3d=False, now=scene.now, load_id=LOAD)
-    call = scene.ledger.adapters.stage(adapter, FILES, scene.now)
+    adapter = scene.ledger.begin_adapter("math", in_place=True, is_3d=False, now=scene.now, load_id=LOAD)
+    call = scene.ledger.stage_adapter(adapter, FILES, scene.now)
     scene.ledger.tick(scene.now)
     scene.poll(6)
     return adapter, call
@@ -174,7 +174,7 @@ def test_what_all_replicas_hold_is_live_when_the_fleets_copy_is_complete() -> No
     adapter, call = staged_early(scene)
     assert [held(each) for each in scene.replicas] == [["math@1"]] * 2
     assert not call.done and names(scene) == [] and [live(each) for each in scene.replicas] == [[], []]
-    scene.ledger.adapters.complete(adapter, scene.now)
+    scene.ledger.complete_adapter(adapter, scene.now)
     scene.ledger.tick(scene.now)
     scene.poll(4)
     assert ended(call) and names(scene) == ["math@1"]
@@ -184,12 +184,12 @@ def test_without_a_copy_no_replica_keeps_what_it_has_loaded() -> None:
     scene = connected()
     ended(send(scene))
     adapter, call = staged_early(scene)
-    scene.ledger.adapters.fail(adapter, FleetUnavailable("the disk is full"))
+    scene.ledger.fail_adapter(adapter, FleetUnavailable("the disk is full"), scene.now)
     scene.ledger.tick(scene.now)
     scene.poll(6)
     assert isinstance(call.error, FleetUnavailable) and [held(each) for each in scene.replicas] == [[], []]
-    scene.ledger.adapters.complete(adapter, scene.now)  # of what is over
-    scene.ledger.adapters.fail(adapter, FleetUnavailable("again"))
+    scene.ledger.complete_adapter(adapter, scene.now)  # of what is over
+    scene.ledger.fail_adapter(adapter, FleetUnavailable("again"), scene.now)
     ended(scene.load("math"))
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.ledger import Ledger
+from deployments.ledger.ledger_config import AdapterLimits
 from deployments.protocol.adapters import AdapterTimings, DropAdapter, LoadAdapter, LoadedAdapter, SetAdapters
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
 from deployments.protocol.poll import Outcome
@@ -16,7 +16,7 @@ def test_an_adapter_is_live_on_all_replicas_when_its_load_is_answered() -> None:
     call = scene.load("math")
     assert ended(call).full_name == "math@1"  # type: ignore[attr-defined]
     assert [live(each) for each in scene.replicas] == [["math@1"], ["math@1"]]
-    assert scene.ledger.adapters.status()[0].replicas == ("r0", "r1")
+    assert scene.ledger.adapters()[0].replicas == ("r0", "r1")
 
 
 def test_no_request_may_name_it_before_all_replicas_hold_it() -> None:
@@ -33,7 +33,7 @@ def test_no_request_may_name_it_before_all_replicas_hold_it() -> None:
 
 def test_a_load_that_expects_another_version_changes_nothing() -> None:
     scene = AdapterScene(2)
-    begin = scene.ledger.adapters.begin
+    begin = scene.ledger.begin_adapter
     for after, newest in ((1, 0), (0, 1), (2, 1)):
         if newest and not names(scene):
             ended(scene.load("math"))
@@ -45,42 +45,42 @@ def test_a_load_that_expects_another_version_changes_nothing() -> None:
 
 def test_a_load_says_where_its_time_went() -> None:
     scene = AdapterScene(2)
-    adapters = scene.ledger.adapters
-    adapter = adapters.begin("math", in_place=False, is_3d=False, now=scene.now)
-    assert adapters.status()[0].timings == AdapterTimings(
+    ledger = scene.ledger
+    adapter = ledger.begin_adapter("math", in_place=False, is_3d=False, now=scene.now)
+    assert ledger.adapters()[0].timings == AdapterTimings(
         copy_s=None, sync_s=None, load_s=None, total_s=None, replicas={}
     )
     scene.now += 1.0
-    call = adapters.stage(adapter, FILES, scene.now)
+    call = ledger.stage_adapter(adapter, FILES, scene.now)
     scene.replicas[1].hangs_in = {LoadAdapter}
     scene.wait(2)
-    adapters.complete(adapter, scene.now)
+    ledger.complete_adapter(adapter, scene.now)
     scene.replicas[1].hangs_in = set()
     scene.wait(6)
     assert ended(call)
-    timings = adapters.status()[0].timings
+    timings = ledger.adapters()[0].timings
     assert timings is not None and (timings.copy_s, timings.sync_s, timings.load_s) == (1.0, 2.0, 4.0)
     assert timings.total_s is not None and timings.total_s > 5.0
     assert timings.replicas == dict.fromkeys(("r0", "r1"), LoadedAdapter(read_s=0.25, add_s=0.125))
     scene.restart()
     scene.poll(4)
-    assert adapters is not scene.ledger.adapters and scene.ledger.adapters.status()[0].timings is None
+    assert ledger is not scene.ledger and scene.ledger.adapters()[0].timings is None
 
 
 def test_times_are_kept_of_versions_that_are_there() -> None:
     scene = AdapterScene(2)
     for _ in range(8):
         ended(scene.load("math", in_place=True))
-    listed = scene.ledger.adapters.status()
-    assert len(scene.ledger.adapters._times) == len(listed)
+    listed = scene.ledger.adapters()
+    assert len(scene.ledger.state.adapters.times) == len(listed)
     assert all(each.timings is not None for each in listed)
 
 
 def test_the_decision_is_durable_before_a_replica_learns_of_it() -> None:
     scene = AdapterScene(2)
-    adapter = scene.ledger.adapters.begin("math", in_place=False, is_3d=False, now=scene.now)
-    scene.ledger.adapters.stage(adapter, FILES, scene.now)
-    scene.ledger.adapters.complete(adapter, scene.now)
+    adapter = scene.ledger.begin_adapter("math", in_place=False, is_3d=False, now=scene.now)
+    scene.ledger.stage_adapter(adapter, FILES, scene.now)
+    scene.ledger.complete_adapter(adapter, scene.now)
     scene.ledger.tick(scene.now)
     for _ in range(8):
         for replica in scene.replicas:
@@ -88,12 +88,12 @@ def test_the_decision_is_durable_before_a_replica_learns_of_it() -> None:
             scene.journal += scene.ledger.take_decisions()
             successor = Ledger(scene.config, STORE, scene.size)
             successor.recover(scene.journal, scene.now)
-            known = {each.adapter_id for each in successor.adapters.catalog.live}
+            known = {each.adapter_id for each in successor.state.adapters.catalog.live}
             for instruction in directive.instructions:
                 if isinstance(instruction.body, SetAdapters):
                     assert {each.adapter_id for each in instruction.body.live} <= known
                 if isinstance(instruction.body, LoadAdapter):
-                    assert successor.adapters.catalog.last_id >= instruction.body.adapter.adapter_id
+                    assert successor.state.adapters.catalog.last_id >= instruction.body.adapter.adapter_id
             replica.take(directive)
     assert live(scene.replicas[0]) == ["math@1"]
 
@@ -104,7 +104,7 @@ def test_what_one_replica_rejects_no_replica_keeps() -> None:
     call = scene.load("math")
     assert isinstance(call.error, Conflict) and "r1" in call.error.message
     assert [held(each) for each in scene.replicas] == [[], []]
-    assert names(scene) == [] and scene.ledger.adapters.needed() == set()
+    assert names(scene) == [] and scene.ledger.adapter_ids() == set()
     assert [scene.state_of(each) for each in scene.replicas] == ["serving", "serving"]
 
 
@@ -170,11 +170,11 @@ def test_a_new_version_answers_new_requests_and_the_old_one_those_that_run() -> 
     scene.load("math", in_place=True)
     assert names(scene) == ["math@2"] and names(scene, "retired") == ["math@1"]
     assert held(scene.replicas[0]) == ["math@1", "math@2"] and held(scene.replicas[1]) == ["math@2"]
-    assert running in scene.ledger.adapters.needed()  # its files stay: the engine may read them again
+    assert running in scene.ledger.adapter_ids()  # its files stay: the engine may read them again
     scene.replicas[0].adapters.end(running)
     scene.poll(2)
     assert held(scene.replicas[0]) == ["math@2"] and names(scene, "retired") == []
-    assert scene.ledger.adapters.needed() == {2}
+    assert scene.ledger.adapter_ids() == {2}
 
 
 def test_the_newest_versions_of_a_name_stay() -> None:
@@ -204,7 +204,7 @@ def test_unloading_a_name_unloads_all_its_versions_everywhere() -> None:
     scene.load("code")
     assert scene.unload("math").done
     assert [held(each) for each in scene.replicas] == [["code@1"], ["code@1"]]
-    assert scene.ledger.adapters.needed() == {3}
+    assert scene.ledger.adapter_ids() == {3}
 
 
 def test_one_version_can_be_unloaded_by_its_full_name() -> None:
@@ -251,7 +251,7 @@ def test_a_fleet_without_adapters_says_why() -> None:
 
 def test_files_that_could_not_be_copied_leave_nothing_behind() -> None:
     scene = AdapterScene(1)
-    adapter = scene.ledger.adapters.begin("math", in_place=False, is_3d=False, now=scene.now)
-    scene.ledger.adapters.give_up(adapter, "no such directory", scene.now)
-    assert scene.ledger.adapters.needed() == set()
+    adapter = scene.ledger.begin_adapter("math", in_place=False, is_3d=False, now=scene.now)
+    scene.ledger.give_up_adapter(adapter, "no such directory", scene.now)
+    assert scene.ledger.adapter_ids() == set()
     assert ended(scene.load("math")).full_name == "math@2"  # type: ignore[attr-defined]

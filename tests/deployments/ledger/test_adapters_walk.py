@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deployments.ledger.adapters.catalog import AdapterLimits
-from deployments.ledger.members import PendingCall
+from deployments.ledger.ledger_config import AdapterLimits
+from deployments.ledger.state import PendingCall
 from deployments.protocol.adapters import DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.errors import FleetUnavailable, SlipstreamError
 from deployments.protocol.poll import Outcome
@@ -67,12 +67,12 @@ class Walk(AdapterScene):
         self.on_sync(True)
 
     def on_begin(self, name: str) -> None:
-        self.reserved.append(self.ledger.adapters.begin(name, in_place=True, is_3d=False, now=self.now))
+        self.reserved.append(self.ledger.begin_adapter(name, in_place=True, is_3d=False, now=self.now))
 
     def on_stage(self, _: str) -> None:
         if self.reserved:
             adapter = self.reserved.pop()
-            self.calls.append((self.ledger.adapters.stage(adapter, FILES, self.now), adapter.name, True))
+            self.calls.append((self.ledger.stage_adapter(adapter, FILES, self.now), adapter.name, True))
             self.staged.append(adapter)
             self.ledger.tick(self.now)
 
@@ -81,13 +81,13 @@ class Walk(AdapterScene):
             adapter = self.staged.pop()
             if succeeds:
                 self.durable.add(adapter.adapter_id)
-                self.ledger.adapters.complete(adapter, self.now)
+                self.ledger.complete_adapter(adapter, self.now)
             else:
-                self.ledger.adapters.fail(adapter, FleetUnavailable("the disk is full"))
+                self.ledger.fail_adapter(adapter, FleetUnavailable("the disk is full"), self.now)
             self.ledger.tick(self.now)
 
     def on_unload(self, name: str) -> None:
-        self.calls.append((self.ledger.adapters.unload(name, self.now), name, False))
+        self.calls.append((self.ledger.unload_adapter(name, self.now), name, False))
         self.ledger.tick(self.now)
 
     def on_poll(self, index: int) -> None:
@@ -138,8 +138,8 @@ class Walk(AdapterScene):
         self.calls, self.reserved, self.staged = [], [], []
 
     def check(self) -> None:
-        adapters = self.ledger.adapters
-        needed = adapters.needed()
+        adapters = self.ledger.state.adapters
+        needed = self.ledger.adapter_ids()
         assert {each.adapter_id for each in adapters.catalog.live} <= self.durable
         for replica in self.replicas:
             for adapter_id, adapter in replica.adapters.live.items():
@@ -153,7 +153,7 @@ class Walk(AdapterScene):
     def settle(self) -> None:
         """Nothing fails any more, and all messages arrive."""
         for adapter in self.reserved:
-            self.ledger.adapters.give_up(adapter, "its caller left", self.now)
+            self.ledger.give_up_adapter(adapter, "its caller left", self.now)
         while self.staged:
             self.on_sync(True)
         for replica in self.replicas:
@@ -164,7 +164,7 @@ class Walk(AdapterScene):
         self.poll(20)
 
     def check_end(self) -> None:
-        adapters = self.ledger.adapters
+        adapters = self.ledger.state.adapters
         serving = [each for each in self.replicas if each.fenced is None]
         for replica in serving:
             assert replica.admitted, "it never serves"

@@ -3,7 +3,7 @@
 import pytest
 
 from deployments.ledger.decisions import Ended, decode, encode
-from deployments.ledger.members import PendingCall
+from deployments.ledger.state import PendingCall
 from deployments.protocol.errors import Conflict, RoundAborted, StalePublisher, TransferAborted
 from deployments.protocol.poll import Commit, Verify
 from tests.deployments.ledger.compacted import compact

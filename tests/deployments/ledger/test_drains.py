@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deployments.ledger.decisions import Committed, Conditioned
+from deployments.ledger.decisions import Committed, EngineStateChanged
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, RoundAborted
 from deployments.protocol.poll import Commit, CommitMode, Drain, Receive
@@ -160,7 +160,7 @@ def test_a_drain_ends_with_the_controller_that_asked_for_it() -> None:
     scene.restart()
     scene.poll(4)
     assert goes_on(scene) and scene.ledger.committed_version == 0
-    assert not any(isinstance(each, Conditioned) for each in scene.journal)
+    assert not any(isinstance(each, EngineStateChanged) for each in scene.journal)
 
 
 def test_a_decided_round_that_waited_is_finished_after_a_restart() -> None:
@@ -203,7 +203,7 @@ def test_an_operation_that_waits_too_long_changes_nothing(text: str) -> None:
     assert "requests still ran after drain_timeout_s = 100 s (r1: 2)" in call.error.message
     assert call.error.detail["running"] == {"r1": 2}
     assert goes_on(scene) and scene.status().condition == ()
-    assert not any(isinstance(each, Conditioned) for each in scene.journal)
+    assert not any(isinstance(each, EngineStateChanged) for each in scene.journal)
     assert drain_events(scene)[0]["then"] == "nothing changes"
     assert scene.call("pause keep").error is None
 

@@ -1,7 +1,6 @@
-from deployments.ledger.rounds.version_state import KEPT_TIMINGS, EndedRounds
+from deployments.ledger.commit_phase import KEPT_TIMINGS, keep
+from deployments.ledger.ledger import Ledger
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
-
-TIMINGS = ReplicaTimings(bytes=1)
 
 
 def report(round_id: int, replicas: int) -> RoundReport:
@@ -13,20 +12,15 @@ def report(round_id: int, replicas: int) -> RoundReport:
         phase="committed",
         reason="",
         duration_s=1.0,
-        replicas={f"r{number}": TIMINGS for number in range(replicas)},
+        replicas={f"r{number}": ReplicaTimings(swap_s=0.01) for number in range(replicas)},
+        fenced={"lost": "out of contact"},
     )
 
 
-def test_the_newest_rounds_of_a_large_fleet_keep_the_timings_of_each_replica_and_older_ones_do_not() -> None:
-    history = EndedRounds()
-    for round_id in range(1, 6):
-        history.append(report(round_id, KEPT_TIMINGS // 2))
-    assert [len(each.replicas) for each in history.all()] == [0, 0, 0, KEPT_TIMINGS // 2, KEPT_TIMINGS // 2]
-    assert [each.round_id for each in history.newest_first()] == [5, 4, 3, 2, 1]
-
-
-def test_the_newest_round_is_whole_however_large_the_fleet_is() -> None:
-    history = EndedRounds()
-    for round_id in (1, 2):
-        history.append(report(round_id, 2 * KEPT_TIMINGS))
-    assert [len(each.replicas) for each in history.all()] == [0, 2 * KEPT_TIMINGS]
+def test_older_rounds_of_a_large_fleet_lose_their_timings_and_nothing_else() -> None:
+    state = Ledger().state
+    for round_id, replicas in enumerate((800, 800, 800, KEPT_TIMINGS + 1, 2), start=1):
+        keep(state, report(round_id, replicas))
+        assert len(state.history[-1].replicas) == replicas, "the newest is kept whole"
+    assert [len(each.replicas) for each in state.history] == [0, 0, 0, 0, 2]
+    assert all(each.fenced for each in state.history)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.ledger.limits import LedgerConfig, SizeLimits
+from deployments.ledger.ledger_config import LedgerConfig, SizeLimits
 from deployments.protocol.errors import Conflict, InvalidRequest
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of

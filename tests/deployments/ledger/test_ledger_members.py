@@ -2,11 +2,7 @@
 
 import pytest
 
-from deployments.protocol.errors import (
-    Conflict,
-    FleetUnavailable,
-    InvalidRequest,
-)
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest
 from deployments.protocol.poll import Connect, Outcome, Receive
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of

@@ -3,9 +3,7 @@
 import pytest
 
 from deployments.ledger.decisions import Committed, Finished, decode, encode
-from deployments.protocol.errors import (
-    FleetUnavailable,
-)
+from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.poll import Commit, CommitMode, Outcome, Verify
 from deployments.protocol.publishing import RoundOptions
 from tests.deployments.ledger.compacted import compact

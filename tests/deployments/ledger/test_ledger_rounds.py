@@ -3,12 +3,7 @@
 import pytest
 
 from deployments.protocol.engine_state import InFlight
-from deployments.protocol.errors import (
-    Conflict,
-    InvalidRequest,
-    RoundAborted,
-    SlipstreamError,
-)
+from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
 from deployments.protocol.poll import Body, Commit, CommitMode, Drop, KvCache, Outcome, Receive, Verify
 from deployments.protocol.publishing import ReplicaTimings
 from tests.deployments.ledger.ledger_scene import Scene, report_of

@@ -1,6 +1,6 @@
 """What a joiner was told to load stays in the store until it holds it, whatever the rate of rounds."""
 
-from deployments.ledger.decisions import Promised, PromiseEnded
+from deployments.ledger.decisions import Pinned, Unpinned
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.poll import CatchUp, JoinAnswer, Unloadable
 from tests.deployments.ledger.ledger_scene import STORE
@@ -115,15 +115,15 @@ def test_a_member_that_is_told_to_catch_up_finds_the_version() -> None:
     scene.wait(2)
     assert "catch_up" in next(each.pending for each in scene.status().members if each.replica_id == "late")
     assert removable(scene.ledger, {1, 2, 3, 4}, 1) == []
-    promised = [each for each in scene.journal if isinstance(each, Promised)]
+    promised = [each for each in scene.journal if isinstance(each, Pinned)]
     assert [(each.replica_id, each.version) for each in promised] == [("late", 1)]
     late.hangs_in.clear()
     scene.poll()
-    assert late.admitted and PromiseEnded(incarnation="late-1") in scene.journal
+    assert late.admitted and Unpinned(incarnation="late-1") in scene.journal
 
 
 def test_what_is_newer_than_the_newest_known_version_stays() -> None:
-    ledger = Ledger(store=STORE)
+    ledger = Ledger(store_dir=STORE)
     ledger.recover([], 0.0)
     assert removable(ledger, {1, 2, 3, 4}, 1) == []
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.members import PendingCall
+from deployments.ledger.state import PendingCall
 from deployments.protocol.poll import Outcome, WriteVersion
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.ledger.members import PendingCall
+from deployments.ledger.state import PendingCall
 from deployments.protocol.errors import (
     Conflict,
     InvalidRequest,

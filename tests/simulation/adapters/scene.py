@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from deployments.ledger.adapters.catalog import AdapterLimits
 from deployments.ledger.decisions import Decision
+from deployments.ledger.ledger_config import AdapterLimits
 from tests.simulation.adapters.engine import SimAdapters
 from tests.simulation.adapters.oracle import KEEP, AdapterOracle
 from tests.simulation.adapters.users import NAMES, AdapterUser

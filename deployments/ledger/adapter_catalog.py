@@ -1,0 +1,122 @@
+"""The catalog of adapters: names, numbers and retention. Every change makes a new catalog.
+
+A version number is never given twice for a name, and an id never at all: an engine finds KV cache blocks by
+the adapter's full name, and two sets of weights under one name would share them.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from deployments.protocol.adapters import Adapter, AdapterCatalog
+from deployments.protocol.errors import Conflict, InvalidRequest, NotFound
+
+REMEMBERED = 256  # names whose last number is known; older names share the greatest of theirs
+MAX_NAME = 200
+SEPARATOR = "@"  # between a name and its version, see `Adapter.full_name`
+
+
+def is_name(name: str) -> bool:
+    """Whether an adapter can have this name, unless the base model has it."""
+    return 0 < len(name) <= MAX_NAME and name.isprintable()
+
+
+def check_new(
+    catalog: AdapterCatalog, name: str, *, base_model: str, in_place: bool, after: int | None
+) -> None:
+    """Check the name of a load.
+
+    Clients may number names themselves (ART loads `run@7`): only a name that would stand for two adapters is
+    refused.
+
+    Raises:
+        InvalidRequest: no adapter can have this name, it is the full name of a live version, or it is live
+        and
+            `in_place` is false.
+        Conflict: the newest live version is not `after` (0: there is none; None: any).
+    """
+    if not is_name(name):
+        raise InvalidRequest(f"lora_name: expected 1 to {MAX_NAME} printable characters, got {name[:60]!r}")
+    if name == base_model:
+        raise InvalidRequest(f"The lora adapter '{name}' conflicts with a served base model.")
+    found = next((each for each in catalog.live if each.full_name == name), None)
+    if found is not None:
+        raise InvalidRequest(
+            f"The lora adapter '{name}' is version {found.version} of '{found.name}', which does not change: "
+            f"load '{found.name}', or another name",
+            {"lora_name": name},
+        )
+    newest = max((each.version for each in catalog.live if each.name == name), default=0)
+    if newest and not in_place:
+        raise InvalidRequest(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
+            "place, set 'load_inplace' to True.",
+            {"lora_name": name},
+        )
+    if after is not None and newest != after:
+        raise Conflict(
+            f"The lora adapter '{name}' is at version {newest}, expected {after}: somebody has changed it",
+            {"lora_name": name, "version": newest, "expected": after},
+        )
+
+
+def named(catalog: AdapterCatalog, name: str) -> list[Adapter]:
+    """The live versions of a name, oldest first; of a full name the one version.
+
+    Raises:
+        NotFound: there is none.
+    """
+    found = [each for each in catalog.live if name in (each.name, each.full_name)]
+    if not found:
+        raise NotFound(f"The lora adapter '{name}' cannot be found.", {"lora_name": name})
+    return found
+
+
+def next_adapter(
+    catalog: AdapterCatalog, name: str, *, is_3d: bool, load_id: str = "", taken: Collection[str] = ()
+) -> Adapter:
+    """The next version of a name, without its files; `taken`: names that its full name cannot be."""
+    others = {*taken, *(each.name for each in catalog.live)}
+    version = catalog.last_versions.get(name, catalog.floor) + 1
+    while f"{name}{SEPARATOR}{version}" in others:
+        version += 1
+    return Adapter(
+        name=name,
+        version=version,
+        adapter_id=catalog.last_id + 1,
+        path="",
+        digest="",
+        size_bytes=0,
+        is_3d=is_3d,
+        load_id=load_id,
+    )
+
+
+def numbered(catalog: AdapterCatalog, adapter: Adapter) -> AdapterCatalog:
+    """The catalog in which this adapter's numbers are used up."""
+    last = {name: number for name, number in catalog.last_versions.items() if name != adapter.name}
+    last[adapter.name] = adapter.version
+    floor = catalog.floor
+    while len(last) > REMEMBERED:
+        floor = max(floor, last.pop(next(iter(last))))
+    return replace(catalog, last_id=max(catalog.last_id, adapter.adapter_id), last_versions=last, floor=floor)
+
+
+def with_live(catalog: AdapterCatalog, adapter: Adapter, keep: int) -> AdapterCatalog:
+    """The adapter is live; of its name only the newest `keep` versions stay."""
+    own = [each for each in catalog.live if each.name == adapter.name]
+    out = {each.adapter_id for each in own[: max(0, len(own) + 1 - keep)]}
+    return without(replace(catalog, live=(*catalog.live, adapter)), out)
+
+
+def without(catalog: AdapterCatalog, ids: set[int]) -> AdapterCatalog:
+    """These are retired."""
+    return replace(
+        catalog,
+        live=tuple(each for each in catalog.live if each.adapter_id not in ids),
+        retired=(*catalog.retired, *(each for each in catalog.live if each.adapter_id in ids)),
+    )
+
+
+def without_retired(catalog: AdapterCatalog, ids: set[int]) -> AdapterCatalog:
+    """These are on no replica any more, and their files may go."""
+    return replace(catalog, retired=tuple(each for each in catalog.retired if each.adapter_id not in ids))

@@ -1,0 +1,418 @@
+"""A round from its decision to its end: it only rolls forward. A replica that fails now is fenced.
+
+    together: COMMIT(hold) to all ─► all swapped, or certain not to serve ─► RELEASE to all ─► finished
+    rolling:  (DRAIN) COMMIT to `max_unavailable` at a time ─────────────────────────────────► finished
+
+A restarted controller resumes here: it waits for each participant to register again, which continues from its
+own state.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from deployments.ledger import membership
+from deployments.ledger.decisions import KEPT_ROUNDS, Aborted, Committed, Ended, Finished
+from deployments.ledger.state import (
+    Member,
+    MemberState,
+    PendingCall,
+    PendingDrain,
+    Round,
+    RoundPhase,
+    State,
+    classify,
+)
+from deployments.protocol.engine_state import InFlight, intact
+from deployments.protocol.errors import Conflict, RoundAborted, SlipstreamError, TransferAborted
+from deployments.protocol.poll import (
+    Acknowledgement,
+    Commit,
+    CommitMode,
+    Outcome,
+    Release,
+    Report,
+    drain_of_round,
+)
+from deployments.protocol.publishing import DrainFallback, ReplicaTimings, RoundReport
+
+CONTROLLER_RESTARTED = "the controller restarted"  # why it aborts the round that its predecessor had open
+KEPT_TIMINGS = 2000  # replicas' timings over all rounds: 200 rounds of 1,000 replicas would be 20 MB of JSON
+
+
+def decide(state: State, current: Round) -> None:
+    """The point of no return: durable before any replica learns of it."""
+    current.left_behind |= {each.replica_id: each.reason for each in current.participants if each.out}
+    current.participants = tuple(current.remaining())
+    state.decide(
+        Committed(
+            round_id=current.round_id,
+            version=current.version,
+            label=current.label,
+            participants=tuple(member.participant for member in current.participants),
+            commit=current.commit,
+            kv_cache=current.kv_cache,
+            in_flight=current.in_flight,
+            persist=current.persist,
+            verification=current.verification,
+            checks=current.checks,
+            digest=current.digest,
+        )
+    )
+    _begin(state, current)
+
+
+def resume(state: State, decision: Committed) -> None:
+    """Resume a decided round in a new process, before any member has registered."""
+    members = [
+        membership.recover_member(state, each, version=decision.version - 1, was_serving=False)
+        for each in decision.participants
+    ]
+    current = Round(
+        round_id=decision.round_id,
+        version=decision.version,
+        label=decision.label,
+        epoch=state.epoch,
+        opened_at=state.now,
+        participants=tuple(member for member in members if member is not None),
+        connection=None,
+        commit=decision.commit,
+        kv_cache=decision.kv_cache,
+        in_flight=decision.in_flight,
+        drain_timeout_s=state.config.drain_timeout_s,
+        drain_fallback=state.config.drain_fallback,
+        persist=decision.persist,
+        verification=decision.verification,
+        checks=decision.checks,
+        digest=decision.digest,
+        decided_for=len(decision.participants),
+    )
+    _begin(state, current)
+
+
+def on_return(state: State, member: Member, report: Report) -> None:
+    """A member from before a restart polled again: it has swapped, can swap, or starts over."""
+    current = state.round
+    member.world_size = report.world_size
+    member.state = MemberState.SERVING if member.was_serving else MemberState.JOINING
+    if current is None or member not in current.commits:
+        if report.version != state.committed_version:
+            member.state = MemberState.JOINING
+        return
+    call = current.commits[member]
+    if report.version == current.version:
+        call.answers[member.replica_id] = Acknowledgement(seq=0, outcome=Outcome.DONE)
+        call.stop_waiting_for(member)
+    elif report.staged_round != current.round_id:
+        reason = "lost its staging while the controller restarted"
+        if current.hold:  # it still serves the old version: it must stop before others are released
+            _fence_until_certain(state, current, member, reason)
+        else:
+            member.state = MemberState.JOINING
+            current.left_behind[member.replica_id] = reason
+            call.stop_waiting_for(member)
+
+
+def _begin(state: State, current: Round) -> None:
+    """The round's version is the fleet's from here on."""
+    state.round, state.persist = current, current.persist
+    state.committed_version, state.label = current.version, current.label
+    enter(state, current, RoundPhase.COMMITTING)
+    for member in current.participants:
+        _expect_commit(state, current, member)
+
+
+def _expect_commit(state: State, current: Round, member: Member) -> None:
+    together = current.commit is CommitMode.TOGETHER  # nothing follows before the last has swapped
+    if together:
+        current.swapping.add(member)
+    current.commits[member] = membership.expect(
+        state,
+        Commit.name,
+        [member],
+        on_complete=partial(_swapped, current=current, member=member),
+        round_id=current.round_id,
+        certain=True,
+        batch=current.swapping if together else None,
+    )
+
+
+def advance(state: State) -> bool:
+    """Send COMMIT to as many as may be unavailable at once; release when all have swapped.
+
+    Returns:
+        Whether the round entered its next phase.
+    """
+    current = state.round
+    if current is None or current.phase is not RoundPhase.COMMITTING:
+        return False
+    together = current.commit is CommitMode.TOGETHER
+    limit = len(current.participants) if together else state.config.max_unavailable
+    busy = [member for member in current.ordered if not current.commits[member].done]
+    ready = [
+        member
+        for member, call in current.commits.items()
+        if member.alive and call.waiting and member not in current.ordered
+    ]
+    for member in ready[: max(0, limit - len(busy))]:
+        current.ordered.add(member)
+        if not together and current.must_drain:
+            _drain(state, current, member)
+        else:
+            _send_commit(state, current, member)
+    all_done = all(call.done for call in current.commits.values())
+    if all_done:
+        _release(state, current)
+    return all_done
+
+
+def _drain(state: State, current: Round, member: Member) -> None:
+    """Let its requests finish first. The round is decided: those that still run at the timeout are kept."""
+
+    def ended(drain: PendingDrain) -> None:
+        current.not_drained |= drain.late
+        if member.alive and member in current.commits[member].waiting:
+            _send_commit(state, current, member)
+
+    membership.begin_drain(
+        state,
+        drain_of_round(current.round_id),
+        [member],
+        what=f"round {current.round_id}",
+        timeout_s=current.drain_timeout_s,
+        then=DrainFallback.KEEP.value,
+        on_end=ended,
+    )
+
+
+def _send_commit(state: State, current: Round, member: Member) -> None:
+    body = Commit(
+        round_id=current.round_id,
+        version=current.version,
+        hold=current.hold,
+        kv_cache=current.kv_cache,
+        in_flight=InFlight.KEEP if member.replica_id in current.not_drained else current.in_flight,
+    )
+    membership.queue(state, member, body, current.commits[member])
+
+
+def _swapped(state: State, call: PendingCall, *, current: Round, member: Member) -> None:
+    current.record(call)
+    if member.replica_id in call.answers and current.commits[member] is call:
+        reason = classify(call).not_done.get(member.replica_id)
+        if reason is None and member.version != current.version:
+            reason = f"acknowledged version {current.version} but holds {member.version}"
+        if reason is not None:
+            _fence_until_certain(state, current, member, f"commit: {reason}")
+    call.finish()
+
+
+def _fence_until_certain(state: State, current: Round, member: Member, reason: str) -> None:
+    """It may still take requests: the round waits until its fence is delivered, or it is gone."""
+    if not member.out:
+        _expect_commit(state, current, member)
+        membership.fence(state, member, reason)
+
+
+def _release(state: State, current: Round) -> None:
+    if not current.hold:
+        _finish(state, current)
+        return
+    enter(state, current, RoundPhase.RELEASING)
+    bodies = {
+        member: Release(round_id=current.round_id)
+        for member in current.participants
+        if member.alive and member.replica_id not in current.left_behind
+    }
+    membership.send(
+        state,
+        Release.name,
+        bodies,
+        on_complete=partial(_released, current=current),
+        round_id=current.round_id,
+    )
+
+
+def _released(state: State, call: PendingCall, *, current: Round) -> None:
+    current.record(call)
+    membership.fence_each(state, classify(call).not_done, Release.name)
+    _finish(state, current)
+
+
+def _finish(state: State, current: Round) -> None:
+    membership.forget_drain(state, drain_of_round(current.round_id))
+    weights_replaced(state)
+    state.decide(Finished(round_id=current.round_id))
+    report = _end(state, current, RoundPhase.COMMITTED, "")
+    if current.close is not None:
+        current.close.finish(result=report)
+
+
+def weights_replaced(state: State) -> None:
+    """A round finished: the weights that a sleep discarded are intact again."""
+    state.engine_state = intact(state.engine_state)
+    state.durable_engine_state = intact(state.durable_engine_state)
+
+
+# -- a round's phases, and what is kept of it -------------------------------------------------
+
+
+def enter(state: State, current: Round, phase: RoundPhase, reason: str = "") -> None:
+    current.phase = phase
+    state.record(
+        "round",
+        round_id=current.round_id,
+        version=current.version,
+        phase=phase.value,
+        replicas=[member.replica_id for member in current.remaining()],
+        age_s=round(state.now - current.opened_at, 3),
+        reason=reason,
+    )
+
+
+def abort(state: State, current: Round, error: SlipstreamError) -> None:
+    """End an undecided round; calls that wait for it fail with the error."""
+    state.decide(Aborted(round_id=current.round_id, reason=error.message))
+    state.round_errors[current.round_id] = error
+    while len(state.round_errors) > KEPT_ROUNDS:
+        state.round_errors.popitem(last=False)
+    _end(state, current, RoundPhase.ABORTED, error.message)
+    if current.close is not None:
+        current.close.finish(error=error)
+    for call in state.pending:
+        if call.round_id == current.round_id:
+            call.finish(error=error)
+
+
+def _end(state: State, current: Round, phase: RoundPhase, reason: str) -> RoundReport:
+    enter(state, current, phase, reason)
+    report = _report(current, phase, reason, state.now)
+    state.decide(Ended(report=report))
+    keep(state, report)
+    state.round, state.last_round_end = None, state.now
+    return report
+
+
+def _report(current: Round, phase: RoundPhase, reason: str, now: float) -> RoundReport:
+    out = {member.replica_id: member.reason for member in current.participants if member.out}
+    return RoundReport(
+        round_id=current.round_id,
+        version=current.version,
+        label=current.label,
+        epoch=current.epoch,
+        phase=phase.value,
+        reason=reason,
+        duration_s=now - current.opened_at,
+        verification=current.verification,
+        checks=current.checks,
+        digest=current.digest,
+        replicas={
+            member.replica_id: _timings(current, member.replica_id)
+            for member in current.participants
+            if not member.out and member.replica_id not in current.left_behind
+        },
+        fenced={**current.left_behind, **out},
+        not_drained=dict(current.not_drained),
+    )
+
+
+def _timings(current: Round, replica_id: str) -> ReplicaTimings:
+    staged, swapped = current.staged.get(replica_id), current.swapped.get(replica_id)
+    return ReplicaTimings(
+        bytes=0 if staged is None else staged.size_bytes,
+        stage_s=0.0 if staged is None else staged.stage_s,
+        verify_s=0.0 if staged is None else staged.verify_s,
+        swap_s=0.0 if swapped is None else swapped.swap_s,
+        gap_s=0.0 if swapped is None else swapped.gap_s,
+    )
+
+
+def keep(state: State, report: RoundReport) -> None:
+    """Add to the history. In a large fleet older rounds lose their timings; the newest keeps them all."""
+    history = state.history
+    history.append(report)
+    kept = 0
+    for index in range(len(history) - 1, -1, -1):
+        timings = history[index].replicas
+        kept += len(timings)
+        if timings and kept > KEPT_TIMINGS and index < len(history) - 1:
+            history[index] = replace(history[index], replicas={})
+
+
+def ended(state: State, round_id: int) -> RoundReport | None:
+    return next((each for each in reversed(state.history) if each.round_id == round_id), None)
+
+
+def undecided(state: State, round_id: int) -> Round:
+    """The round in flight, if it has this id and no decision yet.
+
+    Raises:
+        SlipstreamError: what aborted this round.
+        Conflict: it is not in flight, or decided.
+    """
+    current = state.round
+    if current is not None and current.round_id == round_id and not current.decided:
+        return current
+    if round_id in state.round_errors:
+        raise state.round_errors[round_id]
+    status = "no round is open" if current is None else f"round {current.round_id} is {current.phase}"
+    raise Conflict(
+        f"round {round_id} is not open: {status}; the fleet is at version {state.committed_version}",
+        {"round_id": round_id, "committed_version": state.committed_version},
+    )
+
+
+def require_no_round(state: State, action: str) -> None:
+    """Raises Conflict while a round is in flight."""
+    if state.round is not None:
+        raise Conflict(
+            f"cannot {action} while round {state.round.round_id} is {state.round.phase}",
+            {"round_id": state.round.round_id},
+        )
+
+
+def closed(state: State, round_id: int, label: str | None) -> PendingCall | None:
+    """The outcome of a round that is closed already; None: it is not.
+
+    For a close that comes again because the controller restarted before its publisher had the answer.
+
+    Raises:
+        Conflict: it was closed with another label, so by another publisher. HTTP callers share one lease, and
+            only the label tells a late call apart.
+    """
+    current = state.round
+    if current is not None and current.round_id == round_id:
+        if current.close is not None or current.decided:
+            _require_label(round_id, current.label, label)
+        if current.close is None and current.decided:  # decided by a predecessor
+            current.close = PendingCall(name="close_round", round_id=round_id)
+        return current.close
+    report = ended(state, round_id)
+    if report is None:
+        return None
+    call = PendingCall(name="close_round", round_id=round_id)
+    if report.phase == RoundPhase.COMMITTED:
+        _require_label(round_id, report.label, label)
+        call.finish(result=report)
+    else:
+        call.finish(error=state.round_errors.get(round_id, _aborted_before(report)))
+    return call
+
+
+def _aborted_before(report: RoundReport) -> SlipstreamError:
+    """What aborted a round of an earlier process, for its publisher."""
+    message = f"round {report.round_id} aborted: {report.reason}"
+    if report.reason == CONTROLLER_RESTARTED:
+        return TransferAborted(
+            f"{message}; connect again, and send the round again",
+            {"round_id": report.round_id, "send_again": True},
+        )
+    return RoundAborted(message, {"round_id": report.round_id})
+
+
+def _require_label(round_id: int, closed: str | None, label: str | None) -> None:
+    if closed != label:
+        raise Conflict(
+            f"round {round_id} was closed with the label {closed!r}, by another publisher: what was to be "
+            f"published as {label!r} was not; publish it again",
+            {"round_id": round_id, "expected": closed, "actual": label},
+        )

@@ -1,0 +1,276 @@
+"""The publisher: its lease with a fencing token, its connection to the fleet, and adapters sent over it.
+
+One publisher at a time; a stale one's calls are refused. A collective connection is valid for exactly its
+members, and a change of membership needs a new one. Any other connection reaches each replica separately: a
+joiner gets it too, one that loads a stored version afterwards.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from pydantic import JsonValue
+
+from deployments.ledger import membership
+from deployments.ledger.decisions import LeaseIssued
+from deployments.ledger.state import Connection, Member, PendingCall, State, classify, join_reasons
+from deployments.protocol.adapters import ReceiveAdapter
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, StalePublisher
+from deployments.protocol.poll import Body, Connect, Drop
+from deployments.protocol.publishing import Lease
+
+# -- the lease --------------------------------------------------------------------------------
+
+
+def acquire(state: State, publisher: str) -> Lease:
+    """Issue the lease, also to its holder, whose old token becomes stale.
+
+    Raises:
+        Conflict: another publisher holds it.
+    """
+    desk = state.publisher
+    if desk.lease is not None and desk.lease.publisher != publisher:
+        left_s = round(desk.expires - state.now, 1)
+        raise Conflict(
+            f"{desk.lease.publisher!r} publishes; its lease ends in {left_s} s unless it is renewed",
+            {"holder": desk.lease.publisher, "remaining_s": left_s},
+        )
+    desk.last_token += 1
+    duration_s = state.config.lease_s
+    desk.lease = Lease(publisher=publisher, token=desk.last_token, duration_s=duration_s)
+    desk.expires = state.now + duration_s
+    state.decide(LeaseIssued(token=desk.last_token, publisher=publisher))
+    state.record("lease", publisher=publisher, token=desk.last_token)
+    return desk.lease
+
+
+def renew(state: State, token: int) -> Lease:
+    """Every call of the holder renews. Raises StalePublisher for any token but the current one."""
+    desk, held = state.publisher, state.publisher.lease
+    if held is None or held.token != token:
+        holder = None if held is None else held.publisher
+        status = "nobody holds the lease" if held is None else f"{holder!r} holds the lease"
+        raise StalePublisher(
+            f"token {token} is stale: {status} (last token {desk.last_token}); acquire a new one",
+            {"token": token, "last_token": desk.last_token, "holder": holder},
+        )
+    desk.expires = state.now + held.duration_s
+    return held
+
+
+def remaining_s(state: State) -> float:
+    return 0.0 if state.publisher.lease is None else max(0.0, state.publisher.expires - state.now)
+
+
+def expire(state: State) -> str | None:
+    """End an overdue lease; the publisher that held it.
+
+    A closed round no longer needs its publisher, and may take longer than the lease.
+    """
+    desk, held = state.publisher, state.publisher.lease
+    if held is None:
+        return None
+    if state.round is not None and state.round.close is not None:
+        desk.expires = state.now + held.duration_s
+    elif remaining_s(state) <= 0:
+        desk.lease = None
+        state.record("lease_expired", publisher=held.publisher, token=held.token)
+        return held.publisher
+    return None
+
+
+# -- the connection ---------------------------------------------------------------------------
+
+
+def connection_of(state: State, publisher: str) -> Connection | None:
+    """A connection belongs to its publisher; another one makes its own."""
+    connection = state.publisher.connection
+    return connection if connection is not None and connection.publisher == publisher else None
+
+
+def check_connection(state: State, connection: Connection | None, members: Sequence[Member]) -> Connection:
+    """A communicator that lacks a member, or has a dead one, is never used again.
+
+    Raises:
+        Conflict: no connection, or the membership changed.
+    """
+    if connection is None:
+        reason, broken_by = (
+            "connect before opening a round: no publisher is connected",
+            state.publisher.broken_by,
+        )
+        if broken_by is not None:
+            reason = f"the transfer group ended with round {broken_by}, which was aborted; connect again"
+        raise Conflict(reason, {"connect_again": True})
+    if connection.collective and set(members) != set(connection.members):
+        connected = [member.replica_id for member in connection.members]
+        present = [member.replica_id for member in members]
+        raise Conflict(
+            f"the membership changed since the transfer group was formed: connected {connected}, "
+            f"members now {present}; connect again",
+            {"connect_again": True, "connected": connected, "members": present},
+        )
+    return connection
+
+
+def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) -> PendingCall:
+    """Connect every member, each with its own rank offset. The call's result is the connection's id.
+
+    Raises:
+        FleetUnavailable: there is no member.
+        InvalidRequest: `rank_offset` or `world_size` do not fit the members.
+    """
+    members, desk = state.for_round(), state.publisher
+    if not members:
+        raise FleetUnavailable("no replica is registered to connect to", {"expected": 1, "actual": 0})
+    rank_offset = _checked_rank_offset(init_info, members)
+    cancel_connecting(state)
+    desk.last_connection_id += 1
+    connection = Connection(
+        connection_id=desk.last_connection_id,
+        publisher=publisher,
+        init_info=init_info,
+        rank_offset=rank_offset,
+        members=tuple(members),
+        epoch=state.epoch,
+    )
+    desk.connection, desk.told, desk.broken_by = connection, set(members), None
+    bodies = {member: connection.connect_body(member) for member in members}
+    call = membership.send(
+        state, Connect.name, bodies, on_complete=partial(_connected, connection=connection)
+    )
+    call.result = connection.connection_id
+    desk.connecting = call
+    return call
+
+
+def _connected(state: State, call: PendingCall, *, connection: Connection) -> None:
+    """If it failed everywhere the publisher or the network is at fault, and no weight was touched.
+
+    A member whose peers did not come is intact, and is not fenced for them.
+    """
+    verdict = classify(call)
+    not_done, absent = verdict.not_done, call.absent
+    if not not_done and not absent:
+        return
+    if state.publisher.connection is connection:
+        state.publisher.connection = None
+    if not_done and not verdict.done and not verdict.transfer_failed:
+        reason = f"no replica could connect: {join_reasons(not_done)}"
+        call.finish(error=InvalidRequest(reason, {"replicas": not_done}))
+        return
+    membership.fence_each(state, verdict.to_fence, Connect.name)
+    membership.count_failed_transfers(state, verdict, Connect.name, connection.missing(call))
+    lacking = {**absent, **not_done}
+    reason = f"connect again, these replicas are gone or lack their peers: {join_reasons(lacking)}"
+    call.finish(error=Conflict(reason, {"connect_again": True, "replicas": lacking}))
+
+
+def check_peers(state: State) -> None:
+    """Members must not wait in a communicator for a member that is gone."""
+    connection = state.publisher.connection
+    if connection is not None and connection.collective and any(each.out for each in connection.members):
+        cancel_connecting(state)
+    if state.publisher.sending_adapter is not None:
+        connection, _ = state.publisher.sending_adapter
+        if connection.collective and any(each.out for each in connection.members):
+            cancel_adapter(state)
+
+
+def cancel_connecting(state: State) -> None:
+    call, state.publisher.connecting = state.publisher.connecting, None
+    if call is not None:
+        _cancel(state, call, Connect)
+
+
+def _cancel(state: State, call: PendingCall, kind: type[Body]) -> None:
+    """Its members may be waiting for a peer: have them leave the rendezvous."""
+    for member in tuple(call.waiting):
+        membership.withdraw(member, lambda body: isinstance(body, kind), delivered=True)
+        membership.send_or_fence(state, member, Drop(round_id=None))
+
+
+def break_connection(state: State, connection: Connection | None, round_id: int) -> None:
+    """A round over it was aborted: each member that drops its staging leaves the transfer group, so that no
+    peer is waited for."""
+    desk = state.publisher
+    if connection is not None and connection.collective and desk.connection is connection:
+        desk.connection, desk.broken_by = None, round_id
+
+
+def bring_in(state: State) -> None:
+    """Members that lack the current connection get it, unless it is collective."""
+    connection = state.publisher.connection
+    if connection is None or connection.collective:
+        return
+    for member in state.live():
+        if member not in state.publisher.told and not member.loading:
+            state.publisher.told.add(member)
+            membership.send_or_fence(state, member, connection.connect_body(member))
+
+
+def _checked_rank_offset(init_info: Mapping[str, JsonValue], members: Sequence[Member]) -> int | None:
+    """The `rank_offset` of a collective connection; None if it is not collective.
+
+    Raises:
+        InvalidRequest: it is no rank, or `world_size` is not the publisher's ranks plus every worker.
+    """
+    if "rank_offset" not in init_info:
+        return None
+    offset, workers = init_info["rank_offset"], sum(member.world_size for member in members)
+    if not isinstance(offset, int) or offset < 0:
+        raise InvalidRequest(f"rank_offset: expected an integer of 0 or more, got {offset!r}")
+    world_size = init_info.get("world_size", offset + workers)
+    if world_size != offset + workers:
+        raise InvalidRequest(
+            f"world_size: expected {offset + workers} (rank_offset {offset} + {workers} workers of "
+            f"{len(members)} replicas), got {world_size!r}",
+            {"expected": offset + workers, "actual": world_size, "workers": workers},
+        )
+    return offset
+
+
+# -- adapters over the connection -------------------------------------------------------------
+
+
+def send_adapter(state: State, publisher: str, body: ReceiveAdapter) -> PendingCall:
+    """Every member of the connection receives an adapter's files.
+
+    Decides nothing: a replica that received nothing loads the fleet's copy. The call's error is a Conflict
+    that names the replicas without it; a communicator is not used again then.
+
+    Raises:
+        Conflict: the publisher is not connected to exactly the serving replicas.
+    """
+    members = state.for_round()
+    connection = check_connection(state, connection_of(state, publisher), members)
+    cancel_adapter(state)
+    call = membership.send(
+        state,
+        body.name,
+        dict.fromkeys(members, body),
+        on_complete=partial(_adapter_received, connection=connection),
+    )
+    state.publisher.sending_adapter = connection, call
+    return call
+
+
+def cancel_adapter(state: State) -> None:
+    current, state.publisher.sending_adapter = state.publisher.sending_adapter, None
+    if current is not None:
+        _cancel(state, current[1], ReceiveAdapter)
+
+
+def _adapter_received(state: State, call: PendingCall, *, connection: Connection) -> None:
+    desk = state.publisher
+    if desk.sending_adapter is not None and desk.sending_adapter[1] is call:
+        desk.sending_adapter = None
+    verdict = classify(call)
+    membership.fence_each(state, verdict.replica_failed, call.name)
+    lacking = {**call.absent, **verdict.not_done}
+    if not lacking:
+        return
+    membership.count_failed_transfers(state, verdict, call.name, connection.missing(call))
+    if connection.collective and desk.connection is connection:
+        desk.connection = None
+    reason = f"replicas did not receive the adapter: {join_reasons(lacking)}"
+    call.finish(error=Conflict(reason, {"connect_again": connection.collective, "replicas": lacking}))

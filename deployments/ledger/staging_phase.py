@@ -1,0 +1,412 @@
+"""A round until its decision: opened, staged, closed and verified, or aborted. No live weight is touched.
+
+open ─► send* ─► RECEIVE ─► close ─► VERIFY ─► digests equal ─► (DRAIN) ─► the decision to commit
+  └─────────── abort: publisher, lease, wrong payload, failed transfer, too few replicas ─► DROP
+
+With `in_flight: wait` running requests finish before the decision, or before RECEIVE if it changes live
+weights.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from pydantic import JsonValue
+
+from deployments.ledger import commit_phase, membership, publisher_session
+from deployments.ledger.decisions import Opened
+from deployments.ledger.state import (
+    Connection,
+    Member,
+    PendingCall,
+    PendingDrain,
+    Round,
+    RoundPhase,
+    State,
+    Verdict,
+    classify,
+    first_ranks,
+    join_reasons,
+)
+from deployments.protocol.engine_state import InFlight
+from deployments.protocol.errors import (
+    Conflict,
+    FleetUnavailable,
+    InvalidRequest,
+    RoundAborted,
+    SlipstreamError,
+    TransferAborted,
+)
+from deployments.protocol.poll import (
+    CatchUp,
+    Check,
+    CommitMode,
+    Drop,
+    FilePart,
+    Receive,
+    Staged,
+    StagingOptions,
+    Verification,
+    Verify,
+    drain_of_round,
+)
+from deployments.protocol.publishing import DrainFallback, RoundOptions
+
+T = TypeVar("T")
+
+# -- the publisher's calls --------------------------------------------------------------------
+
+
+def open_round(state: State, options: RoundOptions, connection: Connection | None) -> int:
+    """Open a round with every free member, joiners included: a round carries all weights. Returns its id.
+
+    Raises:
+        Conflict: a round is in flight, or the publisher is not connected to the members and has to be.
+        FleetUnavailable: too few replicas, or some have not returned since a restart.
+    """
+    members = _eligible(state)
+    if options.file_bytes is None:
+        publisher_session.check_connection(state, connection, members)
+
+    def chosen(option: T | None, default: T) -> T:
+        return default if option is None else option
+
+    config = state.config
+    state.last_round_id += 1
+    state.decide(Opened(round_id=state.last_round_id))
+    state.round = Round(
+        round_id=state.last_round_id,
+        version=state.committed_version + 1,
+        label=None,
+        epoch=state.epoch,
+        opened_at=state.now,
+        participants=tuple(members),
+        connection=connection,
+        commit=chosen(options.commit, config.commit),
+        kv_cache=chosen(options.kv_cache, config.kv_cache),
+        in_flight=chosen(options.in_flight, config.in_flight),
+        drain_timeout_s=chosen(options.drain_timeout_s, config.drain_timeout_s),
+        drain_fallback=chosen(options.drain_fallback, config.drain_fallback),
+        persist=options.persist and state.store_dir is not None,
+        file_bytes=options.file_bytes,
+    )
+    commit_phase.enter(state, state.round, RoundPhase.OPEN)
+    for member in members:
+        membership.withdraw(member, lambda body: isinstance(body, CatchUp), delivered=False)
+    return state.last_round_id
+
+
+def _eligible(state: State) -> list[Member]:
+    if state.round is not None:
+        current = state.round
+        raise Conflict(
+            f"round {current.round_id} is {current.phase}: close or abort it before opening another",
+            {"round_id": current.round_id, "phase": current.phase.value},
+        )
+    membership.check_returned(state)
+    members, needed = state.for_round(), state.needed
+    if len(members) < needed:
+        raise FleetUnavailable(
+            f"a round needs at least {needed} replicas, {len(members)} are registered",
+            {"expected": needed, "actual": len(members)},
+        )
+    return members
+
+
+def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingCall:
+    """Every participant receives the payload.
+
+    Raises:
+        SlipstreamError: the round is not open, or the payload has not one entry for each worker.
+    """
+    current = _open_round(state, round_id)
+    parts = _split(payload, current.participants)
+    current.sent_bytes += payload.size_bytes if isinstance(payload, FilePart) else 0
+
+    def receive(member: Member) -> Receive:
+        options = StagingOptions(
+            retain_version=current.version if current.persist else None,
+            kv_cache=current.kv_cache,
+            in_flight=current.in_flight,
+        )
+        return Receive(round_id=round_id, payload=parts[member], options=options)
+
+    members = current.remaining()
+    call = membership.expect(state, Receive.name, members, on_complete=_answered, round_id=round_id)
+
+    def queue() -> None:
+        for member in current.remaining():
+            if member in call.waiting:
+                membership.queue(state, member, receive(member), call)
+
+    if current.must_drain and any(member.updates_in_place for member in members):
+        _drain(state, current, queue)  # the first payload changes live weights: no request may run by then
+    else:
+        queue()
+    return call
+
+
+def close(state: State, round_id: int, label: str | None) -> PendingCall:
+    """Verify and commit. The call's result is the round's report.
+
+    Raises:
+        SlipstreamError: the round is not open.
+    """
+    current = _open_round(state, round_id)
+    current.label, current.close = label, PendingCall(name="close_round", round_id=round_id)
+    commit_phase.enter(state, current, RoundPhase.VERIFYING)
+    bodies = {member: Verify(round_id=round_id) for member in current.remaining()}
+    membership.send(state, Verify.name, bodies, on_complete=_answered, round_id=round_id)
+    return current.close
+
+
+def _open_round(state: State, round_id: int) -> Round:
+    current = commit_phase.undecided(state, round_id)
+    if current.phase is not RoundPhase.OPEN:
+        raise Conflict(f"round {round_id} is {current.phase}, expected open", {"round_id": round_id})
+    return current
+
+
+def _split(payload: JsonValue | FilePart, members: Sequence[Member]) -> dict[Member, JsonValue | FilePart]:
+    """Each member's part: a list has one entry per worker, anything else is for all.
+
+    Raises:
+        InvalidRequest: a list of another length.
+    """
+    if not isinstance(payload, list):
+        return dict.fromkeys(members, payload)
+    workers = sum(member.world_size for member in members)
+    if len(payload) != workers:
+        raise InvalidRequest(
+            f"payload: expected one entry for each of {workers} workers, got {len(payload)}",
+            {"expected": workers, "actual": len(payload)},
+        )
+    return {
+        member: payload[first : first + member.world_size]
+        for member, first in zip(members, first_ranks(members), strict=True)
+    }
+
+
+# -- an abort ---------------------------------------------------------------------------------
+
+
+def abort(state: State, current: Round, error: SlipstreamError) -> None:
+    """The fleet keeps serving the old version. Members that may hold staged bytes drop them."""
+    commit_phase.abort(state, current, error)
+    for member in current.remaining():
+        membership.withdraw(member, lambda body: isinstance(body, Receive | Verify), delivered=True)
+        drop(state, member, current.round_id)
+    in_place = any(member.updates_in_place for member in current.participants)
+    if current.file_bytes is None and not in_place:
+        publisher_session.break_connection(state, current.connection, current.round_id)
+    for call in state.pending:
+        if call.name == Receive.name and call.round_id == current.round_id:
+            call.waiting.clear()  # also those that waited for a drain and were never queued
+    membership.forget_drain(state, drain_of_round(current.round_id))
+
+
+def abandon(state: State, why: str) -> None:
+    """The publisher is gone: cancel what it began, unless that is decided."""
+    publisher_session.cancel_connecting(state)
+    publisher_session.cancel_adapter(state)
+    current = state.round
+    if current is not None and not current.decided:
+        error = RoundAborted(f"round {current.round_id} aborted: {why}", {"round_id": current.round_id})
+        abort(state, current, error)
+
+
+def drop(state: State, member: Member, round_id: int) -> None:
+    """Have a member discard the staging of a round; one that cannot say its weights are unchanged is
+    fenced."""
+    if not member.has_queued(Drop):
+        membership.send_or_fence(state, member, Drop(round_id=round_id))
+
+
+# -- progress ---------------------------------------------------------------------------------
+
+
+def advance(state: State) -> None:
+    """Abort a round that cannot succeed any more; commit one that is verified."""
+    current = state.round
+    if current is not None and not current.decided:
+        _check_quorum(state, current)
+    current = state.round
+    if current is not None and current.phase in (RoundPhase.VERIFIED, RoundPhase.DRAINING):
+        _decide(state, current)
+
+
+def _check_quorum(state: State, current: Round) -> None:
+    """Abort a round that lost too many members, or whose members cannot receive the rest."""
+    receiving = _collective_receive(state, current)
+    if receiving is not None:  # not only after the last answer: the others wait for the failed one
+        membership.fence_each(state, classify(receiving).replica_failed, Receive.name)
+    remaining, needed = current.remaining(), state.needed
+    out = {member.replica_id: member.reason for member in current.participants if member.out}
+    if len(remaining) < needed:
+        error = RoundAborted(
+            f"round {current.round_id} aborted: {len(remaining)} of {len(current.participants)} replicas "
+            f"remain, at least {needed} must: {join_reasons(out)}",
+            {
+                "round_id": current.round_id,
+                "remaining": len(remaining),
+                "min_replicas": needed,
+                "replicas": out,
+            },
+        )
+        abort(state, current, error)
+    elif out and receiving is not None:
+        abort(state, current, _transfer_failed(current, out))
+
+
+def _collective_receive(state: State, current: Round) -> PendingCall | None:
+    """The pending receive over a communicator, which is of no use without one of its members."""
+    if not current.collective:
+        return None
+    receiving = (
+        call for call in state.pending if call.name == Receive.name and call.round_id == current.round_id
+    )
+    return next(receiving, None)
+
+
+def _decide(state: State, current: Round) -> None:
+    """Commit a verified round.
+
+    With `together` no replica may serve the old version without consent, so the decision waits until every
+    fence is delivered; meanwhile the fleet serves the old version.
+    """
+    together = current.commit is CommitMode.TOGETHER
+    if together and state.uncertain():
+        return
+    if not together or not current.must_drain:
+        commit_phase.decide(state, current)
+    elif current.phase is RoundPhase.VERIFIED:
+        commit_phase.enter(state, current, RoundPhase.DRAINING)
+        _drain(state, current, lambda: None)
+
+
+def _drain(state: State, current: Round, drained: Callable[[], None]) -> None:
+    """Let running requests finish; then `drained` runs, unless they did not and the round is aborted."""
+
+    def ended(drain: PendingDrain) -> None:
+        current.not_drained, current.drained = drain.late, True
+        if drain.late and current.drain_fallback is DrainFallback.ABORT:
+            abort(state, current, _not_drained(current))
+            return
+        if drain.late:
+            current.in_flight = InFlight.KEEP
+        drained()
+
+    membership.begin_drain(
+        state,
+        drain_of_round(current.round_id),
+        current.remaining(),
+        what=f"round {current.round_id}",
+        timeout_s=current.drain_timeout_s,
+        then=current.drain_fallback.value,
+        on_end=ended,
+    )
+
+
+def _not_drained(current: Round) -> RoundAborted:
+    timeout_s = current.drain_timeout_s
+    running = membership.still_running(current.not_drained)
+    return RoundAborted(
+        f"round {current.round_id} aborted: 'in_flight' is 'wait', and requests still ran after "
+        f"drain_timeout_s = {timeout_s:g} s ({running}); try again, raise "
+        "'weights.drain_timeout_s', or publish with drain_fallback 'keep'",
+        {"round_id": current.round_id, "running": dict(current.not_drained), "timeout_s": timeout_s},
+    )
+
+
+def _answered(state: State, call: PendingCall) -> None:
+    """All answers to a RECEIVE or VERIFY are in."""
+    current = state.round
+    if current is None or current.round_id != call.round_id or current.decided:
+        return  # it ended before the last answer came
+    current.record(call)
+    verdict = classify(call)
+    error: SlipstreamError
+    if current.file_bytes is not None and (verdict.rejected or verdict.transfer_failed):
+        membership.fence_each(state, verdict.replica_failed, call.name)
+        error = _files_refused(current, verdict)
+    else:
+        membership.fence_each(state, verdict.to_fence, call.name)
+        missing = {} if current.connection is None else current.connection.missing(call)
+        membership.count_failed_transfers(state, verdict, call.name, missing)
+        if verdict.publisher_at_fault:
+            rejected = dict(verdict.rejected)
+            error = InvalidRequest(
+                f"round {current.round_id} aborted: every replica rejected {call.name}: "
+                f"{join_reasons(rejected)}",
+                {"round_id": current.round_id, "phase": call.name, "replicas": rejected},
+            )
+        elif verdict.transfer_failed:
+            error = _transfer_failed(current, {**call.absent, **verdict.transfer_failed})
+        elif call.name == Verify.name:
+            _compare(state, current, call)
+            return
+        else:
+            return
+    call.finish(error=error)  # it is no longer among the pending calls, which the abort ends
+    abort(state, current, error)
+
+
+def _compare(state: State, current: Round, call: PendingCall) -> None:
+    """Compare the replicas' digests; each replica has compared its own with the publisher's."""
+    staged = {
+        member.replica_id: current.staged[member.replica_id]
+        for member in current.remaining()
+        if member.replica_id in call.answers
+    }
+    for member in current.remaining():
+        member.failed_transfers = 0
+    digests = {replica_id: each.digest for replica_id, each in staged.items()}
+    counts = Counter(digests.values()).most_common()
+    if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        reason = f"round {current.round_id} aborted: replicas disagree, no majority: {join_reasons(digests)}"
+        abort(state, current, RoundAborted(reason, {"replicas": digests}))
+        return
+    minority = {
+        replica_id: f"its digest {digest} differs from the others' {counts[0][0]}"
+        for replica_id, digest in digests.items()
+        if digest != counts[0][0]
+    }
+    membership.fence_each(state, minority, Verify.name)
+    agreed = [each for replica_id, each in staged.items() if replica_id not in minority]
+    _record_checks(current, agreed, among=len(staged))
+    commit_phase.enter(state, current, RoundPhase.VERIFIED)
+
+
+def _record_checks(current: Round, agreed: Sequence[Staged], *, among: int) -> None:
+    """What the replicas with equal digests checked; `among`: how many replicas' digests were compared."""
+    current.checks = tuple(check for check in Check if all(check in each.checks for each in agreed))
+    if among > 1:
+        current.verification = Verification.REPLICAS
+        current.checks += (Check.REPLICAS,)
+    if agreed and all(each.compared for each in agreed):
+        current.verification = Verification.PUBLISHER
+    if agreed and all(each.compared or each.by_name for each in agreed):
+        current.digest = agreed[0].digest
+
+
+def _files_refused(current: Round, verdict: Verdict) -> InvalidRequest | RoundAborted:
+    """The files are wrong, or differ between hosts: no replica is at fault."""
+    refused = {**verdict.rejected, **verdict.transfer_failed}
+    detail = {"round_id": current.round_id, "replicas": refused}
+    if verdict.done:
+        reasons = join_reasons(refused)
+        return RoundAborted(
+            f"round {current.round_id} aborted: not every replica read the same: {reasons}", detail
+        )
+    reason = refused[min(refused)]  # the others' is the same, except for what cannot be read anywhere
+    return InvalidRequest(
+        f"round {current.round_id} aborted: no replica takes this checkpoint: {reason}", detail
+    )
+
+
+def _transfer_failed(current: Round, replicas: dict[str, str]) -> TransferAborted:
+    return TransferAborted(
+        f"round {current.round_id} aborted: the transfer failed; connect again, and send the round again: "
+        f"{join_reasons(replicas)}",
+        {"round_id": current.round_id, "send_again": True, "replicas": replicas},
+    )

@@ -1,0 +1,648 @@
+"""Everything the ledger knows, as plain records. The other modules are functions that change a `State`.
+
+`State.now` is the time of the event that is being handled; no module reads a clock.
+"""
+
+import itertools
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import accumulate
+from typing import Any
+
+from pydantic import JsonValue
+
+from deployments.ledger.decisions import KEPT_ROUNDS, Decision, Fenced, Founded, Participant, Pinned, Stored
+from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig, SizeLimits
+from deployments.protocol.adapters import (
+    NO_ADAPTERS,
+    Adapter,
+    AdapterCatalog,
+    AdapterState,
+    AdapterTimings,
+    LoadedAdapter,
+)
+from deployments.protocol.engine_state import EngineState, InFlight, Operation
+from deployments.protocol.errors import SlipstreamError
+from deployments.protocol.poll import (
+    Acknowledgement,
+    Body,
+    CatchUp,
+    Check,
+    CommitMode,
+    Connect,
+    DesiredReplicas,
+    Draining,
+    Instruction,
+    KvCache,
+    Outcome,
+    Staged,
+    Swapped,
+    Verification,
+)
+from deployments.protocol.publishing import DrainFallback, Lease, RoundReport
+from deployments.protocol.responses import Event
+
+FIRST_PATIENCE_S = 1.0
+ID_SPAN = 10**9  # ids of one controller process before those of the next begin
+UNKNOWN = -1  # a replica that did not say how many requests still run
+
+# -- members and their instructions -----------------------------------------------------------
+
+
+class MemberState(StrEnum):
+    RETURNING = "returning"  # a member before the controller restarted; has not polled since
+    JOINING = "joining"  # alive, takes no requests yet
+    SERVING = "serving"
+    FENCED = "fenced"  # never serves again; not gone yet
+    LOST = "lost"  # gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """What a directive to a member says, to tell whether the next one would say more."""
+
+    state: MemberState
+    last_seq: int  # of the newest instruction
+    may_leave: bool
+    desired: DesiredReplicas
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Member:
+    """One replica process."""
+
+    replica_id: str
+    incarnation: str
+    world_size: int
+    version: int
+    state: MemberState
+    last_poll: float
+    reason: str = ""  # why it is fenced or lost
+    queue: list["QueuedInstruction"] = field(default_factory=list)  # in order, not acknowledged yet
+    delivered: Delivered | None = None  # with the last directive
+    was_serving: bool = False  # before the controller restarted
+    engine_state: EngineState = ()
+    retained_version: int | None = None  # it retains these tensors for the store
+    loading_version: int | None = None  # as reported; an earlier controller may have told it to
+    patience_s: float = FIRST_PATIENCE_S  # how long it waits for a round before it loads from the store
+    last_report: int = 0  # the number of its newest report
+    failed_transfers: int = 0  # consecutive attempts in which it failed and others did not
+    updates_in_place: bool = False  # RECEIVE changes its live weights
+    draining: Draining | None = None  # as reported
+    leaving: bool = False  # takes no new request, and exits once it may
+    drained: bool = False  # leaving, and no request is running on it
+    adapters: AdapterState = NO_ADAPTERS  # as reported
+    fence_delivered: bool = False  # it knows that it is fenced; until then it may still take a request
+
+    @property
+    def alive(self) -> bool:
+        return self.state in (MemberState.JOINING, MemberState.SERVING)
+
+    @property
+    def out(self) -> bool:
+        return self.state in (MemberState.FENCED, MemberState.LOST)
+
+    @property
+    def loading(self) -> bool:
+        """It is loading a stored version, and can do nothing else meanwhile."""
+        told = any(each.delivered and isinstance(each.body, CatchUp) for each in self.queue)
+        return told or self.loading_version is not None
+
+    @property
+    def departing(self) -> bool:
+        """It never serves again: new rounds and connections leave it out."""
+        return self.leaving and self.drained
+
+    @property
+    def participant(self) -> Participant:
+        return Participant(
+            replica_id=self.replica_id, incarnation=self.incarnation, world_size=self.world_size
+        )
+
+    def has_queued(self, *kinds: type[Body]) -> bool:
+        """Whether an instruction of one of these kinds is not acknowledged yet."""
+        return any(isinstance(queued.body, kinds) for queued in self.queue)
+
+
+OnComplete = Callable[["State", "PendingCall"], None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingCall:
+    """A call that several members carry out: complete when each has answered or is out.
+
+    `certain`: a fenced member counts only once its fence is delivered or it is lost. Until then it may take a
+    request. `batch`: the members that this call and others wait for, where nothing follows from one of the
+    calls before all are complete.
+    """
+
+    name: str  # of the instruction, or of the publisher's call
+    waiting: set[Member] = field(default_factory=set)
+    on_complete: OnComplete | None = None
+    certain: bool = False
+    batch: set[Member] | None = None
+    round_id: int | None = None
+    answers: dict[str, Acknowledgement] = field(default_factory=dict)  # by replica id
+    absent: dict[str, str] = field(default_factory=dict)  # replica id -> why it did not answer
+    done: bool = False
+    error: SlipstreamError | None = None
+    result: Any = None
+
+    def stop_waiting_for(self, member: Member) -> None:
+        self.waiting.discard(member)
+        if self.batch is not None:
+            self.batch.discard(member)
+
+    def finish(self, result: Any = None, error: SlipstreamError | None = None) -> None:
+        """Set the outcome; only the first one counts."""
+        if not self.done:
+            self.done, self.result, self.error = True, result, error
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class QueuedInstruction:
+    """An instruction for one member. Its deadline runs while it is first in the queue."""
+
+    instruction: Instruction
+    call: PendingCall | None
+    due: float | None = None
+    delivered: bool = False
+
+    @property
+    def body(self) -> Body:
+        return self.instruction.body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The answers to a call by outcome; reasons by replica id."""
+
+    done: frozenset[str]
+    rejected: Mapping[str, str]
+    transfer_failed: Mapping[str, str]
+    replica_failed: Mapping[str, str]
+
+    @property
+    def publisher_at_fault(self) -> bool:
+        """Every intact replica rejected what was sent."""
+        return bool(self.rejected) and not self.done
+
+    @property
+    def not_done(self) -> dict[str, str]:
+        return {**self.rejected, **self.transfer_failed, **self.replica_failed}
+
+    @property
+    def to_fence(self) -> dict[str, str]:
+        """Failed replicas, and those that reject what others accepted."""
+        return {**self.replica_failed, **({} if self.publisher_at_fault else self.rejected)}
+
+
+def classify(call: PendingCall) -> Verdict:
+    def reasons(outcome: Outcome) -> dict[str, str]:
+        return {
+            replica_id: answer.message or f"{call.name} {outcome.value}"
+            for replica_id, answer in call.answers.items()
+            if answer.outcome is outcome
+        }
+
+    return Verdict(
+        done=frozenset(reasons(Outcome.DONE)),
+        rejected=reasons(Outcome.REJECTED),
+        transfer_failed=reasons(Outcome.TRANSFER_FAILED),
+        replica_failed=reasons(Outcome.REPLICA_FAILED),
+    )
+
+
+def join_reasons(reasons: Mapping[str, str]) -> str:
+    """Reasons by replica id in one line."""
+    return "; ".join(f"{replica_id}: {reason}" for replica_id, reason in reasons.items())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingDrain:
+    """`late`: requests that still ran at the deadline, by replica id."""
+
+    drain_id: str
+    call: PendingCall
+    due: float
+    late: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingOperation:
+    """What a call carries out, on the fleet or on one member that has to reach the fleet's engine state."""
+
+    operation: Operation
+    of_one: bool = False
+    drain_id: str = ""  # with `mode=wait`
+    draining: bool = False  # no replica has been told yet
+
+
+# -- the publisher and its round --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Connection:
+    """One publisher's connection to the members of one epoch.
+
+    Ranks count the members' workers in order of registration. A *collective* connection (its `init_info` has
+    `rank_offset`) is one communicator, valid for exactly these members.
+    """
+
+    connection_id: int
+    publisher: str
+    init_info: Mapping[str, JsonValue]
+    rank_offset: int | None  # of the first replica's first worker; None: not collective
+    members: tuple[Member, ...]
+    epoch: int
+
+    @property
+    def collective(self) -> bool:
+        return self.rank_offset is not None
+
+    def connect_body(self, member: Member) -> Connect:
+        """The instruction that connects this member, with its own rank offset."""
+        if self.rank_offset is None:
+            return Connect(init_info=self.init_info)
+        first = first_ranks(self.members)[self.members.index(member)]
+        return Connect(init_info={**self.init_info, "rank_offset": self.rank_offset + first})
+
+    def missing(self, call: PendingCall) -> dict[str, str]:
+        """The members (by id) that did not answer their peers in a failed transfer, and who says so."""
+        if self.rank_offset is None:
+            return {}
+        said: dict[str, set[str]] = {}
+        for member, first in zip(self.members, first_ranks(self.members), strict=True):
+            ranks = range(self.rank_offset + first, self.rank_offset + first + member.world_size)
+            for replica_id, answer in call.answers.items():
+                if replica_id != member.replica_id and any(rank in ranks for rank in answer.missing_ranks):
+                    said.setdefault(member.replica_id, set()).add(replica_id)
+        return {named: f"missed by {sorted(by)}" for named, by in said.items()}
+
+
+def first_ranks(members: Sequence[Member]) -> list[int]:
+    """For each member, the number of workers of the members before it."""
+    return list(accumulate((member.world_size for member in members), initial=0))[:-1]
+
+
+class RoundPhase(StrEnum):
+    OPEN = "open"  # payloads arrive
+    VERIFYING = "verifying"  # closed; digests are awaited
+    VERIFIED = "verified"  # waiting only for replicas that may serve without consent
+    DRAINING = "draining"  # `in_flight: wait`: running requests finish
+    COMMITTING = "committing"  # decided: only rolls forward from here
+    RELEASING = "releasing"  # all have swapped and hold; they are resumed
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+DECIDED = (RoundPhase.COMMITTING, RoundPhase.RELEASING, RoundPhase.COMMITTED)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Round:
+    """A round in flight: its participants, its options, and what the participants reported."""
+
+    round_id: int
+    version: int
+    label: str | None
+    epoch: int
+    opened_at: float
+    participants: tuple[Member, ...]
+    connection: Connection | None
+    commit: CommitMode
+    kv_cache: KvCache
+    in_flight: InFlight
+    drain_timeout_s: float
+    drain_fallback: DrainFallback
+    persist: bool = False
+    file_bytes: int | None = None  # its payloads are `FilePart`s; see `RoundOptions`
+    sent_bytes: int = 0  # of these
+    phase: RoundPhase = RoundPhase.OPEN
+    verification: Verification = Verification.NONE
+    checks: tuple[Check, ...] = ()  # that all participants made
+    digest: str | None = None  # of all tensors, on which the participants agree
+    close: PendingCall | None = None  # what the publisher awaits
+    commits: dict[Member, PendingCall] = field(default_factory=dict)
+    ordered: set[Member] = field(default_factory=set)  # those that were sent COMMIT
+    swapping: set[Member] = field(default_factory=set)  # `together`: those whose COMMIT is waited for
+    staged: dict[str, Staged] = field(default_factory=dict)  # by replica id
+    swapped: dict[str, Swapped] = field(default_factory=dict)
+    decided_for: int = 0  # participants of a decision that a restart resumes; some may be fenced since
+    drained: bool = False  # no request runs, or `in_flight` is no longer `wait`
+    not_drained: dict[str, int] = field(default_factory=dict)  # replica id -> requests that still ran
+    left_behind: dict[str, str] = field(default_factory=dict)  # replica id -> why
+
+    @property
+    def decided(self) -> bool:
+        return self.phase in DECIDED
+
+    @property
+    def hold(self) -> bool:
+        """Whether a replica waits after its swap for the others, including those that a restart forgot."""
+        return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1
+
+    @property
+    def collective(self) -> bool:
+        return self.connection is not None and self.connection.collective
+
+    @property
+    def must_drain(self) -> bool:
+        return self.in_flight is InFlight.WAIT and not self.drained
+
+    def remaining(self) -> list[Member]:
+        return [member for member in self.participants if member.alive]
+
+    def record(self, call: PendingCall) -> None:
+        """Keep what came with the acknowledgements."""
+        for replica_id, answer in call.answers.items():
+            if isinstance(answer.value, Staged):
+                self.staged[replica_id] = answer.value
+            elif isinstance(answer.value, Swapped):
+                self.swapped[replica_id] = answer.value
+
+
+@dataclass(slots=True, kw_only=True)
+class Publisher:
+    """The lease and the connection of whoever publishes now."""
+
+    lease: Lease | None = None
+    expires: float = 0.0
+    last_token: int = 0
+    connection: Connection | None = None
+    connecting: PendingCall | None = None
+    last_connection_id: int = 0
+    told: set[Member] = field(default_factory=set)  # they have, or were told of, the connection
+    broken_by: int | None = None  # the round with which the last transfer group ended
+    sending_adapter: tuple[Connection, PendingCall] | None = None
+
+
+# -- the store --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Pin:
+    """A joiner was told to load a stored version, which stays on disk meanwhile."""
+
+    decision: Pinned
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A joiner cannot load a stored version."""
+
+    replica_id: str
+    version: int
+    reason: str
+    since: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Losses:
+    """Replicas that were lost in a row while they loaded one version."""
+
+    version: int = 0
+    replicas: dict[str, str] = field(default_factory=dict)  # incarnation -> replica id
+    last: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreWrite:
+    """A replica writes the committed version to the store."""
+
+    version: int = 0
+    writer: Member | None = None  # None: not assigned
+    due: float = 0.0
+    failed: dict[str, str] = field(default_factory=dict)  # replica id -> why
+    late: list[Member] = field(default_factory=list)  # writers that missed the deadline, and may still finish
+    retry_at: float | None = None  # None: not given up
+    last_writer: Member | None = None
+    problem: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreWait:
+    """Joiners wait for a version that its publisher was to write."""
+
+    version: int = 0
+    since: float | None = None  # None: no joiner waits
+    problem: str | None = None
+    failed: tuple[int, str] | None = None  # the version that its publisher could not write, and why
+
+
+# -- adapters ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadTimes:
+    """When a load reached which point, for the status; None: not yet."""
+
+    begun: float
+    staged: float | None = None  # the files are copied, and replicas are told
+    stored: float | None = None  # the copy is durable
+    held: float | None = None  # by all serving replicas
+    live: float | None = None  # requests may name it everywhere
+    replicas: dict[str, LoadedAdapter] = field(default_factory=dict)
+
+    def timings(self) -> AdapterTimings:
+        def between(begin: float | None, end: float | None) -> float | None:
+            return None if begin is None or end is None else end - begin
+
+        return AdapterTimings(
+            copy_s=between(self.begun, self.staged),
+            sync_s=between(self.staged, self.stored),
+            load_s=between(self.staged, self.held),
+            total_s=between(self.begun, self.live),
+            replicas=dict(self.replicas),
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Load:
+    """One adapter version that is becoming live."""
+
+    adapter: Adapter
+    times: LoadTimes
+    call: PendingCall | None = None  # None: its files are being copied
+    asked: set[str] = field(default_factory=set)  # incarnations
+    rejected: dict[str, str] = field(default_factory=dict)  # replica id -> why
+    error: SlipstreamError | None = None
+    decided: bool = False
+
+    @property
+    def stored(self) -> bool:
+        """The fleet's copy is durable; it does not become live before."""
+        return self.times.stored is not None
+
+    @property
+    def wanted(self) -> bool:
+        return self.call is not None and self.error is None and not self.rejected
+
+
+@dataclass(slots=True, kw_only=True)
+class AdapterLoads:
+    """The catalog, pending loads and unloads, and what replicas were told."""
+
+    catalog: AdapterCatalog = field(default_factory=AdapterCatalog)
+    loads: dict[str, Load] = field(default_factory=dict)  # by name
+    unloads: list[tuple[set[int], PendingCall]] = field(default_factory=list)  # adapter ids
+    times: dict[int, LoadTimes] = field(default_factory=dict)  # by adapter id
+    dropped: set[tuple[str, int]] = field(default_factory=set)  # (incarnation, id) that were told to drop it
+    told_live: set[str] = field(default_factory=set)  # incarnations that did a SET_ADAPTERS of this process
+    recovered: bool = False  # an earlier process of this fleet had adapters
+
+
+# -- the whole --------------------------------------------------------------------------------
+
+
+class EventLog:
+    """Events with increasing ids, also across controller restarts."""
+
+    def __init__(self, capacity: int = 1000) -> None:
+        self.events: deque[Event] = deque(maxlen=capacity)
+        self.next_id = 1
+
+    def record(self, event: str, now: float, **fields: JsonValue) -> None:
+        self.events.append(Event(event_id=self.next_id, name=event, at=now, fields=fields))
+        self.next_id += 1
+
+    def since(self, event_id: int) -> list[Event]:
+        """Events with a greater id, oldest first."""
+        newer = itertools.takewhile(lambda event: event.event_id > event_id, reversed(self.events))
+        return list(newer)[::-1]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class State:
+    config: LedgerConfig
+    size_limits: SizeLimits
+    adapter_limits: AdapterLimits
+    store_dir: str | None  # where replicas write versions; None: they write none
+    desired: DesiredReplicas
+    now: float = 0.0
+    decisions: list[Decision] = field(default_factory=list)  # not durable yet
+    events: EventLog = field(default_factory=EventLog)
+
+    members: dict[str, Member] = field(default_factory=dict)  # by replica id, in order of registration
+    fences: OrderedDict[str, Fenced] = field(default_factory=OrderedDict)  # by incarnation; never lifted
+    epoch: int = 0
+    next_seq: int = 1
+    pending: list[PendingCall] = field(default_factory=list)
+    drains: list[PendingDrain] = field(default_factory=list)  # that something waits for
+    kept_drains: set[str] = field(default_factory=set)  # replicas stay drained until these are forgotten
+
+    founded: Founded | None = None
+    committed_version: int = 0
+    label: str | None = None  # of the committed version
+    persist: bool = False  # a replica writes the committed version to the store
+    stored: Stored | None = None  # the newest version on disk
+    round: Round | None = None  # in flight
+    last_round_id: int = 0
+    last_round_end: float = -math.inf
+    history: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=KEPT_ROUNDS))  # oldest first
+    round_errors: OrderedDict[int, SlipstreamError] = field(default_factory=OrderedDict)  # by round id
+
+    publisher: Publisher = field(default_factory=Publisher)
+    engine_state: EngineState = ()  # of the fleet
+    durable_engine_state: EngineState = ()  # what a successor would recover
+    operations: dict[PendingCall, PendingOperation] = field(default_factory=dict)  # in order
+    pins: dict[str, Pin] = field(default_factory=dict)  # by incarnation
+    refusals: dict[str, Refusal] = field(default_factory=dict)  # by incarnation
+    losses: Losses = field(default_factory=Losses)
+    store_write: StoreWrite = field(default_factory=StoreWrite)
+    store_wait: StoreWait = field(default_factory=StoreWait)
+    adapters: AdapterLoads = field(default_factory=AdapterLoads)
+
+    def decide(self, decision: Decision) -> None:
+        """Durable before any replica polls again."""
+        self.decisions.append(decision)
+
+    def record(self, event: str, **fields: JsonValue) -> None:
+        self.events.record(event, self.now, **fields)
+
+    @property
+    def fleet_id(self) -> str:
+        return "" if self.founded is None else self.founded.fleet_id
+
+    @property
+    def stored_version(self) -> int:
+        """The newest version on disk; version 0, the first checkpoint, needs no store."""
+        return 0 if self.stored is None else self.stored.version
+
+    @property
+    def unstored(self) -> int | None:
+        """The committed version, if a replica has to write it to the store and none has."""
+        pending = self.persist and self.stored_version < self.committed_version
+        return self.committed_version if pending else None
+
+    def digest_of(self, version: int) -> str | None:
+        """The digest with which a version was committed, if known."""
+        reports = (each for each in reversed(self.history) if each.version == version)
+        return next((each.digest for each in reports if each.phase == RoundPhase.COMMITTED), None)
+
+    # -- members ------------------------------------------------------------------------------
+
+    @property
+    def needed(self) -> int:
+        """Participants that a round needs: `min_replicas`, but no more than the fleet is meant to have."""
+        limits, wanted = self.size_limits, self.desired.wanted
+        if limits.fixed is not None:
+            return self.config.min_replicas
+        return min(self.config.min_replicas, limits.least if wanted is None else wanted)
+
+    def find(self, replica_id: str, incarnation: str) -> Member | None:
+        """The member with this id, if it is this very process."""
+        member = self.members.get(replica_id)
+        return member if member is not None and member.incarnation == incarnation else None
+
+    def live(self) -> list[Member]:
+        return [member for member in self.members.values() if member.alive and not member.departing]
+
+    def serving(self) -> list[Member]:
+        return [each for each in self.live() if each.state is MemberState.SERVING]
+
+    def for_round(self) -> list[Member]:
+        """The members for a new round or connection.
+
+        A member that is loading a stored version would keep the others waiting: it is left out while enough
+        others are there.
+        """
+        ready = [member for member in self.live() if not member.loading]
+        return ready if len(ready) >= self.needed else self.live()
+
+    def returning(self) -> list[Member]:
+        """Those that served before a restart and have not polled since."""
+        return [member for member in self.members.values() if member.state is MemberState.RETURNING]
+
+    def uncertain(self) -> list[Member]:
+        """Those that may take requests without the ledger's consent: returning, or their fence is not
+        delivered."""
+        return [
+            member
+            for member in self.members.values()
+            if member.state is MemberState.RETURNING
+            or (member.state is MemberState.FENCED and not member.fence_delivered)
+        ]
+
+    # -- time ---------------------------------------------------------------------------------
+
+    def credit(self, stalled_s: float) -> None:
+        """The controller stalled for so long: no replica or publisher could be heard, so extend every
+        deadline."""
+        for member in self.members.values():
+            member.last_poll += stalled_s
+            for queued in member.queue:
+                if queued.due is not None:
+                    queued.due += stalled_s
+        for drain in self.drains:
+            drain.due += stalled_s
+        self.publisher.expires += stalled_s
+        self.store_write.due += stalled_s
+        if self.store_wait.since is not None:
+            self.store_wait.since += stalled_s
+        for pin in self.pins.values():
+            pin.since += stalled_s

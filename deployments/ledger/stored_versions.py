@@ -1,0 +1,356 @@
+"""Versions in the store: which replica writes one, which stay on disk, and which joiners cannot load.
+
+    RECEIVE(retain_version) ─► every replica retains what it receives ─► committed ─► STORE to one of them
+    its report says stored ─► FORGET to all; or a problem, or it is gone ─► STORE to another one
+    none could, or the writer is late ─► the status says so; another attempt every `RETRY_S`
+
+    join or CATCH_UP ─► the version is pinned ─► the joiner holds it, is gone, or had `join_timeout_s`
+
+Writing is off the critical path: STORE is acknowledged when the write has begun, and rounds continue. Reports
+say which version a replica retains, so a restarted controller continues where its predecessor was. Besides
+the newest `keep` versions, at most one for each joiner stays. Pins are decisions: a restarted controller
+keeps them.
+"""
+
+from collections.abc import Mapping
+
+from deployments.ledger import membership
+from deployments.ledger.decisions import Pinned, Stored, Unpinned
+from deployments.ledger.state import (
+    Losses,
+    Member,
+    MemberState,
+    PendingCall,
+    Pin,
+    Refusal,
+    State,
+    StoreWrite,
+    classify,
+    join_reasons,
+)
+from deployments.protocol.errors import InvalidRequest
+from deployments.protocol.poll import Forget, Report, StoreResult, WriteVersion
+
+RETRY_S = 30.0
+LOSSES = 3  # replicas lost in a row while they loaded one version
+AGAIN_S = 600.0  # then the version is tried again: something else may have killed them
+
+
+def advance(state: State) -> None:
+    _advance_pins(state)
+    _advance_write(state)
+    _advance_wait(state)
+
+
+# -- who writes -------------------------------------------------------------------------------
+
+
+def set_stored(state: State, version: int, path: str, label: str | None) -> None:
+    """A version is complete on disk.
+
+    Raises:
+        InvalidRequest: the fleet never committed it.
+    """
+    committed = state.committed_version
+    if not 0 <= version <= committed:
+        raise InvalidRequest(
+            f"version: expected at most the committed version {committed}, got {version}",
+            {"expected": committed, "actual": version},
+        )
+    if state.stored is None or version >= state.stored.version:
+        state.stored = Stored(version=version, path=path, label=label)
+        state.decide(state.stored)
+    state.record("stored", version=version, path=path, label=label)
+
+
+def on_report(state: State, member: Member, report: Report) -> bool:
+    """Take in what a member retains, and how its last write ended. True if something may follow."""
+    before, member.retained_version = member.retained_version, report.retained_version
+    result = report.store_result
+    if result is not None and result.version <= state.committed_version:
+        if result.problem and not member.has_queued(WriteVersion):  # else it is of an earlier attempt
+            if _record_failure(state, result.version, member, result.problem):
+                return True
+        elif not result.problem and _is_newest(state, result):
+            set_stored(state, result.version, result.path, result.label)
+            return True
+    return member.retained_version != before and _concerns(state, member)
+
+
+def _concerns(state: State, member: Member) -> bool:
+    """Whether what it retains can be freed, or written now."""
+    retained = member.retained_version
+    if retained is None:
+        return False
+    committing = state.round is not None and state.round.decided  # its end looks at all members
+    return retained <= state.stored_version or (retained == state.unstored and not committing)
+
+
+def _is_newest(state: State, result: StoreResult) -> bool:
+    return state.stored is None or result.version > state.stored.version
+
+
+def _record_failure(state: State, version: int, member: Member, reason: str) -> bool:
+    """True if it is new."""
+    write = state.store_write
+    if version != write.version or write.failed.get(member.replica_id) == reason:
+        return False
+    write.failed[member.replica_id] = reason
+    return True
+
+
+def _advance_write(state: State) -> None:
+    """Free what is stored; assign the committed version to a writer if it has none."""
+    _forget_stored(state)
+    version = state.unstored if state.store_dir is not None else None
+    if version is None or version != state.store_write.version:
+        state.store_write = StoreWrite(version=state.committed_version)
+    if version is None:
+        return
+    write = state.store_write
+    if write.writer is not None and not _has_ended(state, write, write.writer):
+        return
+    write.writer = None
+    if state.round is not None and state.round.decided:
+        return
+    late = [each for each in write.late if each.alive and each.replica_id not in write.failed]
+    if len(late) < len(write.late):
+        write.late, write.retry_at = late, None  # one of them will not finish any more
+    elif write.retry_at is not None and state.now >= write.retry_at:
+        write.failed, write.retry_at = {}, None
+    if write.retry_at is None:
+        _assign(state, write)
+
+
+def _assign(state: State, write: StoreWrite) -> None:
+    if state.returning():
+        return  # one that has not polled since a restart may retain it
+    # A late writer is not asked again: it could only wait for the same disk.
+    candidates = [
+        each
+        for each in state.live()
+        if each.retained_version == write.version
+        and each.replica_id not in write.failed
+        and each not in write.late
+    ]
+    if not candidates:
+        _give_up(state, write)
+        return
+    candidates.sort(key=lambda each: each is write.last_writer)  # after a failure, another one first
+    write.writer = write.last_writer = candidates[0]
+    write.due = state.now + state.config.store_timeout_s
+    assert state.store_dir is not None
+    body = WriteVersion(
+        version=write.version,
+        label=state.label,
+        directory=state.store_dir,
+        fleet_id=state.fleet_id,
+        digest=state.digest_of(write.version),
+    )
+    call = membership.send(state, WriteVersion.name, {write.writer: body}, on_complete=_begun)
+    call.result = write.version
+
+
+def _begun(state: State, call: PendingCall) -> None:
+    for replica_id, reason in classify(call).not_done.items():
+        if (member := state.members.get(replica_id)) is not None:
+            _record_failure(state, call.result, member, reason)
+
+
+def _has_ended(state: State, write: StoreWrite, writer: Member) -> bool:
+    if not writer.alive or writer.replica_id in write.failed:
+        return True
+    if state.now > write.due:
+        # If it finishes late, it counts. Two may write at once: each has a directory of its own.
+        write.late.append(writer)
+        _give_up(state, write)
+        return True
+    return False
+
+
+def _give_up(state: State, write: StoreWrite) -> None:
+    late = f"did not end within {state.config.store_timeout_s:g} s"
+    reasons = {each.replica_id: late for each in write.late} | write.failed
+    why = join_reasons(dict(sorted(reasons.items()))) if reasons else "no replica retains its tensors"
+    before, write.problem = write.problem, _not_stored(write.version, why)
+    write.retry_at = state.now + RETRY_S
+    if write.problem != before:
+        state.record("not_stored", version=write.version, reason=why)
+
+
+def _not_stored(version: int, why: str) -> str:
+    return f"version {version} is not in the store: {why}"
+
+
+def _forget_stored(state: State) -> None:
+    """Members free the versions that are in the store, and older ones."""
+    for member in state.live():
+        retained = member.retained_version
+        if retained is None or retained > state.stored_version:
+            continue
+        # It may have been told to forget an older one while it took part in a round.
+        bodies = (queued.body for queued in member.queue)
+        if not any(isinstance(body, Forget) and body.version >= retained for body in bodies):
+            membership.queue(state, member, Forget(version=retained))
+
+
+# -- a publisher that writes its versions itself -----------------------------------------------
+
+
+def set_unstored(state: State, version: int, reason: str) -> None:
+    """The publisher could not write this version."""
+    if version == state.committed_version != state.stored_version:
+        state.store_wait.failed = version, reason
+        state.record("not_stored", version=version, reason=reason)
+
+
+def _advance_wait(state: State) -> None:
+    """Note when joiners have waited `store_timeout_s` for a version that its publisher has not written."""
+    wait, version, waiting = state.store_wait, state.committed_version, _waiting(state)
+    if wait.failed is not None and (wait.failed[0] != version or state.stored_version == version):
+        wait.failed = None
+    if not waiting:
+        wait.since = wait.problem = None
+    elif wait.since is None or version != wait.version:
+        wait.version, wait.since, wait.problem = version, state.now, None
+    elif wait.problem is None and state.now - wait.since > state.config.store_timeout_s:
+        reason = f"its publisher has not written it, and {waiting} wait for it: publish again"
+        wait.problem = _not_stored(version, reason)
+        state.record("not_stored", version=version, reason=reason)
+
+
+def _waiting(state: State) -> list[str]:
+    """Joiners that need a version which no replica was asked to write."""
+    committed = state.committed_version
+    if state.stored_version == committed or state.unstored is not None:
+        return []
+    joining = (each for each in state.live() if each.state is MemberState.JOINING)
+    return [each.replica_id for each in joining if each.version != committed]
+
+
+def problem(state: State) -> str | None:
+    """Why the committed version is not in the store, or does not load from it."""
+    committed, lost, wait = state.committed_version, state.losses.replicas, state.store_wait
+    if state.store_write.problem is not None:
+        return state.store_write.problem
+    if _is_given_up(state, committed):
+        names = ", ".join(lost.values())
+        return f"version {committed} does not load: {len(lost)} replicas were lost in it ({names})"
+    for each in state.refusals.values():
+        if each.version == committed:
+            return f"{each.replica_id} cannot load version {each.version} from the store: {each.reason}"
+    return wait.problem if wait.failed is None else _not_stored(*wait.failed)
+
+
+# -- which versions stay ----------------------------------------------------------------------
+
+
+def pin(state: State, replica_id: str, incarnation: str, version: int, path: str) -> None:
+    """This process is told to load a stored version; it stays on disk meanwhile. An earlier pin ends."""
+    decision = Pinned(replica_id=replica_id, incarnation=incarnation, version=version, path=path)
+    before = state.pins.get(incarnation)
+    if before is None or before.decision != decision:
+        state.decide(decision)
+    state.pins[incarnation] = Pin(decision=decision, since=state.now)
+
+
+def _unpin(state: State, incarnation: str) -> None:
+    if state.pins.pop(incarnation, None) is not None:
+        state.decide(Unpinned(incarnation=incarnation))
+    state.refusals.pop(incarnation, None)
+
+
+def refuse(state: State, replica_id: str, incarnation: str, version: int, reason: str) -> None:
+    """This process cannot load a version and is not told to again.
+
+    A late or repeated question does not end a later pin to another version.
+    """
+    pinned = state.pins.get(incarnation)
+    if pinned is not None and pinned.decision.version != version:
+        return
+    _unpin(state, incarnation)
+    state.refusals[incarnation] = Refusal(
+        replica_id=replica_id, version=version, reason=reason, since=state.now
+    )
+    state.record("unloadable", replica=replica_id, version=version, reason=reason)
+
+
+def refused(state: State, incarnation: str, version: int) -> bool:
+    """Whether this process could not load this version, or too many others were lost in it."""
+    refusal = state.refusals.get(incarnation)
+    return _is_given_up(state, version) or (refusal is not None and refusal.version == version)
+
+
+def on_lost(state: State, replica_id: str, incarnation: str, version: int | None) -> None:
+    """This process was lost while it loaded a version; None: the pinned one, if any.
+
+    After `LOSSES` in a row the version is given up for a while, because engines cannot load it although its
+    files are intact. Joiners load the first checkpoint instead, and the next round brings them up to date.
+    """
+    pinned, losses = state.pins.get(incarnation), state.losses
+    _unpin(state, incarnation)
+    if version is None and pinned is not None:
+        version = pinned.decision.version
+    if version is None or incarnation in losses.replicas:
+        return
+    if version != losses.version:
+        state.losses = losses = Losses(version=version)
+    losses.replicas[incarnation], losses.last = replica_id, state.now
+    if len(losses.replicas) == LOSSES:
+        names = ", ".join(losses.replicas.values())
+        state.record("given_up", version=version, replicas=names, again_s=AGAIN_S)
+
+
+def _is_given_up(state: State, version: int) -> bool:
+    return len(state.losses.replicas) >= LOSSES and state.losses.version == version
+
+
+def starting(state: State, before: float) -> list[tuple[str, str]]:
+    """(replica id, incarnation) of those that asked before this time and have not registered."""
+    asked = [(each.decision.replica_id, key, each.since) for key, each in state.pins.items()]
+    asked += [(each.replica_id, key, each.since) for key, each in state.refusals.items()]
+    return [
+        (replica_id, incarnation)
+        for replica_id, incarnation, since in asked
+        if since < before and state.find(replica_id, incarnation) is None
+    ]
+
+
+def removable(state: State, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
+    """Versions that may be removed, oldest first; `on_disk`: those in the store, with the fleet id of each.
+
+    All of this fleet's except the newest `keep`, the newest known to be complete, and the pinned ones.
+    """
+    ordered = sorted(version for version, owner in on_disk.items() if owner == state.fleet_id)
+    needed = {*ordered[-keep:], *(each.decision.version for each in state.pins.values())}
+    return [version for version in ordered if version < state.stored_version and version not in needed]
+
+
+def _advance_pins(state: State) -> None:
+    """End the pins and refusals that are no longer needed."""
+    losses, limit_s = state.losses, state.config.join_timeout_s
+    if state.now - losses.last > AGAIN_S:
+        losses.replicas.clear()
+    for incarnation, each in list(state.pins.items()):
+        replica_id, version = each.decision.replica_id, each.decision.version
+        member = state.find(replica_id, incarnation)
+        if member is not None and member.alive and member.version >= version:
+            if version == losses.version:
+                losses.replicas.clear()
+            _unpin(state, incarnation)
+        elif _is_gone(state, replica_id, incarnation):
+            _unpin(state, incarnation)
+        elif state.now - each.since > limit_s:
+            state.record("promise_lapsed", replica=replica_id, version=version, limit_s=limit_s)
+            _unpin(state, incarnation)
+    for incarnation, refusal in list(state.refusals.items()):
+        member = state.find(refusal.replica_id, incarnation)
+        serves = member is not None and member.state is MemberState.SERVING
+        lapsed = state.now - refusal.since > limit_s
+        if serves or lapsed or _is_gone(state, refusal.replica_id, incarnation):
+            del state.refusals[incarnation]
+
+
+def _is_gone(state: State, replica_id: str, incarnation: str) -> bool:
+    member = state.members.get(replica_id)
+    return incarnation in state.fences or (member is not None and member.incarnation != incarnation)
