@@ -1,8 +1,9 @@
 """What has arrived of one update at a worker, and the comparison of its digests."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from deployments.weights.wire.digest_definition import Digests, Findings, versio
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by name
 
+_NOTHING = StagingState(payloads_done=0, size_bytes=0, stage_s=0.0, verify_s=0.0, outcome=Outcome.DONE)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFindings:
@@ -28,39 +31,18 @@ class ChunkFindings:
 
 @dataclass(slots=True, kw_only=True)
 class StagedUpdate:
-    """Changed on the staging thread; other threads only call `report`."""
+    """Changed on the staging thread; other threads only read `state`."""
 
+    state: StagingState = _NOTHING
     from_files: bool = False
     offered: Offered = field(default_factory=dict)  # what arrived
     pending: list[ChunkFindings] = field(default_factory=list)  # inspected, not compared
     names: list[str] = field(default_factory=list)  # of the tensors whose digests were compared
     compared: list[Digests] = field(default_factory=list)  # their digests
-    digest: str = ""  # of the whole version, once it is complete
-    payloads_done: int = 0
-    size_bytes: int = 0
-    stage_s: float = 0.0
-    verify_s: float = 0.0  # on a GPU the time to launch the digests
     checks: frozenset[Check] = frozenset(Check) - {Check.REPLICAS}  # passed by all that arrived
-    outcome: Outcome = Outcome.DONE
-    message: str = ""  # what was expected and what was received, when not DONE
-    missing_ranks: tuple[int, ...] = ()
 
-    def report(self) -> StagingState:
-        return StagingState(
-            payloads_done=self.payloads_done,
-            size_bytes=self.size_bytes,
-            stage_s=self.stage_s,
-            verify_s=self.verify_s,
-            outcome=self.outcome,
-            message=self.message,
-            digest=self.digest,
-            checks=tuple(check for check in Check if self.is_complete and check in self.checks),
-            missing_ranks=self.missing_ranks,
-        )
-
-    @property
-    def is_complete(self) -> bool:
-        return bool(self.digest)
+    def note(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
 
     def has_all(self, schema: Schema | None, *, one_payload: bool) -> bool:
         """Whether nothing more will arrive. `one_payload`: a version that is sent is one payload."""
@@ -78,23 +60,19 @@ class StagedUpdate:
     def add(self, received: ReceivedChunk, found: Findings) -> None:
         names = list(received.chunk.offered)
         self.pending.append(ChunkFindings(names=names, sent=received.sent, found=found))
-        self.size_bytes += received.chunk.size_bytes
+        self.note(size_bytes=self.state.size_bytes + received.chunk.size_bytes)
 
     def run(self, work: Callable[[], None]) -> None:
         """Run a part of the update; what it raises becomes the outcome."""
         try:
             work()
         except TransferFailed as error:
-            self.fail(Outcome.TRANSFER_FAILED, str(error), error.missing_ranks)
+            outcome = Outcome.TRANSFER_FAILED
+            self.note(outcome=outcome, message=str(error), missing_ranks=error.missing_ranks)
         except ValueError as error:  # a transport or the schema rejects the payload
-            self.fail(Outcome.REJECTED, str(error))
+            self.note(outcome=Outcome.REJECTED, message=str(error))
         except Exception as error:  # nothing reads a thread's exception: the outcome reports it
-            self.fail(Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}")
-
-    def fail(self, outcome: Outcome, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
-        self.missing_ranks = missing_ranks
-        self.message = message  # first: a report that has the outcome has its message
-        self.outcome = outcome
+            self.note(outcome=Outcome.REPLICA_FAILED, message=f"{type(error).__name__}: {error}")
 
     def compare_digests(self) -> None:
         """Compare the chunks since the last call, as `compare`. One read-back for all of them, which also
@@ -118,7 +96,8 @@ class StagedUpdate:
 
     def complete(self) -> None:
         digests = np.concatenate(self.compared) if self.compared else np.empty(0, dtype=np.uint64)
-        self.digest = version_digest(self.names, digests)
+        checks = tuple(check for check in Check if check in self.checks)
+        self.note(digest=version_digest(self.names, digests), checks=checks)
 
 
 def compare(names: Sequence[str], sent: Digests, found: Digests, nonfinite: Digests) -> None:

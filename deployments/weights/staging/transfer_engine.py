@@ -193,16 +193,16 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def progress(self) -> StagingState:
         assert self._update is not None
-        return self._update.report()
+        return self._update.state
 
     def verify(self) -> StagingState:
         """Check that the staged version is complete and is the model's."""
         update = self._update
         assert update is not None
-        if update.outcome is Outcome.DONE and not update.is_complete:
+        if update.state.outcome is Outcome.DONE and not update.state.digest:
             self._core_share.begin(1.0)  # nothing decodes meanwhile
             self._thread.run(update.run, partial(self._finalize, update), limit_s=VERIFY_S)
-        return update.report()
+        return update.state
 
     def drop(self) -> None:
         """Discard the update. `abort` stops a payload that still arrives, and may close the connection: not
@@ -230,12 +230,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def _stage(self, update: StagedUpdate, payload: Callable[[], None]) -> None:
         start = time.perf_counter()
-        if update is self._update and update.outcome is Outcome.DONE:
+        if update is self._update and update.state.outcome is Outcome.DONE:
             update.run(payload)
-        update.stage_s += time.perf_counter() - start
-        update.payloads_done += 1
+        stage_s = update.state.stage_s + time.perf_counter() - start
+        update.note(stage_s=stage_s, payloads_done=update.state.payloads_done + 1)
         if update is self._update and self._page is not None:
-            self._page.write(self.worker_index, update.report())
+            self._page.write(self.worker_index, update.state)
 
     def _stage_payload(self, update: StagedUpdate, chunks: Chunks) -> None:
         self._throttle.begin(self.share)
@@ -284,7 +284,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         if found is None:
             tensors = received.named()
             found = inspect([tensor for _, tensor in tensors])
-            update.verify_s += time.perf_counter() - start
+            update.note(verify_s=update.state.verify_s + time.perf_counter() - start)
             self.staging.add(chunk, tensors)
         if self.retained.expecting:
             self.retained.add(received.named())

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.protocol.poll import Outcome
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate, compare
-from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.wire.digest import digest, digest_tensor, digests, inspect
 from deployments.weights.wire.digest_definition import Digests, version_digest
 
@@ -37,11 +35,11 @@ def test_the_digest_of_a_version_does_not_depend_on_its_chunks() -> None:
     for names in "cab":
         other.pending.append(findings_of(names))
         other.compare_digests()
-    assert not update.is_complete and update.digest == ""
+    assert update.state.digest == ""
     update.complete()
     other.complete()
-    assert update.is_complete
-    assert update.digest == other.digest == version_digest(list(TENSORS), digests(list(TENSORS.values())))
+    expected = version_digest(list(TENSORS), digests(list(TENSORS.values())))
+    assert update.state.digest == other.state.digest == expected
 
 
 def test_a_tensor_that_changed_on_the_way_is_named_with_both_digests() -> None:
@@ -53,7 +51,7 @@ def test_a_tensor_that_changed_on_the_way_is_named_with_both_digests() -> None:
     )
     with pytest.raises(ValueError, match=message):
         update.compare_digests()
-    assert update.names == [] and not update.is_complete
+    assert update.names == [] and not update.state.digest
 
 
 def test_a_tensor_that_is_not_finite_is_named() -> None:
@@ -75,23 +73,6 @@ def test_digests_above_the_signed_range_are_compared_and_printed() -> None:
         compare(["x"], numbers(top), numbers(top - 1), numbers(0))
 
 
-def test_a_report_says_how_far_the_update_is() -> None:
-    update = StagedUpdate()
-    assert update.report() == StagingState(
-        payloads_done=0, size_bytes=0, stage_s=0.0, verify_s=0.0, outcome=Outcome.DONE
-    )
-    update.payloads_done, update.size_bytes, update.stage_s, update.verify_s = 2, 300, 1.5, 0.5
-    update.fail(Outcome.REJECTED, "'w' is missing")
-    assert update.report() == StagingState(
-        payloads_done=2,
-        size_bytes=300,
-        stage_s=1.5,
-        verify_s=0.5,
-        outcome=Outcome.REJECTED,
-        message="'w' is missing",
-    )
-
-
 def test_a_tensor_arrives_once() -> None:
     update = StagedUpdate()
     update.offer({"a": (torch.float32, (6,)), "b": (torch.bfloat16, (3,))})
@@ -108,11 +89,11 @@ def test_a_publisher_that_states_no_digests_leaves_all_other_checks() -> None:
         pending=[replace(findings_of("ab"), sent=None), replace(findings_of("c"), sent=None)]
     )
     update.compare_digests()
-    assert update.report().checks == (), "nothing is known before all has arrived"
+    assert update.state.checks == (), "nothing is known before all has arrived"
     update.complete()
-    assert update.digest == version_digest(list(TENSORS), digests(list(TENSORS.values())))
+    assert update.state.digest == version_digest(list(TENSORS), digests(list(TENSORS.values())))
     everything = ("names", "shapes", "dtypes", "complete", "finite")
-    assert tuple(check.value for check in update.report().checks) == everything
+    assert tuple(check.value for check in update.state.checks) == everything
     bad = torch.tensor([float("nan")])
     update = StagedUpdate(pending=[replace(findings_of("a", a=bad), sent=None)])
     with pytest.raises(ValueError, match=r"^'a' holds NaN or infinity$"):
