@@ -76,20 +76,6 @@ def test_a_file_that_is_overwritten_after_it_was_verified_changes_nothing(
     assert all(torch.equal(live(worker)[name], tensor) for name, tensor in weights(2.0))
 
 
-def test_what_is_read_is_retained_for_the_store(tmp_path: Path, worker: MemoryWorker) -> None:
-    state = read(worker, parts_of(tmp_path / "new", weights(2.0)), retain_version=4)
-    worker.finish_weight_update()
-    worker.staging_store(4, "x", str(tmp_path / "store"), "fleet", state.digest)
-    assert worker.engine.version_writer.wait(TIMEOUT_S)
-    result = worker.staging_store_state()
-    assert result is not None and result["problem"] == ""
-    checkpoint = Checkpoint.open(result["path"], [tmp_path])
-    checkpoint.close()
-    worker.staging_forget(4)
-    again = read(worker, [stated(part) for part in checkpoint.parts])
-    assert (again.outcome, again.digest) == (Outcome.DONE, state.digest)
-
-
 def _changed(directory: Path, parts: list[FilePart]) -> list[FilePart]:
     save_file(dict(weights(5.0)), directory / "model.safetensors")
     return parts
