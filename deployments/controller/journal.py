@@ -27,7 +27,7 @@ from deployments.host.logs import serve_logger
 from deployments.ledger.decisions import Decision, Lasting, decode, encode
 from deployments.protocol.errors import JournalError
 
-SCHEMA = 2  # 1 was a file of JSON lines
+SCHEMA = 2
 NAME = "decisions.sqlite"
 RESERVE_BYTES = 1 << 20  # several thousand decisions
 CHECKPOINT_PAGES = 64  # 4 KiB each; on a full disk a transaction has the reserve minus these
@@ -54,11 +54,6 @@ class Journal:
 
     def __init__(self, directory: Path, *, lock_wait_s: float = 0.0) -> None:
         self._path = directory / NAME
-        if (directory / "decisions.jsonl").exists():
-            raise JournalError(
-                f"{directory / 'decisions.jsonl'} was written by another version of Slipstream: move it and "
-                "the store away to start from the first checkpoint"
-            )
         self._file = -1
         with self._named_errors():
             if not self._path.exists():

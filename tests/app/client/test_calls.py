@@ -82,7 +82,7 @@ async def test_vllms_routes_are_read_too() -> None:
 
 
 @pytest.mark.parametrize("call", [calls.model(), calls.tokenize("tiny", "a")])
-async def test_an_answer_without_what_was_asked_for_is_an_error(call: Call[Any]) -> None:
+async def test_a_response_of_another_type_is_an_error(call: Call[Any]) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"data": []}))
     async with AsyncFleetClient(httpx.AsyncClient(transport=transport, base_url="http://fleet")) as made:
         with pytest.raises(FleetError, match="the answer cannot be read"):

@@ -69,7 +69,7 @@ def test_versions_are_numbers_also_where_vllm_writes_them_as_text() -> None:
         {"message": {"content": None}, "weight_versions": None},
     ],
 )
-def test_what_was_not_asked_for_is_empty(choice: dict[str, Any]) -> None:
+def test_fields_that_were_not_requested_are_empty(choice: dict[str, Any]) -> None:
     answer = read({"choices": [choice]}).answer
     assert answer == Answer(text="", token_ids=[], logprobs=[], weight_versions=[])
 

@@ -77,7 +77,7 @@ async def test_a_lost_connection_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("call", [calls.step([]), calls.publish(), calls.save(), calls.rollback(3)])
-async def test_what_may_have_been_done_already_is_not_sent_twice(call: Call[Any]) -> None:
+async def test_a_call_that_may_have_been_carried_out_is_not_repeated(call: Call[Any]) -> None:
     async with patient(httpx.ReadError("gone"), ok({})) as client:
         with pytest.raises(FleetError, match=r"no fleet answers at http://fleet \(gone\)"):
             await client.send(call)

@@ -66,7 +66,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("command", "shown"), [("status", STATUS), ("rounds", ROUNDS)])
-def test_what_the_fleet_answers_is_printed(url: str, command: str, shown: object) -> None:
+def test_the_response_is_printed(url: str, command: str, shown: object) -> None:
     result = CliRunner().invoke(cli, [command, "--url", url])
     assert (result.exit_code, result.stdout) == (0, json.dumps(shown, indent=2) + "\n")
 

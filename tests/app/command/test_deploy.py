@@ -104,7 +104,9 @@ def file(directory: Path, **settings: Any) -> Path:
     return path
 
 
-def test_it_says_what_restarts(tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deploy_names_the_settings_that_restart_the_fleet(
+    tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     Dashboard.deployed = read_serve_file(file(tmp_path)).document["applications"][0]
     assert deploy(file(tmp_path, weights={"commit": "rolling"}), port) == 0
     assert capsys.readouterr().out == "Deployed; nothing restarts\n"

@@ -107,7 +107,7 @@ def test_a_serve_that_never_starts_is_named_without_its_stack(monkeypatch: pytes
         cluster_that_answers(NOT_UP)[0].deploy({})
 
 
-def test_what_serve_refuses_is_asked_once() -> None:
+def test_a_refused_configuration_is_not_retried() -> None:
     cluster, asked = cluster_that_answers(REFUSED)
     with pytest.raises(ClusterError, match=r"^Serve refused the configuration: 1 validation error"):
         cluster.deploy({})

@@ -33,7 +33,7 @@ def test_live_settings_are_in_no_argument() -> None:
     assert next(each for each in made["deployments"] if each["name"] == "router")["num_replicas"] == 2
 
 
-def test_what_a_file_no_longer_names_has_its_default_again() -> None:
+def test_a_removed_live_setting_returns_to_its_default() -> None:
     assert user_config(application(), "controller")["commit"] == "together"
     assert set(user_config(application(), "router")) == set(LIVE["router"])
 

@@ -100,7 +100,7 @@ def test_a_configuration_for_the_other_packages_is_told_which_command_works(
         ("something else", "expected name, driver and capability"),
     ],
 )
-def test_what_does_not_suffice_is_named(answer: str, sentence: str) -> None:
+def test_an_insufficient_machine_is_refused_with_the_reason(answer: str, sentence: str) -> None:
     with pytest.raises(NotEnough, match=sentence):
         check_gpus(answer)
 
@@ -108,7 +108,7 @@ def test_what_does_not_suffice_is_named(answer: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     "answer", [H200, f"{H200}\n{H200}", "Tesla T4, 580.65.06, 7.5", "NVIDIA B200, 590.44, 10.0"]
 )
-def test_what_suffices_is_let_pass(answer: str) -> None:
+def test_a_sufficient_machine_passes(answer: str) -> None:
     check_gpus(answer)
 
 
@@ -131,7 +131,7 @@ def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
     assert "this machine has no nvidia-smi" in done.stderr
 
 
-def test_a_machine_without_a_gpu_is_told_so_before_it_is_told_of_packages(tmp_path: Path) -> None:
+def test_a_missing_gpu_is_reported_before_wrong_packages(tmp_path: Path) -> None:
     done = run({**os.environ, "PATH": str(tmp_path)}, "check", "cpu", str(ROOT / "app/layouts/ipc.yaml"))
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "this machine has no nvidia-smi" in done.stderr and "VENV" not in done.stderr

@@ -77,7 +77,7 @@ def test_a_free_port_is_none_that_the_system_assigns() -> None:
     assert max(found) < first
 
 
-def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_with_a_listener_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(module, "_SINGLE", range(port, port + 1))

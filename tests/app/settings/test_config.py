@@ -3,7 +3,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from pydantic import ValidationError
 
 from app.command.deploy import read_serve_file
@@ -32,31 +31,10 @@ def test_a_served_name_replaces_the_models() -> None:
     assert parse_config({"model": "m", "served_model_name": "n"}).public_model_name == "n"
 
 
-def test_the_default_file_is_valid() -> None:
-    document = yaml.safe_load(Path("serve_config.yaml").read_text())
-    config = parse_config(document["applications"][0]["args"])
-    assert config.engine.num_replicas == 2
-    assert config.engine.dtype == "float32"
-    assert config.trainer is not None
-
-
 @pytest.mark.parametrize("file", sorted(LAYOUTS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_layout_is_valid(file: Path) -> None:
     assert read_serve_file(file).config.device == "cuda"
     assert f"serve run app/layouts/{file.name}" in file.read_text(), "its comment has the command"
-
-
-def test_every_layout_is_there() -> None:
-    assert {file.stem for file in LAYOUTS.glob("*.yaml")} == {
-        "async_inflight",
-        "http_ipc",
-        "http_nccl",
-        "ipc",
-        "ipc_fsdp_dense",
-        "ipc_fsdp_ep",
-        "nccl_tp",
-        "nccl_two_replicas",
-    }
 
 
 def test_a_colocated_configuration_is_accepted() -> None:

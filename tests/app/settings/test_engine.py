@@ -107,7 +107,7 @@ def test_tool_calls_are_arguments_of_the_server_and_accepted() -> None:
         ),
     ],
 )
-def test_tool_calls_that_nobody_could_read_are_refused(extra: dict[str, Any], complaint: str) -> None:
+def test_tool_settings_without_a_parser_are_refused(extra: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_tools(extra, ["mistral", "hermes"])
     assert str(caught.value) == complaint

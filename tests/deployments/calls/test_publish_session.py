@@ -97,7 +97,7 @@ async def test_the_lease_is_renewed_while_the_publisher_waits_for_something_else
 
 
 @virtual_time
-async def test_a_lease_that_is_lost_during_a_call_ends_it(controller: FakeController) -> None:
+async def test_losing_the_lease_ends_the_pending_call(controller: FakeController) -> None:
     controller.delay_s["send"] = 10 * controller.lease_s
     controller.fail_next["renew"] = StalePublisher("token 1 is stale")
     with pytest.raises(StalePublisher, match="token 1 is stale"):

@@ -196,7 +196,7 @@ def test_a_thread_without_an_event_loop_waits_for_the_answer(elsewhere: CallHand
 # -- deadlines and successors; see also `test_publish_session` --------------------------------------
 
 
-async def test_a_cancellation_beside_the_answer_is_not_lost() -> None:
+async def test_a_cancellation_that_races_the_response_is_not_lost() -> None:
     """`asyncio.wait_for` of Python 3.11 returns the answer then, and its caller lives on."""
     answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -211,6 +211,6 @@ async def test_a_cancellation_beside_the_answer_is_not_lost() -> None:
         await asking
 
 
-async def test_a_silent_process_ends_the_wait() -> None:
+async def test_a_silent_process_is_a_timeout() -> None:
     with pytest.raises(FleetUnavailable, match=r"a question: no answer within 0\.05 s"):
         await retried(asyncio.Event().wait, "a question", limit_s=0.05)

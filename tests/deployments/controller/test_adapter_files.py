@@ -38,7 +38,7 @@ async def test_a_path_is_absolute(tmp_path: Path, path: str) -> None:
         await AdapterKeeper(tmp_path / "store", [tmp_path], set).copy(path, 1)
 
 
-async def test_what_nobody_needs_is_removed(tmp_path: Path) -> None:
+async def test_unneeded_files_are_removed(tmp_path: Path) -> None:
     needed = {1, 2}
     keeper = AdapterKeeper(tmp_path / "store", [tmp_path], lambda: needed)
     save_tiny_adapter(tmp_path / "a", 1)
@@ -89,7 +89,7 @@ async def test_a_disk_that_does_not_answer_is_given_up_and_keeps_none_of_the_loo
     assert (await keeper.copy(str(tmp_path / "a"), 41)).size_bytes > 0
 
 
-async def test_what_a_process_that_died_has_not_completed_is_removed(tmp_path: Path) -> None:
+async def test_incomplete_copies_of_a_dead_process_are_removed(tmp_path: Path) -> None:
     keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set)
     left = tmp_path / "store" / ".a00000007.partial"
     left.mkdir(parents=True)

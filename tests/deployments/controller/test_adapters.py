@@ -31,7 +31,9 @@ async def load(fleet: Fleet, tmp_path: Path, number: int = 1, **options: Any) ->
     return (await fleet.controller.load_adapter("math", path, **options)).full_name
 
 
-async def test_a_load_ends_when_all_replicas_answer_with_it(adapters: Fleet, tmp_path: Path) -> None:
+async def test_a_load_returns_once_the_adapter_is_live_on_all_replicas(
+    adapters: Fleet, tmp_path: Path
+) -> None:
     assert await load(adapters, tmp_path) == "math@1"
     for replica in adapters.replicas.values():
         [live] = replica.adapters.live.values()
@@ -60,7 +62,7 @@ async def test_a_second_load_of_a_name_is_refused_while_its_files_are_waited_for
     assert await first == "math@1"
 
 
-async def test_what_replicas_reject_leaves_nothing_behind(adapters: Fleet, tmp_path: Path) -> None:
+async def test_a_rejected_adapter_leaves_no_files(adapters: Fleet, tmp_path: Path) -> None:
     for replica in adapters.replicas.values():
         replica.outcomes[LoadAdapter] = Outcome.REJECTED
     with pytest.raises(InvalidRequest, match="rejected here"):
@@ -85,7 +87,7 @@ async def connected(fleet: Fleet) -> int:
     return token
 
 
-async def test_what_was_sent_is_what_replicas_load(adapters: Fleet, tmp_path: Path) -> None:
+async def test_replicas_load_the_adapter_that_was_sent(adapters: Fleet, tmp_path: Path) -> None:
     token = await connected(adapters)
     await adapters.controller.send_adapter(token, LOAD, {"segment": "s"})
     await load(adapters, tmp_path, load_id=LOAD)
@@ -119,11 +121,13 @@ def holding(fleet: Fleet) -> list[bool]:
     return [bool(each.adapters.held) for each in fleet.replicas.values()]
 
 
-async def test_what_was_received_is_loaded_while_the_copy_is_written_and_live_after_it(
-    adapters: Fleet, tmp_path: Path, disk: Disk
+@pytest.mark.parametrize("sent", [True, False])
+async def test_an_adapter_is_loaded_while_its_copy_is_synced_and_live_after_it(
+    adapters: Fleet, tmp_path: Path, disk: Disk, sent: bool
 ) -> None:
     loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
-    await adapters.controller.send_adapter(await connected(adapters), LOAD, {})
+    if sent:
+        await adapters.controller.send_adapter(await connected(adapters), LOAD, {})
     await adapters.until(lambda: all(holding(adapters)))
     await adapters.polled("a", "b")
     [status] = await adapters.controller.adapters()
@@ -132,7 +136,7 @@ async def test_what_was_received_is_loaded_while_the_copy_is_written_and_live_af
     assert await loading == "math@1" and Path(status.path).is_dir()
 
 
-async def test_what_was_received_goes_if_it_cannot_be_stored(
+async def test_a_received_adapter_is_dropped_if_it_cannot_be_stored(
     adapters: Fleet, tmp_path: Path, disk: Disk
 ) -> None:
     disk.full = True
@@ -147,9 +151,7 @@ async def test_what_was_received_goes_if_it_cannot_be_stored(
     assert await load(adapters, tmp_path) == "math@2"
 
 
-async def test_a_caller_that_leaves_before_it_is_stored_leaves_nothing(
-    adapters: Fleet, tmp_path: Path, disk: Disk
-) -> None:
+async def test_a_cancelled_load_leaves_no_adapter(adapters: Fleet, tmp_path: Path, disk: Disk) -> None:
     loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
     await adapters.controller.send_adapter(await connected(adapters), LOAD, {})
     await adapters.until(lambda: all(holding(adapters)))
@@ -161,19 +163,7 @@ async def test_a_caller_that_leaves_before_it_is_stored_leaves_nothing(
     assert await load(adapters, tmp_path) == "math@2"
 
 
-async def test_a_directory_is_loaded_while_its_copy_is_synced_and_live_after_it(
-    adapters: Fleet, tmp_path: Path, disk: Disk
-) -> None:
-    loading = asyncio.create_task(load(adapters, tmp_path))
-    await adapters.until(lambda: all(holding(adapters)))
-    await adapters.polled("a", "b")
-    [status] = await adapters.controller.adapters()
-    assert status.state == "loading" and not any(each.adapters.live for each in adapters.replicas.values())
-    disk.goes.set()
-    assert await loading == "math@1"
-
-
-async def test_a_call_that_sends_an_adapter_ends_when_a_replica_cannot_take_it(
+async def test_sending_an_adapter_fails_if_a_replica_cannot_receive_it(
     adapters: Fleet, tmp_path: Path
 ) -> None:
     token = await connected(adapters)
@@ -210,7 +200,7 @@ async def test_an_adapter_is_sent_by_its_publisher_and_over_a_connection(adapter
         await adapters.controller.send_adapter(token + 1, LOAD, {})
 
 
-async def test_a_successor_knows_what_is_live(tmp_path: Path) -> None:
+async def test_a_successor_knows_the_live_adapters(tmp_path: Path) -> None:
     save_tiny_adapter(tmp_path / "adapter-1", 1)
     first = Fleet(tmp_path)
     first.start("a")

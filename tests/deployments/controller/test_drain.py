@@ -38,7 +38,7 @@ async def test_a_pause_that_waits_is_answered_when_requests_have_ended(fleet: Fl
     await fleet.until(lambda: not any(each.drains for each in fleet.replicas.values()))
 
 
-async def test_a_pause_that_waits_too_long_is_a_conflict_and_costs_nobody_anything(fleet: Fleet) -> None:
+async def test_a_pause_past_its_drain_timeout_is_a_conflict_and_changes_nothing(fleet: Fleet) -> None:
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
     fleet.replicas["a"].take_requests(2)

@@ -24,7 +24,7 @@ async def test_a_controller_that_cannot_write_its_decisions_stops_answering(flee
         await fleet.controller.check_health()
 
 
-async def test_a_controller_that_stood_still_fences_nobody_and_takes_no_lease(fleet: Fleet) -> None:
+async def test_a_stalled_controller_fences_no_replica_and_expires_no_lease(fleet: Fleet) -> None:
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
     lease = await fleet.controller.acquire("trainer")
@@ -40,7 +40,7 @@ async def test_a_controller_that_stood_still_fences_nobody_and_takes_no_lease(fl
     await fleet.members(0)  # who does not come back after it is lost as ever
 
 
-async def test_whatever_is_called_first_after_a_standstill_finds_its_lease(fleet: Fleet) -> None:
+async def test_the_first_call_after_a_stall_finds_its_lease(fleet: Fleet) -> None:
     lease = await fleet.controller.acquire("trainer")
     fleet.now += 10 * LONGER_THAN_ANY_DEADLINE_S
     assert (await fleet.controller.renew(lease.token)).token == lease.token
@@ -138,7 +138,7 @@ async def use_reserve(controller: Controller) -> None:
         await controller.set_label("x")
 
 
-async def test_on_a_full_disk_publishers_are_refused_and_serving_goes_on(
+async def test_on_a_full_disk_publishers_are_refused_and_serving_continues(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     fleet.start("a", "b")

@@ -96,7 +96,7 @@ def recovered(directory: Path) -> list[Decision]:
         return journal.recovered
 
 
-def test_what_was_appended_is_recovered_in_order(tmp_path: Path) -> None:
+def test_appended_decisions_are_recovered_in_order(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         assert journal.recovered == []
         journal.append(DECISIONS[:3])
@@ -169,7 +169,7 @@ def test_power_loss_in_a_checkpoint_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_has_answered_is_there(tmp_path: Path) -> None:
+def test_acknowledged_decisions_survive_sigkill(tmp_path: Path) -> None:
     for count in (1, 40, 300):
         with holder(tmp_path, 10_000) as process:
             assert process.stdout is not None
@@ -268,7 +268,7 @@ def overwritten(path: Path) -> None:
         (overwritten, "damaged|malformed"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named_and_left_as_it_is(tmp_path: Path, damage, message: str) -> None:
+def test_an_unusable_file_is_named_and_not_changed(tmp_path: Path, damage, message: str) -> None:
     path = tmp_path / NAME
     damage(path)
     content = path.read_bytes()
@@ -278,13 +278,6 @@ def test_a_file_that_cannot_be_used_is_named_and_left_as_it_is(tmp_path: Path, d
     assert path.read_bytes() == content
     path.unlink()
     Journal(tmp_path).close()
-
-
-def test_a_directory_of_the_former_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "decisions.jsonl").write_text('{"schema": 1}\n')
-    with pytest.raises(JournalError, match=r"decisions\.jsonl was written by another version"):
-        Journal(tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["decisions.jsonl"]
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

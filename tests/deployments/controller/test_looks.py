@@ -34,7 +34,7 @@ async def test_a_look_that_fails_is_made_up_for_by_the_next_tick(
     assert "failed to process reports" in caplog.text
 
 
-async def test_after_a_look_that_stood_still_the_next_one_comes_within_a_tick(
+async def test_after_a_stalled_look_the_next_one_comes_within_a_tick(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     durable, loop = fleet.controller._durable, asyncio.get_running_loop()

@@ -43,15 +43,6 @@ async def test_a_fleet_that_has_committed_nothing_may_serve_another_model(tmp_pa
         Fleet(tmp_path, model="two")
 
 
-async def test_the_state_of_an_older_release_is_of_the_model_that_it_is_next_started_with(
-    tmp_path: Path,
-) -> None:
-    await used(tmp_path, None)
-    await unused(tmp_path, "one")
-    with pytest.raises(JournalError, match=REFUSED):
-        Fleet(tmp_path, model="two")
-
-
 async def test_an_adapter_is_of_a_model_too(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, model="one")
     fleet.start("a")

@@ -6,7 +6,7 @@ import pytest
 from deployments.controller.durable_ledger import WAKE_AT_ONCE, Waits
 
 
-async def test_a_change_wakes_those_whose_wait_is_over_and_nobody_else() -> None:
+async def test_a_change_wakes_only_waits_that_are_over() -> None:
     waits, over = Waits(), {1: False, 2: False}
     waiting = {each: asyncio.create_task(waits.wait(lambda each=each: over[each], None)) for each in over}
     await asyncio.sleep(0)
@@ -17,7 +17,7 @@ async def test_a_change_wakes_those_whose_wait_is_over_and_nobody_else() -> None
     waiting[2].cancel()
 
 
-async def test_many_changes_of_one_moment_are_looked_at_once() -> None:
+async def test_simultaneous_changes_cause_one_look() -> None:
     waits, looks = Waits(), 0
 
     def ready() -> bool:
@@ -35,7 +35,7 @@ async def test_many_changes_of_one_moment_are_looked_at_once() -> None:
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_others_run_between_those_who_are_woken() -> None:
+async def test_other_tasks_run_between_woken_waits() -> None:
     waits, over = Waits(), False
     woken = 0
 
@@ -55,7 +55,7 @@ async def test_others_run_between_those_who_are_woken() -> None:
     assert max(after - before for before, after in pairwise(seen)) <= WAKE_AT_ONCE
 
 
-async def test_a_wait_ends_with_its_time_with_its_own_error_and_with_all_waits() -> None:
+async def test_a_wait_ends_on_timeout_on_its_own_error_and_with_all_waits() -> None:
     waits, broken = Waits(), False
 
     def ready() -> bool:

@@ -55,7 +55,7 @@ print(logger.handlers[0].target is not None)  # a Serve controller that restarts
 @pytest.mark.parametrize(
     ("how", "line", "target"), [("kept", "replica a is fenced\n", "True"), ("not", "", "False")]
 )
-def test_the_log_of_a_replica_goes_on_when_an_engine_configures_logging(
+def test_a_replicas_log_survives_an_engine_that_configures_logging(
     tmp_path: Path, how: str, line: str, target: str
 ) -> None:
     file = tmp_path / "replica.log"

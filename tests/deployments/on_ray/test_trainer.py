@@ -89,7 +89,7 @@ def exists(pid: int) -> bool:
     return False
 
 
-async def test_when_ray_cancels_a_call_what_the_call_has_begun_goes_on() -> None:
+async def test_work_continues_when_ray_cancels_its_call() -> None:
     worker = ray.remote(num_cpus=0)(SlowWorker).remote()
     trainer = ray.remote(num_cpus=0)(Queueing).remote(worker)
     step = trainer.step.remote()

@@ -47,7 +47,7 @@ class Fleet:
         (ScalingStats(running=2, waiting=2, places=10, kv_use=1.0), 2.0),
     ],
 )
-def test_the_demand_is_what_the_scheduler_says(report: ScalingStats, demand: float) -> None:
+def test_demand_follows_the_scheduler_and_the_kv_cache(report: ScalingStats, demand: float) -> None:
     assert report.demand == pytest.approx(demand)
 
 
@@ -71,7 +71,7 @@ def test_fewer_once_the_load_has_been_low_for_long() -> None:
     assert fleet.run(5, 4) == 1
 
 
-def test_one_peak_puts_it_off() -> None:
+def test_one_peak_delays_scaling_down() -> None:
     fleet = Fleet(4)
     fleet.run(90, 4)
     fleet.run(1, 30)
